@@ -1,0 +1,25 @@
+"""Settings of the whole suite, made before jax is imported for the first time.
+
+Four fake CPU devices for the sharded tests, and a light optimisation level, because the suite
+compiles far more than it computes.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1",
+)
+
+import jax
+from hypothesis import settings
+
+# Products in full float32 everywhere, so that identity holds on a GPU as well.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# Same examples in every run; `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("repeatable")

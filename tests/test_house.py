@@ -1,0 +1,272 @@
+"""The house itself: floors, the host half, sizes, docstrings, words. Read from the source."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "jspec"
+
+# The design's floors. An import goes down only; rooms on one floor do not import each other.
+FLOORS: dict[str, int] = {
+    "core": 0,
+    "pallas_kernels": 1,
+    "cache": 1,
+    "text": 1,
+    "layers": 2,
+    "models": 3,
+    "sampling": 4,
+    "speculative": 5,
+    "engine": 6,
+    "scheduler": 6,
+    "training": 6,
+    "api": 7,
+    "server": 8,
+    "cli": 9,
+}
+OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
+
+# Of core, what lives on the device. All else in core, and these rooms, know no jax.
+DEVICE_CORE = {"noise", "batch", "state", "pytree", "sharding"}
+HOST_ROOMS = {"cache", "text", "scheduler"}
+
+MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES = 400, 600, 60
+
+# Names that mean what a word of the glossary means; identifiers only, not the strings of an API.
+SYNONYMS = {
+    "block_table": "page_table",
+    "page_indices": "page_table",
+    "slot_mapping": "page_slots",
+    "accept_index": "node_path",
+    "accept_lens": "num_emitted",
+    "accept_length": "num_emitted or acceptance_length",
+    "num_correct_drafts": "num_accepted",
+    "verified_id": "root_ids",
+    "bonus_id": "bonus token",
+    "retrieve_index": "node_path",
+    "retrieve_next_token": "children_order",
+    "draft_token_num": "num_draft_tokens",
+    "spec_steps": "num_steps",
+    "kv_committed_len": "committed",
+    "generation_counter": "epoch",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of the jspec modules that `path` imports, wherever in the file.
+
+    What stands under `if TYPE_CHECKING:` counts too; only jspec/__init__ is free to name the top.
+    """
+    known = {dotted(module) for module in modules()}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("jspec."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: relative import"
+            base = node.module or ""
+            if base.split(".")[0] != "jspec":
+                continue
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in known else base
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(dotted(path))
+    if room in OUTSIDE or room == "":
+        return
+    assert room in FLOORS, f"{dotted(path)} is on no floor"
+    for target in imported(path):
+        below = room_of(target)
+        if below in {"", room}:  # jspec itself (__version__) and the own room
+            continue
+        assert below in FLOORS, f"{dotted(path)} imports {target}, which is on no floor"
+        assert FLOORS[below] < FLOORS[room], f"{dotted(path)} imports {target}: not downward"
+
+
+def test_nothing_imports_the_top_of_the_package_but_for_its_version() -> None:
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "jspec"
+                and room_of(dotted(path))
+            ):
+                for alias in node.names:
+                    is_room = (PACKAGE / alias.name).exists()
+                    is_module = (PACKAGE / f"{alias.name}.py").exists()
+                    assert alias.name == "__version__" or is_room or is_module
+
+
+def test_host_modules_of_core_import_no_device_modules() -> None:
+    device = {f"jspec.core.{name}" for name in DEVICE_CORE}
+    for path in modules():
+        module = dotted(path)
+        is_host = room_of(module) in HOST_ROOMS or (
+            room_of(module) == "core" and path.stem not in DEVICE_CORE
+        )
+        if is_host:
+            assert not device & set(imported(path)), f"{module} imports the device half"
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Output of a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_host_half_imports_no_jax() -> None:
+    host = ["jspec"] + [
+        dotted(path)
+        for path in modules()
+        if room_of(dotted(path)) in HOST_ROOMS
+        or (room_of(dotted(path)) == "core" and path.stem not in DEVICE_CORE)
+    ]
+    assert len(host) > 10
+    code = (
+        f"import importlib, sys\nfor name in {host!r}:\n    importlib.import_module(name)\n"
+        "    found = {'jax', 'jaxlib', 'flax'} & set(sys.modules)\n"
+        "    assert not found, f'{name} imports {found}'"
+    )
+    run_python(code)
+
+
+def test_importing_touches_no_device() -> None:
+    """A platform that does not exist: the first array or device query at import would raise."""
+    names = [dotted(path) for path in modules() if room_of(dotted(path)) != "testing"]
+    code = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)"
+    run_python(code, JAX_PLATFORMS="no_such_platform")
+    with pytest.raises(AssertionError, match="no_such_platform"):
+        run_python("import jax.numpy as jnp; jnp.zeros(1)", JAX_PLATFORMS="no_such_platform")
+
+
+def test_the_public_facade_loads_on_demand() -> None:
+    code = "import sys, jspec; assert 'jspec.api' not in sys.modules; print(jspec.__all__)"
+    assert "Engine" in run_python(code)
+    code = "import jspec\ntry:\n    jspec.nothing\nexcept AttributeError as e:\n    print(e)"
+    assert "module 'jspec' has no attribute 'nothing'" in run_python(code)
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_a_file_is_a_noun_of_limited_size(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    limit = MAX_KERNEL_LINES if room_of(dotted(path)) == "pallas_kernels" else MAX_LINES
+    assert lines <= limit, f"{dotted(path)} has {lines} lines; expected at most {limit}"
+    assert path.stem not in {"utils", "util", "helpers", "common", "misc"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    tree = parsed(path)
+    assert not tree.body or ast.get_docstring(tree), f"{dotted(path)} has no docstring"
+
+
+def test_functions_fit_a_screen() -> None:
+    """Fewer than 2% are longer than 60 lines."""
+    lengths = {
+        f"{dotted(path)}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in modules()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    long = {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES}
+    assert len(long) < 0.02 * len(lengths), f"too many long functions: {long}"
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_one_word_per_concept(path: Path) -> None:
+    for name, line in identifiers(parsed(path)):
+        plain = name.lstrip("_").lower()
+        assert plain not in SYNONYMS, (
+            f"{dotted(path)} line {line}: {name}; the glossary says {SYNONYMS[plain]}"
+        )
+
+
+STEP_ROOMS = {"core", "pallas_kernels", "layers", "models", "sampling", "speculative"}
+
+
+def is_indexed_update(call: ast.Call) -> bool:
+    """x.at[...].get(...), .set(...) and the like."""
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in {"get", "set", "add", "max", "min", "multiply"}
+        and isinstance(function.value, ast.Subscript)
+        and isinstance(function.value.value, ast.Attribute)
+        and function.value.value.attr == "at"
+    )
+
+
+def test_every_gather_and_scatter_states_its_mode() -> None:
+    """What happens to an index outside is decided where it is written, never by a default."""
+    for path in modules():
+        if room_of(dotted(path)) not in STEP_ROOMS:
+            continue
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if is_indexed_update(node) or name in {"take", "take_along_axis"}:
+                modes = [keyword for keyword in node.keywords if keyword.arg == "mode"]
+                assert modes, f"{dotted(path)} line {node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def test_device_data_is_frozen() -> None:
+    """Every dataclass of the package is frozen, but for the ones that own something mutable."""
+    for path in modules():
+        if room_of(dotted(path)) in {"testing", "scheduler", "server", "cli", "engine", "api"}:
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                for decorator in node.decorator_list:
+                    text = ast.unparse(decorator)
+                    if text.startswith("dataclass"):
+                        assert "frozen=True" in text, f"{dotted(path)}.{node.name} is not frozen"
