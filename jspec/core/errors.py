@@ -1,0 +1,37 @@
+"""Every error that jspec raises on purpose.
+
+Each message names the offending field, its value, and what was expected, so that a user can act
+on it without reading the source.
+"""
+
+
+class JspecError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(JspecError, ValueError):
+    """A configuration (flag, TOML key, engine argument) that cannot be served."""
+
+
+class CheckpointError(JspecError, ValueError):
+    """A checkpoint that is missing, truncated, or does not match its configuration."""
+
+
+class RequestError(JspecError, ValueError):
+    """One request is malformed or can never be served; the engine itself is unharmed."""
+
+
+class QueueFullError(JspecError):
+    """The waiting queue is at its bound; try again after `retry_after_seconds`."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineClosedError(JspecError):
+    """The engine was shut down, or its loop died, before this request could finish."""
+
+
+class InvariantError(JspecError, RuntimeError):
+    """A state that must be impossible: a bug in jspec, never the fault of a request."""

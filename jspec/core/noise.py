@@ -1,0 +1,65 @@
+"""Gumbel noise g(seed, position, token id) from a counter-based hash.
+
+Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick), and every program that
+chooses the token of position p of a request with seed s sees the same g. That is what makes the
+text a function of (model, prompt, seed) alone. Nothing is stored: g is computed inside whatever
+reduction consumes it.
+
+Seed, position and token id each pass through full rounds of MurmurHash3's 32-bit finaliser
+(Appleby, public domain). (seed, position) makes 64 key bits: for one position, different seeds
+have different keys; for one seed, different positions have. Few operations on purpose: the hash
+is compiled into every reduction over the vocabulary, several times a step.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+
+def mix32(x: jax.Array) -> jax.Array:
+    """MurmurHash3's finaliser: a bijection on u32 in which every input bit moves every output."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def position_key(
+    seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"]
+) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
+    """The 64 key bits of one (seed, position); seed is (high word, low word).
+
+    low -> h0 -> k0 and high -> h1 -> k1 can be undone one after the other given the position, so
+    no two seeds share a key.
+    """
+    h0 = mix32(seed[..., 1] ^ jnp.uint32(0x9E3779B9))
+    h1 = mix32(seed[..., 0] ^ h0)
+    k0 = mix32(h0 ^ mix32(position.astype(jnp.uint32) + h1))
+    return k0, mix32(k0 + h1)
+
+
+def noise_bits(
+    key: tuple[jax.Array, jax.Array], token_ids: Int[Array, "..."]
+) -> UInt32[Array, "..."]:
+    """32 hash bits of (key, token id); key words and token ids broadcast."""
+    return mix32(mix32(token_ids.astype(jnp.uint32) + key[1]) ^ key[0])
+
+
+def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    """Maps 32 uniform bits to a standard Gumbel in float32: finite, right down to odds of 1e-8.
+
+    u = (bits + 1/2) / 2**32 keeps its relative precision near 0, which is where -log1p(-u), an
+    exponential variable, is small and the Gumbel large: the tail that decides rare tokens.
+    """
+    u = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def gumbel(
+    seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"], token_ids: Int[Array, "v"]
+) -> Float[Array, "*b v"]:
+    """g(seed, position, v) for each v of `token_ids`, in float32."""
+    k0, k1 = position_key(seed, position)
+    return gumbel_from_bits(noise_bits((k0[..., None], k1[..., None]), token_ids))

@@ -1,0 +1,102 @@
+"""The messages between the scheduler and the runner: frozen, picklable, host only.
+
+A plan names rows by (slot, epoch). The device knows slots only; the epoch stays on the host, so
+that a result that arrives for a former tenant of a slot is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from jspec.core.request import Request
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RowRef:
+    """A tenancy of a slot. Slot 0 is the dummy and never appears here."""
+
+    slot: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A whole new row: written to the device's state before the step that carries it runs.
+
+    fill_ids: prompt and, after a retraction, what was already emitted. prompt_len counts the
+    prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size).
+    """
+
+    row: RowRef
+    request: Request
+    prompt_len: int
+    fill_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Tokens fill_ids[start : start + len(token_ids)] of one row.
+
+    next_id: the fill token right after the chunk, or None when the chunk is the last one, in
+    which case the device samples it: it becomes the root and the row's first emitted token.
+    """
+
+    row: RowRef
+    start: int
+    token_ids: tuple[int, ...]
+    next_id: int | None
+
+    @property
+    def is_final(self) -> bool:
+        return self.next_id is None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PageGrant:
+    """page_table[slot, index] = page, applied before the step runs."""
+
+    slot: int
+    index: int
+    page: int
+
+
+class StepKind(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows` and `grants`.
+
+    full: whether any row needs the full sampling program (filters, penalties, minimum length).
+    """
+
+    step: int
+    kind: StepKind
+    full: bool
+    admissions: tuple[Admission, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    rows: tuple[RowRef, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+
+    @property
+    def row_refs(self) -> tuple[RowRef, ...]:
+        """Rows in the order of the result: one per chunk in a prefill, `rows` in a decode."""
+        if self.kind is StepKind.PREFILL:
+            return tuple(chunk.row for chunk in self.chunks)
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the device emitted, row by row, in the order of `StepPlan.row_refs`.
+
+    emitted_ids[i]: () for a prefill chunk that is not final, one id for a final one,
+    num_accepted + 1 ids for a decode row.
+    """
+
+    step: int
+    emitted_ids: tuple[tuple[int, ...], ...]

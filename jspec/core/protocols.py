@@ -1,0 +1,55 @@
+"""What the host half asks of the device half, so that each can be tested without the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jspec.core.config import ServeLimits
+from jspec.core.plan import StepPlan, StepResult
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Owner of all device state. Calls come from one thread; results come back in order."""
+
+    @property
+    def limits(self) -> ServeLimits:
+        """The static sizes that plans must respect."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Enqueues one step and returns without waiting for the device."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest dispatched step and returns its result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCut:
+    """What TextStream.push made of some ids.
+
+    num_ids: how many of the pushed ids belong to the output (all of them, unless a stop string
+    was completed: then through the id that completed it). text: new text that can no longer
+    change (never half a character, never the beginning of a possible stop string).
+    matched: the stop string that was completed, already trimmed from the text.
+    """
+
+    num_ids: int
+    text: str
+    matched: str | None = None
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """The text of one sequence as it grows: detokenizer and stop-string matcher in one."""
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        """Appends ids. With allow_stop False a stop string inside them does not end the text."""
+        ...
+
+    def flush(self) -> str:
+        """Text still held back, once no more ids will come."""
+        ...

@@ -1,0 +1,92 @@
+"""The only functions that compute a position, a slot, or a number of pages.
+
+Everything here is plain arithmetic on integers or arrays, so the host plans and the device steps
+with the same formulas. Committed tokens: slot in the sequence = RoPE position = token index.
+Scratch (draft tokens in flight) lies right behind them:
+
+    worked example, L = 7 committed, root t7 at position 7, S/K/N = 2/2/4
+    node            0   1   2   3        (root, a1, b1, a2 under a1)
+    depth           0   1   1   2
+    slot            7   8   9  10        scratch_slot: L + row
+    target RoPE     7   8   8   9        target_position: L + depth
+    chosen token    8   9   9  10        token_position of its children: L + depth + 1
+    draft RoPE      -   7   7   8        draft_position: L + depth - 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Index = Any  # an int on the host, an i32 array on the device
+
+
+def scratch_slot(seq_len: Index, row: Index) -> Index:
+    """Slot in the sequence of scratch row `row`: right behind the committed tokens."""
+    return seq_len + row
+
+
+def target_position(seq_len: Index, depth: Index) -> Index:
+    """RoPE position in the target of a node at `depth`; the root has depth 0."""
+    return seq_len + depth
+
+
+def chosen_position(seq_len: Index, depth: Index) -> Index:
+    """Token position of what the target chooses at a node: the noise of this position is used."""
+    return seq_len + depth + 1
+
+
+def draft_position(seq_len: Index, depth: Index) -> Index:
+    """RoPE position in the draft model of the row that holds the token of a node at `depth`.
+
+    Draft row i holds the pair (token i + 1, feature i), hence one less than in the target.
+    """
+    return seq_len + depth - 1
+
+
+def extend_position(seq_len: Index, row: Index) -> Index:
+    """Slot and RoPE position of row `row` of the draft extend: (emitted token row, feature row)."""
+    return seq_len + row
+
+
+def max_emitted(num_steps: int) -> int:
+    """M: most tokens that one verification can emit, S accepted drafts and the bonus token."""
+    return num_steps + 1
+
+
+def num_scratch_rows(num_steps: int, topk: int, num_draft_tokens: int) -> int:
+    """Rows behind L that one step may write: the tree, the draft's beams, or the extend."""
+    return max(num_draft_tokens, topk * max(num_steps - 1, 0), max_emitted(num_steps))
+
+
+def num_pages(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def reserved_tokens(
+    committed: int, *, unread_steps: int, num_steps: int, topk: int, num_draft_tokens: int
+) -> int:
+    """Positions a row must own before a dispatch with `unread_steps` results not yet read.
+
+    Each unread step commits at most M tokens; the new step then writes its scratch behind them.
+    """
+    scratch = num_scratch_rows(num_steps, topk, num_draft_tokens)
+    return committed + unread_steps * max_emitted(num_steps) + scratch
+
+
+def bucket(value: int, buckets: tuple[int, ...]) -> int:
+    """Smallest bucket that holds `value`; buckets ascend and the last one bounds the value."""
+    for size in buckets:
+        if value <= size:
+            return size
+    raise ValueError(f"no bucket holds {value}: the buckets are {buckets}")
+
+
+def powers_of_two(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 * first, ... up to and including `last` (which need not be a power of two)."""
+    sizes = []
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, last)

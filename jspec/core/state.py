@@ -1,0 +1,87 @@
+"""What is on the device between two steps: immutable pytrees, donated from step to step.
+
+Row 0 of every per-slot array is the dummy slot: padding rows of a batch read and write it. Page 0
+of every pool is the dummy page. Nothing ever depends on what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core.pytree import pytree
+from jspec.core.request import MAX_MASKED_STOP_IDS
+
+
+@pytree
+class SamplingRows:
+    """How each row is sampled; arrays, never static, so that no setting compiles anything.
+
+    Indexed by slot inside RowState, by batch row once gathered.
+    """
+
+    seed: jax.Array  # u32[., 2], high and low word
+    temperature: jax.Array  # f32[.], >= 0
+    top_k: jax.Array  # i32[.], V or more keeps all
+    top_p: jax.Array  # f32[.], in (0, 1]
+    min_p: jax.Array  # f32[.], in [0, 1]
+    frequency_penalty: jax.Array  # f32[.]
+    presence_penalty: jax.Array  # f32[.]
+    min_new_tokens: jax.Array  # i32[.]
+    stop_ids: jax.Array  # i32[., 16], padded with V (no token)
+
+
+@pytree
+class RowState:
+    """One row per slot."""
+
+    root_ids: jax.Array  # i32[slots], last emitted token, whose KV is not yet written
+    seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
+    prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
+    page_table: jax.Array  # i32[slots, P], 0 = the dummy page
+    sampling: SamplingRows
+    output_counts: jax.Array  # i32[slots, V], how often each id was emitted; sharded over V
+
+
+@pytree
+class EngineState:
+    """Everything a step reads and replaces. `draft` is whatever pytree the drafter chose."""
+
+    kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]
+    draft_kv: tuple[jax.Array, ...]
+    draft: Any
+    rows: RowState
+
+
+def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
+    """Greedy rows that stop nowhere."""
+    return SamplingRows(
+        seed=jnp.zeros((num_slots, 2), jnp.uint32),
+        temperature=jnp.zeros((num_slots,), jnp.float32),
+        top_k=jnp.full((num_slots,), vocab_size, jnp.int32),
+        top_p=jnp.ones((num_slots,), jnp.float32),
+        min_p=jnp.zeros((num_slots,), jnp.float32),
+        frequency_penalty=jnp.zeros((num_slots,), jnp.float32),
+        presence_penalty=jnp.zeros((num_slots,), jnp.float32),
+        min_new_tokens=jnp.zeros((num_slots,), jnp.int32),
+        stop_ids=jnp.full((num_slots, MAX_MASKED_STOP_IDS), vocab_size, jnp.int32),
+    )
+
+
+def empty_rows(num_slots: int, *, pages_per_row: int, vocab_size: int) -> RowState:
+    """`num_slots` includes the dummy slot 0."""
+    return RowState(
+        root_ids=jnp.zeros((num_slots,), jnp.int32),
+        seq_lens=jnp.zeros((num_slots,), jnp.int32),
+        prompt_lens=jnp.zeros((num_slots,), jnp.int32),
+        page_table=jnp.zeros((num_slots, pages_per_row), jnp.int32),
+        sampling=empty_sampling(num_slots, vocab_size=vocab_size),
+        output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+    )
+
+
+def take_rows(tree: Any, slots: jax.Array) -> Any:
+    """Row `slots[b]` of every per-slot array of `tree`."""
+    return jax.tree.map(lambda x: x.at[slots].get(mode="promise_in_bounds"), tree)

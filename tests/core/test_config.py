@@ -1,0 +1,159 @@
+"""S/K/N, static limits and model shapes: what cannot be served is refused with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core import shapes
+from jspec.core.config import (
+    Algorithm,
+    Eagle3Config,
+    ServeLimits,
+    SpeculativeConfig,
+    TransformerConfig,
+)
+from jspec.core.errors import ConfigError
+
+
+def eagle(num_steps: int, topk: int, num_draft_tokens: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        algorithm=Algorithm.EAGLE3,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", [(1, 1, 2), (3, 1, 4), (4, 4, 16), (2, 2, 7), (1, 4, 5), (1, 2, 2)]
+)
+def test_possible_trees(spec: tuple[int, int, int]) -> None:
+    config = eagle(*spec)
+    assert config.max_emitted == config.num_steps + 1
+    assert config.num_draft_tokens <= config.pool_size + 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ((0, 1, 1), "speculative_num_steps is 0; expected at least 1"),
+        ((3, 0, 4), "speculative_eagle_topk is 0; expected at least 1"),
+        ((3, 1, 5), "3/1/5: a chain .* speculative_num_draft_tokens must be 4"),
+        ((2, 2, 8), r"2/2/8: the tree has K \+ \(S-1\)\*K\*K = 6 candidates.* from 2 to 7"),
+        ((2, 2, 1), "2/2/1.*from 2 to 7"),
+        ((1, 4, 6), "1/4/6.* = 4 candidates.*from 2 to 5"),
+    ],
+)
+def test_impossible_trees_are_refused(spec: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eagle(*spec)
+
+
+def test_without_a_draft_model_there_is_only_the_root() -> None:
+    plain = SpeculativeConfig.plain()
+    assert (plain.num_steps, plain.topk, plain.num_draft_tokens) == (0, 1, 1)
+    assert (plain.max_emitted, plain.num_scratch_rows) == (1, 1)
+    with pytest.raises(ConfigError, match="S/K/N = 3/1/4 without a draft model; expected 0/1/1"):
+        SpeculativeConfig(num_steps=3, num_draft_tokens=4)
+
+
+LIMITS = ServeLimits(
+    spec=eagle(3, 1, 4),
+    num_slots=4,
+    num_pages=64,
+    page_size=16,
+    context_length=256,
+    decode_buckets=(1, 2, 4),
+    prefill_buckets=(32, 64),
+    prefill_rows=2,
+)
+
+
+def test_limits_of_the_worked_sizes() -> None:
+    assert LIMITS.chunk_size == 64
+    # 256 tokens, one unread step of 4, scratch of 4: 264 positions.
+    assert LIMITS.pages_per_row == 17
+    # A step may need 8 positions, which touch at most one page more than they fill.
+    assert LIMITS.grants_per_row == 2
+
+
+@given(
+    st.sampled_from([(0, 1, 1), (3, 1, 4), (4, 4, 16), (5, 8, 4)]),
+    st.sampled_from([1, 4, 16, 64]),
+    st.integers(0, 2),
+    st.integers(0, 500),
+)
+def test_the_page_table_is_wide_enough_at_every_page_size(
+    spec: tuple[int, int, int], page_size: int, depth: int, committed: int
+) -> None:
+    limits = replace(
+        LIMITS,
+        spec=eagle(*spec) if spec[0] else SpeculativeConfig.plain(),
+        page_size=page_size,
+        overlap_depth=depth,
+        context_length=500,
+        num_pages=1000,
+    )
+    reserved = limits.reserved_tokens_at_most(committed)
+    assert shapes.num_pages(reserved, page_size) <= limits.pages_per_row
+    # From one plan to the next a row grows by at most the step that was read in between.
+    later = limits.reserved_tokens_at_most(committed + limits.spec.max_emitted)
+    new = shapes.num_pages(later, page_size) - shapes.num_pages(reserved, page_size)
+    assert new <= limits.grants_per_row
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlap_depth": 3}, "overlap_depth is 3; expected 0, 1 or 2"),
+        ({"overlap_depth": -1}, "overlap_depth is -1"),
+        ({"page_size": 0}, "page_size is 0; expected at least 1"),
+        ({"num_pages": 0}, "0 pages of 16 tokens; one request needs at least 1 pages"),
+        ({"page_size": 1, "num_pages": 8}, "8 pages of 1 tokens; .* at least 9 pages"),
+        ({"decode_buckets": (1, 2)}, r"decode buckets \(1, 2\) must end at .* 4"),
+    ],
+)
+def test_impossible_limits_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(LIMITS, **changes)
+
+
+MODEL = TransformerConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+)
+
+
+def test_impossible_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_attention_heads is 4; expected a multiple of .* 3"):
+        replace(MODEL, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="head_dim is 5; expected an even number"):
+        replace(MODEL, head_dim=5)
+
+
+@pytest.mark.parametrize("ids", [(3, 2, 5), (2, 2, 5)])
+def test_aux_layers_ascend(ids: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"aux layer ids are .* expected them to ascend"):
+        Eagle3Config(
+            layer=replace(MODEL, num_layers=1),
+            draft_vocab_size=16,
+            target_hidden_size=16,
+            aux_layer_ids=ids,
+        )
+
+
+def test_default_aux_layers_need_seven_layers() -> None:
+    assert Eagle3Config.default_aux_layer_ids(7) == (2, 3, 4)
+    assert Eagle3Config.default_aux_layer_ids(32) == (2, 16, 29)
+    with pytest.raises(ConfigError, match="a target of 6 layers has no default EAGLE-3 layers"):
+        Eagle3Config.default_aux_layer_ids(6)

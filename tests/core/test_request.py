@@ -1,0 +1,158 @@
+"""Sampling parameters are checked where they enter; seeds of choices differ."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from jspec.core.errors import RequestError
+from jspec.core.request import (
+    MAX_SEED,
+    FinishKind,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SpecCounters,
+    choice_seed,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an integer of at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; expected an integer"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; expected an integer"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens is 4; .* at most 3"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"temperature": -0.1}, "temperature is -0.1; expected a number from 0 to 100"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": INF}, "temperature is inf"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ({"temperature": False}, "temperature is False; expected a number"),
+        ({"top_k": 0}, r"top_k is 0; expected -1 \(keep all\) or at least 1"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 0.0}, r"top_p is 0; expected a number in \(0, 1\]"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"min_p": NAN}, "min_p is nan"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; expected a number from -2 to 2"),
+        ({"presence_penalty": -3}, "presence_penalty is -3"),
+        ({"sampling_seed": -1}, "sampling_seed is -1"),
+        ({"sampling_seed": MAX_SEED + 1}, "sampling_seed is 18446744073709551616"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
+        ({"stop": [""]}, "stop holds ''; expected non-empty strings"),
+        ({"stop": [7]}, "stop holds 7"),
+        ({"stop": 7}, "stop is 7; expected a list"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'; expected a list"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids is 2147483648"),
+        ({"max_new_tokens": 2**31, "min_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 129}, "n is 129"),
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"logit_bias": {}}, "unknown field 'logit_bias'; expected one of"),
+    ],
+)
+def test_bad_values_name_the_field(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams.from_mapping(values)
+
+
+def test_edges_that_are_allowed() -> None:
+    params = SamplingParams.from_mapping(
+        {
+            "temperature": 0,
+            "top_p": 1,
+            "top_k": -1,
+            "min_p": 1.0,
+            "sampling_seed": MAX_SEED,
+            "stop": "###",
+            "stop_token_ids": [0, 2**31 - 1],
+            "max_new_tokens": 1,
+            "min_new_tokens": 1,
+            "frequency_penalty": None,
+        }
+    )
+    assert params.stop == ("###",)
+    assert params.stop_token_ids == (0, 2**31 - 1)
+    assert params.frequency_penalty == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "is_full"),
+    [
+        ({}, False),
+        ({"temperature": 0.7, "sampling_seed": 3, "stop": ["x"]}, False),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.99}, True),
+        ({"min_p": 0.01}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"min_new_tokens": 1}, True),
+    ],
+)
+def test_which_program_a_request_needs(values: dict[str, Any], is_full: bool) -> None:
+    assert SamplingParams.from_mapping(values).needs_full_sampling is is_full
+
+
+def test_seeds_of_choices_differ_and_the_first_is_the_requests_own() -> None:
+    seeds = {choice_seed(seed, i) for seed in range(512) for i in range(16)}
+    assert len(seeds) == 512 * 16
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+    assert choice_seed(MAX_SEED, 0) == MAX_SEED
+    assert choice_seed(MAX_SEED, 1) == choice_seed(MAX_SEED, 1)
+    # SplitMix64's published stream from state 0.
+    assert choice_seed(0, 1) == 0xE220A8397B1DCDAF
+    assert choice_seed(0, 2) == 0x6E789E6AA1B965F4
+
+
+def request(**values: Any) -> Request:
+    return Request(
+        request_id="r",
+        prompt_ids=(1, 2),
+        sampling=SamplingParams.from_mapping(values),
+        seed=5,
+        eos_token_ids=(9, 8),
+    )
+
+
+def test_stop_ids_are_eos_and_the_requests_own_once_each() -> None:
+    assert request(stop_token_ids=[8, 7, 7]).stop_ids == (9, 8, 7)
+    assert request(stop_token_ids=[8, 7], ignore_eos=True).stop_ids == (8, 7)
+    assert request(ignore_eos=True).stop_ids == ()
+
+
+def test_more_stop_ids_than_the_device_can_mask() -> None:
+    many = list(range(100, 115))  # and two EOS
+    assert len(request(stop_token_ids=many).stop_ids) == 17
+    with pytest.raises(RequestError, match="min_new_tokens is 1 with 17 stop token ids"):
+        request(stop_token_ids=many, min_new_tokens=1)
+
+
+def test_requests_can_be_pickled() -> None:
+    original = request(stop=["a"], top_k=3)
+    assert pickle.loads(pickle.dumps(original)) == original
+
+
+def test_finish_reasons_in_sglangs_words() -> None:
+    assert FinishReason(kind=FinishKind.STOP, matched=0).to_json() == {"type": "stop", "matched": 0}
+    assert FinishReason(kind=FinishKind.LENGTH, length=4).to_json() == {
+        "type": "length",
+        "length": 4,
+    }
+    assert FinishReason(kind=FinishKind.ABORT, message="gone").to_json() == {
+        "type": "abort",
+        "message": "gone",
+    }
+
+
+def test_acceptance_length_counts_whole_steps_only() -> None:
+    counters = SpecCounters(verify_ct=3, full_verify_ct=2, full_num_emitted=7)
+    assert counters.acceptance_length == 3.5
+    assert SpecCounters().acceptance_length == 0.0
