@@ -1,0 +1,29 @@
+"""Gathering what a verification emits: the accepted path and the bonus token behind it.
+
+Arrays stay two-dimensional, by node [B, N] or by path [B, M]; there is no stride to get wrong.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def gather_path(
+    values: Int[Array, "B N"], node_path: Int[Array, "B M"], num_accepted: Int[Array, "B"]
+) -> Int[Array, "B M"]:
+    """values[b, node_path[b, i]] for i <= num_accepted[b], and 0 behind.
+
+    In:  values = [[11, 12, 13, 14]], node_path = [[0, 1, 3]], num_accepted = [1]
+    Out: [[11, 12, 0]]
+    """
+    step = jnp.arange(node_path.shape[1], dtype=jnp.int32)
+    valid = step <= num_accepted[:, None]
+    index = jnp.where(valid, node_path, 0)
+    return jnp.where(valid, jnp.take_along_axis(values, index, axis=1, mode="clip"), 0)
+
+
+def gather_bonus(emitted_ids: Int[Array, "B M"], num_accepted: Int[Array, "B"]) -> Int[Array, "B"]:
+    """The bonus token of each row: the last emitted id, emitted_ids[b, num_accepted[b]]."""
+    last = num_accepted[:, None]
+    return jnp.take_along_axis(emitted_ids, last, axis=1, mode="clip")[:, 0]

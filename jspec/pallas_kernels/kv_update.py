@@ -1,0 +1,80 @@
+"""Writing K and V into pages, and moving an accepted tree path to the front.
+
+A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the
+dummy: whatever must not be written anywhere else is written there. No index is ever negative.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def interleave_kv(
+    k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int
+) -> Float[Array, "T G2 D"]:
+    """[K_0, V_0, K_1, V_1, ...] along heads; K and V are zero-padded to the pool's `width`."""
+    pairs = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (k, v)]
+    return jnp.stack(pairs, axis=2).reshape(k.shape[0], 2 * k.shape[1], width)
+
+
+def page_slots(
+    page_table: Int[Array, "B P"],
+    row_idx: Int[Array, "*n"],
+    slot: Int[Array, "*n"],
+    valid: Bool[Array, "*n"],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+    """(page, offset) of slot `slot` of row `row_idx`; the dummy page where not valid.
+
+    In:  page_table = [[5, 9]], row_idx = [0, 0, 0], slot = [1, 4, 7], valid = [T, T, F], size 4
+    Out: page = [5, 9, 0], offset = [1, 0, 3]
+    """
+    width = page_table.shape[1]
+    inside = valid & (slot >= 0) & (slot < width * page_size)
+    index = jnp.where(inside, slot // page_size, 0)
+    page = page_table.at[row_idx, index].get(mode="promise_in_bounds")
+    return jnp.where(inside, page, 0), jnp.where(slot >= 0, slot % page_size, 0)
+
+
+def write_rows(
+    pages: Float[Array, "NP S G2 D"],
+    page: Int[Array, "*n"],
+    offset: Int[Array, "*n"],
+    values: Float[Array, "*n G2 D"],
+) -> Float[Array, "NP S G2 D"]:
+    """pages[page, offset] = values, in place when the pool is donated."""
+    return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")
+
+
+def compact_path(
+    pages: Float[Array, "NP S G2 D"],
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+) -> Float[Array, "NP S G2 D"]:
+    """Moves the KV of the accepted nodes to the slots right behind the root.
+
+    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All rows are read before any is
+    written, so an overlap of sources and destinations cannot matter.
+
+    In:  L = 7, node_path = [0, 1, 3], num_accepted = 2
+    Out: slot 8 -> 8, slot 10 -> 9
+    """
+    page_size = pages.shape[1]
+    batch, num_path = node_path.shape
+    step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
+    row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)
+    valid = step <= num_accepted[:, None]
+    source = seq_lens[:, None] + jnp.where(valid, node_path[:, 1:], 0)
+    from_page, from_offset = page_slots(page_table, row_idx, source, valid, page_size=page_size)
+    to_page, to_offset = page_slots(
+        page_table, row_idx, seq_lens[:, None] + step, valid, page_size=page_size
+    )
+    moved = pages.at[from_page, from_offset].get(mode="promise_in_bounds")
+    # The barrier orders the reads before the write, so XLA never keeps a copy of the pool.
+    moved = jax.lax.optimization_barrier(moved)
+    return write_rows(pages, to_page, to_offset, moved)

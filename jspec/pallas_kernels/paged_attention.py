@@ -1,0 +1,101 @@
+"""Paged attention: the contract, and the choice of the program that fulfils it.
+
+    q[T, H, D], k_new, v_new [T, G, D] (or None: nothing is written), kv_pages[NP, S, 2G, D]
+    page_table[B, P], prefix_lens[B]: KV rows before this call's first new row, always
+    cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
+
+Queries lie packed, row after row, unless `queries_per_row` R is given: then row b's queries are
+q[b * R], ..., and those behind its length are padding, whose K and V go to the dummy page.
+
+Which keys query j of row b sees:
+  - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, extend, chain);
+  - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and of the tail, which is the last W
+    slots through this call's last new row, those w whose bit w is set (W from tail_positions).
+  - window w: only keys with q_position - key_position < w; a tail key's position is
+    tail_positions[b, w], any other key's position is its slot.
+
+`sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to
+c * tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.pallas_kernels import reference, streaming
+from jspec.pallas_kernels.rows import AttentionRows
+
+Backend = Literal["reference", "xla"]
+
+
+def paged_attention(
+    q: Float[Array, "T H Dq"],
+    k_new: Float[Array, "T G Dk"] | None,
+    v_new: Float[Array, "T G Dv"] | None,
+    kv_pages: Float[Array, "NP S G2 D"],
+    page_table: Int[Array, "B P"],
+    prefix_lens: Int[Array, "B"],
+    cu_q_lens: Int[Array, "B1"],
+    tail_mask: UInt32[Array, "T words"] | None,
+    q_positions: Int[Array, "T"],
+    tail_positions: Int[Array, "B W"] | None,
+    *,
+    scale: float,
+    queries_per_row: int | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+    backend: Backend = "xla",
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """Writes k_new and v_new, then attends; see the module's docstring for the contract.
+
+    Raises ValueError at trace time for shapes that contradict each other.
+    """
+    rows = AttentionRows(
+        page_table=page_table,
+        prefix_lens=prefix_lens,
+        cu_q_lens=cu_q_lens,
+        q_positions=q_positions,
+        tail_mask=tail_mask,
+        tail_positions=tail_positions,
+    )
+    _check(q, kv_pages, rows, queries_per_row=queries_per_row)
+    kind = reference.attend if backend == "reference" else streaming.attend
+    if k_new is not None and v_new is not None:
+        kv_pages = reference.write_new(
+            k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row
+        )
+    out = kind(
+        q,
+        kv_pages,
+        rows,
+        scale=scale,
+        queries_per_row=queries_per_row,
+        window=window,
+        sinks=sinks,
+        soft_cap=soft_cap,
+    )
+    return out, kv_pages
+
+
+def _check(
+    q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, queries_per_row: int | None
+) -> None:
+    batch = rows.page_table.shape[0]
+    if q.shape[1] % (kv_pages.shape[2] // 2):
+        raise ValueError(
+            f"{q.shape[1]} query heads over {kv_pages.shape[2] // 2} kv heads; expected a multiple"
+        )
+    if q.shape[2] > kv_pages.shape[3]:
+        raise ValueError(f"q is {q.shape[2]} wide, the pool {kv_pages.shape[3]}; expected at most")
+    if queries_per_row is not None and q.shape[0] != batch * queries_per_row:
+        raise ValueError(f"{q.shape[0]} queries; expected {batch} rows of {queries_per_row}")
+    if (rows.tail_mask is None) != (rows.tail_positions is None):
+        raise ValueError("tail_mask and tail_positions come together or not at all")
+    if rows.tail_mask is not None and rows.tail_positions is not None:
+        words = -(-rows.tail_positions.shape[1] // 32)
+        if rows.tail_mask.shape != (q.shape[0], words):
+            raise ValueError(f"tail_mask is {rows.tail_mask.shape}; expected {(q.shape[0], words)}")
