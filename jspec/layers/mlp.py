@@ -1,0 +1,25 @@
+"""The gated MLP of Llama (SwiGLU, Shazeer 2020), gate and up in one product."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jspec.layers.linear import Linear, Shard
+
+
+class GatedMLP(nnx.Module):
+    """gate_up holds, shard by shard, the gate columns and then the up columns."""
+
+    def __init__(
+        self, size: int, inner: int, *, shard: Shard, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        self.gate_up = Linear(size, 2 * inner, dtype=dtype, rngs=rngs)
+        self.down = Linear(inner, size, dtype=dtype, rngs=rngs, reduce=shard)
+
+    def __call__(self, x: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)

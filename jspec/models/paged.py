@@ -1,0 +1,230 @@
+"""Running a stack over a paged KV pool: each layer writes its rows and attends, in one inner jit.
+
+The objects here are static (frozen, hashable): definitions and settings. Arrays always come as
+arguments, as the plain dicts of `models.llama.split`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.core.config import Eagle3Config, TransformerConfig
+from jspec.layers.attention import kv_heads_per_shard
+from jspec.layers.linear import Shard, logits_of
+from jspec.models.eagle3 import Eagle3
+from jspec.models.llama import Llama, Params, bind, split, trunk
+from jspec.pallas_kernels.paged_attention import Backend, paged_attention
+from jspec.pallas_kernels.rows import AttentionRows
+
+KVPool = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """Static half of a paged attention call."""
+
+    backend: Backend
+    queries_per_row: int | None
+
+
+class PagedAttend:
+    """An `attend` for one layer: holds the pool after its single call (while tracing)."""
+
+    def __init__(self, pages: jax.Array, rows: AttentionRows, settings: AttentionSettings) -> None:
+        self.pages = pages
+        self._rows = rows
+        self._settings = settings
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = self._rows
+        out, self.pages = paged_attention(
+            q,
+            k,
+            v,
+            self.pages,
+            rows.page_table,
+            rows.prefix_lens,
+            rows.cu_q_lens,
+            rows.tail_mask,
+            rows.q_positions,
+            rows.tail_positions,
+            scale=q.shape[-1] ** -0.5,
+            queries_per_row=self._settings.queries_per_row,
+            backend=self._settings.backend,
+        )
+        return out
+
+
+@partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
+def _llama_layer(
+    params: Params,
+    x: jax.Array,
+    pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    definition: nnx.GraphDef[Any],
+    settings: AttentionSettings,
+) -> tuple[jax.Array, jax.Array]:
+    attend = PagedAttend(pages, rows, settings)
+    y = bind(definition, params)(x, rows.q_positions, attend)
+    return y, attend.pages
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLlama:
+    """A Llama target over its pool. `aux_layer_ids` selects what a draft head will be fed."""
+
+    config: TransformerConfig
+    shard: Shard
+    aux_layer_ids: tuple[int, ...]
+    definition: nnx.GraphDef[Any]
+    layer_definition: nnx.GraphDef[Any]
+
+    @classmethod
+    def create(
+        cls,
+        config: TransformerConfig,
+        *,
+        shard: Shard,
+        dtype: DTypeLike,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[PagedLlama, Params]:
+        """The static model and its abstract params (shapes and dtypes)."""
+        module = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0), shard=shard))
+        definition, abstract = split(module)
+        layer_definition, _ = split(module.layers[0])
+        return cls(config, shard, aux_layer_ids, definition, layer_definition), abstract
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: Int[Array, "T"],
+        kv: KVPool,
+        rows: AttentionRows,
+        settings: AttentionSettings,
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T A"], KVPool]:
+        """(last hidden after the final norm, aux features, pool with the T new rows)."""
+        pages = list(kv)
+
+        def layer(i: int, x: jax.Array) -> jax.Array:
+            x, pages[i] = _llama_layer(
+                params["layers"][i],
+                x,
+                pages[i],
+                rows,
+                definition=self.layer_definition,
+                settings=settings,
+            )
+            return x
+
+        model = bind(self.definition, params)
+        stack = [partial(layer, i) for i in range(self.config.num_layers)]
+        x, aux = trunk(stack, model.embed(token_ids), aux_layer_ids=self.aux_layer_ids)
+        return model.norm(x), aux, tuple(pages)
+
+    def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
+        """f32 logits over this device's vocabulary shard."""
+        return logits_of(hidden, params["lm_head"]["kernel"])
+
+    def token_ids(self) -> Int[Array, "V"]:
+        """Target id of each column of this device's vocabulary shard."""
+        return shard_ids(self.config.vocab_size, self.shard)
+
+
+@partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
+def _eagle3_layer(
+    params: Params,
+    embedded: jax.Array,
+    hidden: jax.Array,
+    pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    definition: nnx.GraphDef[Any],
+    settings: AttentionSettings,
+) -> tuple[jax.Array, jax.Array]:
+    attend = PagedAttend(pages, rows, settings)
+    y = bind(definition, params)(embedded, hidden, rows.q_positions, attend)
+    return y, attend.pages
+
+
+@dataclass(frozen=True, slots=True)
+class PagedEagle3:
+    """An EAGLE-3 head over its own pool (one layer)."""
+
+    config: Eagle3Config
+    shard: Shard
+    definition: nnx.GraphDef[Any]
+    layer_definition: nnx.GraphDef[Any]
+
+    @classmethod
+    def create(
+        cls, config: Eagle3Config, *, shard: Shard, dtype: DTypeLike
+    ) -> tuple[PagedEagle3, Params]:
+        module = nnx.eval_shape(lambda: Eagle3(config, dtype=dtype, rngs=nnx.Rngs(0), shard=shard))
+        definition, abstract = split(module)
+        layer_definition, _ = split(module.layer)
+        return cls(config, shard, definition, layer_definition), abstract
+
+    def features(self, params: Params, aux_hidden: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
+        """The target's aux features, fused; applied once, before an extend."""
+        return bind(self.definition, params).features(aux_hidden)
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: Int[Array, "T"],
+        hidden: Float[Array, "T E"],
+        kv: KVPool,
+        rows: AttentionRows,
+        settings: AttentionSettings,
+    ) -> tuple[Float[Array, "T E"], KVPool]:
+        """(output before the final norm, which is what is fed back, pool with the new rows)."""
+        model = bind(self.definition, params)
+        out, pages = _eagle3_layer(
+            params["layer"],
+            model.embed(token_ids),
+            hidden,
+            kv[0],
+            rows,
+            definition=self.layer_definition,
+            settings=settings,
+        )
+        return out, (pages,)
+
+    def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
+        """f32 logits over this device's shard of the draft vocabulary."""
+        normed = bind(self.definition, params).norm(hidden)
+        return logits_of(normed, params["lm_head"]["kernel"])
+
+
+def shard_ids(size: int, shard: Shard) -> Int[Array, "V"]:
+    """The ids of this device's columns when `size` ids are split evenly and in order."""
+    local = size // shard.size
+    first = 0 if shard.axis is None else jax.lax.axis_index(shard.axis) * local
+    return first + jnp.arange(local, dtype=jnp.int32)
+
+
+def empty_pool(
+    config: TransformerConfig,
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    shards: int,
+    dtype: DTypeLike,
+) -> KVPool:
+    """One zeroed array a layer, [num_pages, page_size, 2G, D] with the heads of all shards.
+
+    `num_pages` includes the dummy page 0.
+    """
+    heads = kv_heads_per_shard(config.num_kv_heads, Shard(shards)) * shards
+    shape = (num_pages, page_size, 2 * heads, config.head_dim)
+    return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

@@ -1,0 +1,80 @@
+"""RoPE against the rotation written out in float64, and Llama 3.1's scaling at its landmarks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.config import RopeConfig
+from jspec.layers.rope import apply_rope, inverse_frequencies
+
+LLAMA31 = RopeConfig(
+    theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position=8192,
+)
+_rotate = jax.jit(apply_rope, static_argnames="rope")
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig(theta=500000.0), LLAMA31])
+def test_pairs_turn_by_position_times_frequency(rope: RopeConfig) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(5, 3, 16)).astype(np.float32)
+    positions = np.array([0, 1, 7, 100, 4000])
+    out = np.asarray(_rotate(jnp.asarray(x), jnp.asarray(positions, jnp.int32), rope=rope))
+    pairs = x[..., :8].astype(np.float64) + 1j * x[..., 8:]
+    inv = inverse_frequencies(16, rope).astype(np.float64)
+    turned = pairs * np.exp(1j * positions[:, None, None] * inv)
+    expected = np.concatenate((turned.real, turned.imag), axis=-1)
+    np.testing.assert_allclose(out, expected, atol=2e-3)  # f32 angles of up to 4000
+    np.testing.assert_allclose(out[:3], expected[:3], atol=2e-6)
+    np.testing.assert_array_equal(out[0], x[0])
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    rng = np.random.default_rng(1)
+    q, k = (jnp.asarray(rng.normal(size=(1, 1, 32)), jnp.float32) for _ in range(2))
+    turn = partial(_rotate, rope=RopeConfig())
+
+    def score(q_position: int, k_position: int) -> float:
+        at = [jnp.full(1, p, jnp.int32) for p in (q_position, k_position)]
+        return float(jnp.sum(turn(q, at[0]) * turn(k, at[1])))
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_unscaled_frequencies() -> None:
+    inv = inverse_frequencies(8, RopeConfig(theta=10000.0))
+    np.testing.assert_allclose(inv, [1.0, 0.1, 0.01, 0.001], rtol=1e-6)
+
+
+def test_llama31_scaling_slows_long_waves_only() -> None:
+    """Waves under 8192 / 4 tokens stay, those over 8192 / 1 slow eightfold, between is a blend."""
+    plain = inverse_frequencies(128, RopeConfig(theta=500000.0)).astype(np.float64)
+    scaled = inverse_frequencies(128, LLAMA31).astype(np.float64)
+    wave = 2 * math.pi / plain
+    np.testing.assert_allclose(scaled[wave < 2048], plain[wave < 2048], rtol=1e-6)
+    np.testing.assert_allclose(scaled[wave > 8192], plain[wave > 8192] / 8, rtol=1e-6)
+    between = (wave > 2048) & (wave < 8192)
+    assert between.any()
+    share = (8192 / wave[between] - 1) / 3
+    np.testing.assert_allclose(
+        scaled[between], plain[between] * ((1 - share) / 8 + share), rtol=1e-6
+    )
+
+
+def test_dtype_is_kept_and_angles_are_float32() -> None:
+    x = jnp.ones((1, 1, 4), jnp.bfloat16)
+    position = jnp.full(1, 1001, jnp.int32)  # bf16 would round it to 1000
+    out = _rotate(x, position, rope=RopeConfig())
+    assert out.dtype == jnp.bfloat16
+    exact = _rotate(x.astype(jnp.float32), position, rope=RopeConfig())
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=1e-2)

@@ -1,0 +1,231 @@
+"""EAGLE-3 checkpoint files: both name layouts, the vocabulary map, and everything refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jspec.core.config import Eagle3Config, TransformerConfig
+from jspec.core.config_io import load_eagle3_config
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.models.eagle3 import Eagle3
+from jspec.models.hf_eagle3 import canonical_name, load_eagle3, save_eagle3
+from jspec.models.llama import Params, split
+
+LAYER = TransformerConfig(
+    vocab_size=20,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+)
+CONFIG = Eagle3Config(
+    layer=LAYER, draft_vocab_size=6, target_hidden_size=8, aux_layer_ids=(2, 4, 5)
+)
+FULL = replace(CONFIG, draft_vocab_size=20)
+TARGET = replace(LAYER, num_layers=8)
+DRAFT_IDS = np.array([1, 2, 5, 11, 12, 19], np.int32)
+
+
+def target_params() -> Params:
+    return {"embed": {"table": jnp.ones((20, 8))}, "lm_head": {"kernel": jnp.ones((8, 20))}}
+
+
+def random_params(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
+    abstract = nnx.eval_shape(lambda: Eagle3(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    params: Params = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), split(abstract)[1]
+    )
+    full = config.draft_vocab_size == config.layer.vocab_size
+    params["draft_ids"] = np.arange(20, dtype=np.int32) if full else DRAFT_IDS
+    return params
+
+
+def written(path: Path, config: Eagle3Config = CONFIG, **changes: Any) -> Path:
+    """A saved head with tensors replaced, added or (None) removed."""
+    save_eagle3(path, config, random_params(config), dtype=np.float32, include_embed=True)
+    tensors = load_file(path / "model.safetensors") | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, path / "model.safetensors")
+    return path
+
+
+def load(path: Path, config: Eagle3Config = CONFIG) -> Params:
+    return load_eagle3(path, config, target_params=target_params(), dtype=np.float32)
+
+
+def assert_same(found: Params, expected: Params) -> None:
+    same = jax.tree.structure(found) == jax.tree.structure(expected)  # type: ignore[operator]
+    assert same
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("config", [CONFIG, FULL, replace(CONFIG, norm_before_residual=True)])
+def test_save_then_load_is_exact(config: Eagle3Config, dtype: Any, tmp_path: Path) -> None:
+    params = random_params(config, dtype=dtype)
+    save_eagle3(tmp_path, config, params, dtype=dtype, include_embed=True)
+    assert load_eagle3_config(tmp_path, target=TARGET) == config
+    found = load_eagle3(tmp_path, config, target_params={}, dtype=dtype)
+    assert_same(found, params)
+
+
+def test_qkv_biases_survive(tmp_path: Path) -> None:
+    config = replace(CONFIG, layer=replace(LAYER, attention_bias=True))
+    params = random_params(config)
+    save_eagle3(tmp_path, config, params, dtype=np.float32, include_embed=True)
+    assert load_eagle3_config(tmp_path, target=TARGET) == config
+    assert_same(load(tmp_path, config), params)
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.midlayer.", "model.layers.0."])
+def test_every_name_layout_is_the_same_head(prefix: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    root = "model." if prefix.startswith("model.") else ""
+    renamed = {
+        prefix + name.removeprefix("midlayer.") if name.startswith("midlayer.") else root + name: v
+        for name, v in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert_same(load(tmp_path), random_params(CONFIG))
+
+
+def test_names_that_only_begin_alike_keep_their_own() -> None:
+    assert canonical_name("model.midlayer.mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
+    assert canonical_name("layers.01.x") == "layers.01.x"
+    assert canonical_name("midlayer_norm.weight") == "midlayer_norm.weight"
+
+
+def test_the_stored_map_is_an_offset_and_a_mask(tmp_path: Path) -> None:
+    tensors = load_file(written(tmp_path) / "model.safetensors")
+    np.testing.assert_array_equal(tensors["d2t"], np.array([1, 1, 3, 8, 8, 14]), strict=True)
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), DRAFT_IDS)
+    assert tensors["t2d"].dtype == bool
+
+
+@given(st.sets(st.integers(0, 19), min_size=6, max_size=6))
+def test_any_ascending_map_survives(
+    tmp_path_factory: pytest.TempPathFactory, ids: set[int]
+) -> None:
+    path = tmp_path_factory.mktemp("map")
+    params = random_params(CONFIG) | {"draft_ids": np.array(sorted(ids), np.int32)}
+    save_eagle3(path, CONFIG, params, dtype=np.float32)
+    np.testing.assert_array_equal(load(path)["draft_ids"], params["draft_ids"], strict=True)
+
+
+def test_without_its_own_embedding_the_head_holds_the_target_s_array(tmp_path: Path) -> None:
+    save_eagle3(tmp_path, CONFIG, random_params(CONFIG), dtype=np.float32)
+    target = target_params()
+    found = load_eagle3(tmp_path, CONFIG, target_params=target, dtype=np.float32)
+    assert found["embed"]["table"] is target["embed"]["table"]
+
+
+def test_a_full_vocabulary_head_may_use_the_target_s_lm_head(tmp_path: Path) -> None:
+    written(tmp_path, FULL, **{"lm_head.weight": None})
+    target = target_params()
+    found = load_eagle3(tmp_path, FULL, target_params=target, dtype=np.float32)
+    assert found["lm_head"]["kernel"] is target["lm_head"]["kernel"]
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(found["draft_ids"], np.arange(20))
+
+
+def test_a_missing_t2d_is_no_error(tmp_path: Path) -> None:
+    assert_same(load(written(tmp_path, t2d=None)), random_params(CONFIG))
+
+
+def test_strays_of_known_exporters_are_ignored(tmp_path: Path) -> None:
+    strays: dict[str, Any] = {
+        "rotary_emb.inv_freq": np.zeros(2, np.float32),
+        "midlayer.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32),
+        "verifier_lm_head.weight": np.zeros((6, 8), np.float32),
+        "verifier_norm.weight": np.zeros(8, np.float32),
+    }
+    assert_same(load(written(tmp_path, **strays)), random_params(CONFIG))
+
+
+def mask(*ids: int) -> Any:
+    return np.isin(np.arange(20), ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d2t": DRAFT_IDS.astype(np.int64)}, r"d2t gives target ids from 1 to 24"),
+        ({"d2t": np.array([0, 0, 0, 0, 0, -1])}, r"ids from 0 to 4, 5 of them distinct"),
+        ({"d2t": np.array([-1, 0, 0, 0, 0, 0])}, r"ids from -1 to 5"),
+        ({"d2t": np.zeros(6, np.float32)}, r"d2t has dtype float32; expected integers"),
+        ({"t2d": mask(1, 2, 5, 11, 12)}, r"t2d marks 5 target ids that are not the 6 of d2t"),
+        ({"t2d": mask(1, 2, 5, 11, 12, 18)}, r"expected where\(t2d\) == d2t \+ arange"),
+        ({"d2t": np.array([2, 0, 3, 8, 8, 14])}, r"expected where\(t2d\) == d2t \+ arange"),
+        ({"d2t": None}, r"no tensor d2t; expected shape \(6,\)"),
+    ],
+)
+def test_a_map_that_contradicts_itself_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("fc_norm.0.weight", (8,), "norms of the aux features before fc"),
+        ("input_norm.weight", (24,), "a norm of the concatenated aux features"),
+        ("fc.bias", (8,), "a bias in fc"),
+        ("layers.1.self_attn.q_proj.weight", (8, 8), "more than one layer"),
+        ("midlayer.self_attn.q_norm.weight", (4,), "a norm of q"),
+        ("midlayer.self_attn.qkv_proj.weight", (16, 16), "q, k and v in one tensor"),
+        ("other.weight", (3,), r"unknown tensor other\.weight of shape \(3,\)"),
+        ("lm_head.weight", (7, 8), r"lm_head\.weight has shape \(7, 8\); expected \(6, 8\)"),
+        ("fc.weight", (8, 16), r"fc\.weight has shape \(8, 16\); expected \(8, 24\)"),
+        ("midlayer.mlp.up_proj.weight", None, r"no tensor layers\.0\.mlp\.up_proj\.weight"),
+        ("lm_head.weight", None, r"no tensor lm_head\.weight; expected shape \(6, 8\)"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    name: str, shape: tuple[int, ...] | None, message: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {name: None if shape is None else np.zeros(shape, np.float32)}
+    with pytest.raises(CheckpointError, match=message):
+        load(written(tmp_path, **changes))
+
+
+def test_a_narrower_head_must_own_its_embedding(tmp_path: Path) -> None:
+    config = replace(CONFIG, target_hidden_size=16)
+    written(tmp_path, config)
+    narrow = target_params() | {"embed": {"table": jnp.ones((20, 16))}}
+    assert load_eagle3(tmp_path, config, target_params=narrow, dtype=np.float32)
+    written(tmp_path, config, **{"embed_tokens.weight": None})
+    with pytest.raises(CheckpointError, match=r"no tensor embed_tokens\.weight.*\(20, 16\) cannot"):
+        load_eagle3(tmp_path, config, target_params=narrow, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2, 5, 11, 12, 20], [-1, 2, 5, 11, 12, 19], [2, 1, 5, 11, 12, 19], [1, 2, 5]]
+)
+def test_saving_refuses_a_map_that_no_reader_could_use(ids: list[int], tmp_path: Path) -> None:
+    params = random_params(CONFIG) | {"draft_ids": np.array(ids, np.int32)}
+    with pytest.raises(CheckpointError, match="expected 6 ascending target ids"):
+        save_eagle3(tmp_path, CONFIG, params, dtype=np.float32)
+
+
+def test_saving_refuses_aux_ids_that_readers_would_shift(tmp_path: Path) -> None:
+    config = replace(CONFIG, aux_layer_ids=(1, 4, 5))
+    with pytest.raises(ConfigError, match=r"\(1, 4, 5\); expected a first id other than 1"):
+        save_eagle3(tmp_path, config, random_params(config), dtype=np.float32)
+    assert not list(tmp_path.iterdir())
