@@ -1,0 +1,35 @@
+"""The only acceptance rule there is: a draft is accepted iff it equals what the target chose.
+
+A pure integer walk down the tree. Whatever the target chose at each node was chosen with the noise
+of that position alone, so the emitted text does not depend on what was drafted.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jspec.core.batch import DraftTree
+
+
+def accept_tree(
+    tree: DraftTree, target_ids: Int[Array, "B N"], *, num_levels: int
+) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
+    """(node_path[B, S + 1], num_accepted[B]); node_path is 0 behind num_accepted.
+
+    In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], target_ids [a1 a2 x y]
+    Out: node_path [0 1 3], num_accepted 2
+    """
+    current = jnp.zeros(tree.tokens.shape[:1], jnp.int32)
+    alive = jnp.ones_like(current, bool)
+    path = [current]
+    num_accepted = jnp.zeros_like(current)
+    for _ in range(num_levels):
+        wanted = jnp.take_along_axis(target_ids, current[:, None], axis=1, mode="clip")
+        matches = (tree.parents == current[:, None]) & (tree.tokens == wanted)
+        alive = alive & jnp.any(matches, axis=1)
+        child = jnp.argmax(matches, axis=1).astype(jnp.int32)
+        current = jnp.where(alive, child, current)
+        num_accepted = num_accepted + alive
+        path.append(jnp.where(alive, child, 0))
+    return jnp.stack(path, axis=1), num_accepted

@@ -1,0 +1,183 @@
+"""The chosen token is drawn from softmax(filtered logits / T), and only from it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jspec.core.state import SamplingRows
+from jspec.layers.linear import Shard
+from jspec.sampling.choose import choose
+from jspec.testing.goodness_of_fit import assert_fits
+
+V, DRAWS = 10, 20_000
+LOGITS = np.array([1.2, 0.4, -0.3, 2.0, 1.9, -1.0, 0.0, 0.1, -6.0, 1.2], np.float32)
+IDS = jnp.arange(V, dtype=jnp.int32)
+
+
+def rows_of(
+    seeds: np.ndarray,
+    *,
+    temperature: float = 1.0,
+    top_k: int = V,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> SamplingRows:
+    n = len(seeds)
+    zeros = jnp.zeros(n, jnp.float32)
+    words = np.stack((seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)), axis=1)
+    return SamplingRows(
+        seed=jnp.asarray(words.astype(np.uint32)),
+        temperature=jnp.full(n, temperature, jnp.float32),
+        top_k=jnp.full(n, top_k, jnp.int32),
+        top_p=jnp.full(n, top_p, jnp.float32),
+        min_p=jnp.full(n, min_p, jnp.float32),
+        frequency_penalty=zeros,
+        presence_penalty=zeros,
+        min_new_tokens=zeros.astype(jnp.int32),
+        stop_ids=jnp.full((n, 1), V, jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnames="filtered")
+def _choose(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, filtered: bool
+) -> jax.Array:
+    return choose(
+        logits, rows, positions=positions, token_ids=IDS, filtered=filtered, shard=Shard()
+    )
+
+
+def draw(rows: SamplingRows, *, filtered: bool) -> np.ndarray:
+    """i32[draws]: one token per row, all at position 31."""
+    n = rows.temperature.shape[0]
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS), (n, 1, V))
+    return np.asarray(
+        _choose(logits, rows, jnp.full((n, 1), 31, jnp.int32), filtered=filtered)
+    ).ravel()
+
+
+def kept(p: np.ndarray, *, top_k: int = V, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
+    """The joint definition, token by token."""
+    return np.array(
+        [
+            (p > own).sum() < top_k
+            and (p[p > own].sum() < top_p or top_p >= 1)
+            and own >= min_p * p.max()
+            for own in p
+        ]
+    )
+
+
+FILTERS = [
+    {},
+    {"top_k": 3},
+    {"top_k": 4},  # two tokens tie for the fourth place: both stay
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"top_k": 6, "top_p": 0.85, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_frequencies_over_seeds_are_the_filtered_softmax(
+    filters: dict[str, float], temperature: float
+) -> None:
+    scaled = LOGITS.astype(np.float64) / temperature
+    p = np.exp(scaled) / np.exp(scaled).sum()
+    p = np.where(kept(p, **filters), p, 0.0)  # type: ignore[arg-type]
+    seeds = np.arange(DRAWS, dtype=np.uint64)
+    rows = rows_of(seeds, temperature=temperature, **filters)  # type: ignore[arg-type]
+    chosen = draw(rows, filtered=True)
+    assert_fits(np.bincount(chosen, minlength=V), p / p.sum())
+
+
+def test_without_filters_both_programs_choose_the_same() -> None:
+    rows = rows_of(np.arange(DRAWS, dtype=np.uint64))
+    plain = draw(rows, filtered=False)
+    np.testing.assert_array_equal(plain, draw(rows, filtered=True))
+    p = np.exp(LOGITS.astype(np.float64))
+    assert_fits(np.bincount(plain, minlength=V), p / p.sum())
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_temperature_0_is_argmax_and_ties_take_the_lowest_id(filtered: bool) -> None:
+    logits = np.zeros((3, 2, V), np.float32)
+    logits[0, 0, [4, 7]] = 2.0
+    logits[0, 1] = -np.inf
+    logits[0, 1, [6, 9]] = -5.0
+    logits[1, 0, :] = [-0.0, 0.0] * (V // 2)
+    logits[2, 1, 9] = 1e-30
+    rows = rows_of(np.arange(3, dtype=np.uint64), temperature=0.0, top_p=0.9)
+    chosen = _choose(jnp.asarray(logits), rows, jnp.ones((3, 2), jnp.int32), filtered=filtered)
+    np.testing.assert_array_equal(chosen, [[4, 6], [0, 0], [0, 9]])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-37])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    """Dividing logits by them may overflow; filters must not mistake that for nothing kept."""
+    logits = jnp.asarray(np.stack((LOGITS, LOGITS - 60.0)))[:, None]
+    rows = rows_of(np.arange(2, dtype=np.uint64), temperature=temperature, top_p=0.9)
+    for filtered in (False, True):
+        chosen = _choose(logits, rows, jnp.ones((2, 1), jnp.int32), filtered=filtered)
+        np.testing.assert_array_equal(chosen, [[3], [3]])
+
+
+def test_a_choice_depends_on_its_own_row_and_position_only() -> None:
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(6, 5, V)), jnp.float32)
+    positions = jnp.asarray(rng.integers(0, 1000, (6, 5)), jnp.int32)
+    rows = rows_of(rng.integers(0, 2**64, 6, np.uint64), top_k=7, top_p=0.9)
+    whole = np.asarray(_choose(logits, rows, positions, filtered=True))
+    for b, n in [(0, 0), (3, 4), (5, 1)]:
+        one = jax.tree.map(lambda x, b=b: x[b : b + 1], rows)
+        alone = _choose(
+            logits[b : b + 1, n : n + 1], one, positions[b : b + 1, n : n + 1], filtered=True
+        )
+        assert int(alone[0, 0]) == whole[b, n]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_two_vocabulary_shards_choose_the_same(filtered: bool) -> None:
+    """On both devices; temperatures 0 (with ties over the shards) and 1."""
+    rng = np.random.default_rng(2)
+    n = 256
+    logits = jnp.asarray(rng.integers(-2, 3, (n, 3, V)) * 0.5, jnp.float32)
+    positions = jnp.asarray(rng.integers(0, 1000, (n, 3)), jnp.int32)
+    rows = rows_of(rng.integers(0, 2**64, n, np.uint64), top_k=5, top_p=0.91, min_p=0.05)
+    greedy = jnp.asarray(np.arange(n) % 2, jnp.float32)
+    rows = SamplingRows(**{**vars(rows), "temperature": greedy})
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+
+    def on_shard(logits: jax.Array, ids: jax.Array, rows: SamplingRows) -> jax.Array:
+        return choose(
+            logits,
+            rows,
+            positions=positions,
+            token_ids=ids,
+            filtered=filtered,
+            shard=Shard(2, "tensor"),
+        )[None]
+
+    sharded = jax.jit(
+        jax.shard_map(
+            on_shard,
+            mesh=mesh,
+            in_specs=(
+                PartitionSpec(None, None, "tensor"),
+                PartitionSpec("tensor"),
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec("tensor"),
+            check_vma=False,
+        )
+    )
+    both = np.asarray(sharded(logits, IDS, rows))
+    np.testing.assert_array_equal(both[0], both[1])
+    np.testing.assert_array_equal(both[0], _choose(logits, rows, positions, filtered=filtered))

@@ -1,0 +1,163 @@
+"""The threshold keeps exactly what the joint definition of top-k, top-p and min-p keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from jspec.core.state import SamplingRows
+from jspec.layers.linear import Shard
+from jspec.sampling.filters import threshold
+
+V = 12
+Filters = tuple[int, float, float]  # top_k, top_p, min_p
+NOTHING: Filters = (V, 1.0, 0.0)
+
+
+def sampling_rows(filters: list[Filters]) -> SamplingRows:
+    top_k, top_p, min_p = (np.array(column) for column in zip(*filters, strict=True))
+    zeros = jnp.zeros(len(filters), jnp.float32)
+    return SamplingRows(
+        seed=jnp.zeros((len(filters), 2), jnp.uint32),
+        temperature=zeros,
+        top_k=jnp.asarray(top_k, jnp.int32),
+        top_p=jnp.asarray(top_p, jnp.float32),
+        min_p=jnp.asarray(min_p, jnp.float32),
+        frequency_penalty=zeros,
+        presence_penalty=zeros,
+        min_new_tokens=zeros.astype(jnp.int32),
+        stop_ids=jnp.full((len(filters), 1), V, jnp.int32),
+    )
+
+
+def kept_by_sorting(x: np.ndarray, filters: Filters) -> tuple[np.ndarray, float]:
+    """(which of x[V] are kept, how close the nearest comparison of floats was), in float64."""
+    top_k, top_p, min_p = filters
+    order = np.argsort(-x, kind="stable")
+    ranked = x[order].astype(np.float64)
+    p = np.exp(ranked - ranked[0])
+    p /= p.sum()
+    first_of_tie = np.searchsorted(-ranked, -ranked, side="left")  # how many lie above
+    mass_above = np.append(0.0, np.cumsum(p))[first_of_tie]
+    by_k = first_of_tie < top_k
+    by_p = (mass_above < top_p) | (top_p >= 1.0)
+    by_min = p >= min_p * p[0]
+    margins = [np.abs(p / p[0] - min_p)[p < p[0]]]
+    if top_p < 1.0:
+        margins.append(np.abs(mass_above - top_p))
+    kept = np.zeros(len(x), bool)
+    kept[order] = by_k & by_p & by_min & (ranked > -np.inf)
+    return kept, float(np.min(np.concatenate(margins), initial=1.0))
+
+
+@jax.jit
+def _keep(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
+    found = threshold(scaled[:, None], rows, shard=Shard())[:, 0]
+    return (scaled >= found[:, None]) & (scaled > -jnp.inf)
+
+
+def keep(x: np.ndarray, filters: Filters) -> np.ndarray:
+    kept = _keep(jnp.asarray(x[None], jnp.float32), sampling_rows([filters]))
+    return np.asarray(kept[0])
+
+
+logit_values = st.one_of(
+    st.sampled_from([-np.inf, -2.0, -1.0, -0.0, 0.0, 0.5, 0.5, 3.0, 30.0]),
+    st.floats(-40, 40, width=32, allow_subnormal=False),
+)
+filter_values = st.tuples(
+    st.integers(1, V + 3),
+    st.one_of(st.just(1.0), st.floats(0.015625, 1.0, width=32)),
+    st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1, width=32)),
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(logit_values, min_size=V, max_size=V), filter_values)
+def test_keeps_what_the_definition_keeps(logits: list[float], filters: Filters) -> None:
+    x = np.array(logits, np.float32)
+    assume(np.isfinite(x).any())
+    expected, margin = kept_by_sorting(x, filters)
+    assume(margin > 1e-5)
+    np.testing.assert_array_equal(keep(x, filters), expected)
+
+
+def test_golden_top_k_and_top_p_look_at_the_same_distribution() -> None:
+    """One after the other, with renormalisation, keeps three of these tokens; jointly four."""
+    p = np.array([0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03])
+    np.testing.assert_array_equal(keep(np.log(p), (4, 0.82, 0.0)), np.arange(9) < 4)
+
+
+def test_top_p_1_drops_nothing_however_unlikely() -> None:
+    x = np.array([0.0, -20.0, -60.0, -1e4, -3e38], np.float32)
+    assert keep(x, NOTHING).all()
+    np.testing.assert_array_equal(keep(x, (V, 0.999999, 0.0)), [True, False, False, False, False])
+
+
+def test_top_k_1_keeps_all_that_tie_for_the_maximum() -> None:
+    x = np.array([1.0, 2.0, 2.0, -1.0], np.float32)
+    np.testing.assert_array_equal(keep(x, (1, 1.0, 0.0)), [False, True, True, False])
+
+
+@pytest.mark.parametrize("filters", [(2, 1.0, 0.0), (V, 0.5, 0.0), (V, 1.0, 1.0)])
+def test_zeros_of_both_signs_tie(filters: Filters) -> None:
+    x = np.array([-0.0, 0.0, -0.0, -5.0], np.float32)
+    np.testing.assert_array_equal(keep(x, filters), [True, True, True, False])
+
+
+def test_the_maximum_survives_any_filter() -> None:
+    x = np.array([-3.0, -2.5, -2.5 - 1e-6, -np.inf], np.float32)
+    smallest = float(np.finfo(np.float32).tiny)
+    for filters in [(1, smallest, 1.0), (1, 1e-6, 0.5), (V, smallest, 0.0)]:
+        assert keep(x, filters)[1]
+        assert not keep(x, filters)[3]
+
+
+@pytest.mark.parametrize("min_p", [0.05, 0.3, 0.9])
+def test_min_p_is_relative_to_the_maximum(min_p: float) -> None:
+    x = np.log(np.linspace(0.01, 1.0, V))
+    np.testing.assert_array_equal(keep(x, (V, 1.0, min_p)), np.exp(x) >= min_p)
+
+
+def _over_two_devices() -> Callable[[jax.Array, SamplingRows], jax.Array]:
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+
+    def found(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
+        return threshold(scaled, rows, shard=Shard(2, "tensor"))[None]
+
+    over_vocabulary = PartitionSpec(None, None, "tensor")
+    return jax.jit(
+        jax.shard_map(
+            found,
+            mesh=mesh,
+            in_specs=(over_vocabulary, PartitionSpec()),
+            out_specs=PartitionSpec("tensor"),
+            check_vma=False,
+        )
+    )
+
+
+def test_two_vocabulary_shards_find_the_same_threshold() -> None:
+    """Bit for bit on both devices, and the same tokens as without sharding."""
+    rng = np.random.default_rng(5)
+    rows = 64
+    filters: list[Filters] = [
+        (int(rng.integers(1, V + 1)), float(rng.uniform(0.1, 1)), float(rng.uniform(0, 0.3)))
+        for _ in range(rows)
+    ]
+    x = jnp.asarray(rng.normal(0, 3, (rows, 3, V)).round(1), jnp.float32)
+    sampling = sampling_rows(filters)
+    alone = jax.jit(partial(threshold, shard=Shard()))(x, sampling)
+    both = np.asarray(_over_two_devices()(x, sampling))
+    np.testing.assert_array_equal(both[0], both[1])
+    kept = np.asarray(x) >= both[0][..., None]
+    np.testing.assert_array_equal(kept, np.asarray(x) >= np.asarray(alone)[..., None])
+    assert 0 < kept.mean() < 1

@@ -1,0 +1,191 @@
+"""Penalties at a node count what was emitted and the path to the node: brute force on trees."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.core.batch import DraftTree
+from jspec.core.state import SamplingRows, empty_sampling
+from jspec.sampling.penalties import count_emitted, path_tokens, penalize
+
+B, N, V, LEVELS = 2, 7, 5, 4
+PADDING = V
+
+
+def tree_of(tokens: list[list[int]], parents: list[list[int]]) -> DraftTree:
+    depths = np.zeros((len(parents), len(parents[0])), np.int32)
+    for b, row in enumerate(parents):
+        for i, parent in enumerate(row[1:], start=1):
+            depths[b, i] = depths[b, parent] + 1
+    return DraftTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        depths=jnp.asarray(depths),
+    )
+
+
+@st.composite
+def shallow_parents(draw: st.DrawFn) -> list[int]:
+    """parents[N] of a tree whose nodes are at most LEVELS deep."""
+    parents, depths = [-1], [0]
+    for i in range(1, N):
+        parent = draw(st.sampled_from([j for j in range(i) if depths[j] < LEVELS]))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """Nodes from `node` up to, but without, the root."""
+    path = []
+    while node > 0:
+        path.append(node)
+        node = parents[node]
+    return path
+
+
+@jax.jit
+def _penalized(
+    logits: jax.Array, rows: SamplingRows, tree: DraftTree, counts: jax.Array, num: jax.Array
+) -> jax.Array:
+    return penalize(
+        logits,
+        rows,
+        token_ids=jnp.arange(V, dtype=jnp.int32),
+        output_counts=counts,
+        tokens_on_path=path_tokens(tree, num_levels=LEVELS),
+        num_output=num,
+    )
+
+
+ids = st.integers(0, V - 1)
+penalty = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 2.0])
+rows_of_trees = st.lists(
+    st.tuples(
+        shallow_parents(),
+        st.lists(ids, min_size=N, max_size=N),  # tokens, the root's included
+        st.lists(ids, max_size=6),  # emitted before the root
+        penalty,
+        penalty,
+        st.lists(ids, max_size=2),  # stop ids
+        st.integers(0, 10),  # min_new_tokens
+    ),
+    min_size=B,
+    max_size=B,
+)
+
+
+@settings(max_examples=150)
+@given(rows_of_trees)
+def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: ignore[type-arg]
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(B, N, V)).astype(np.float32)
+    parents, tokens, emitted, frequency, presence, stops, least = zip(*cases, strict=True)
+    tree = tree_of(list(tokens), list(parents))
+    counts = np.zeros((B, V), np.int32)
+    stop_ids = np.full((B, 16), PADDING, np.int32)
+    expected = logits.astype(np.float64)
+    num_output = np.zeros((B, N), np.int32)
+    for b in range(B):
+        output = [*emitted[b], tokens[b][0]]  # the root was emitted, and is counted once
+        np.add.at(counts[b], output, 1)
+        stop_ids[b, : len(stops[b])] = stops[b]
+        for n in range(N):
+            before = output + [tokens[b][i] for i in path_of(parents[b], n)]
+            num_output[b, n] = len(before)
+            for v in range(V):
+                occurrences = before.count(v)
+                expected[b, n, v] -= frequency[b] * occurrences + presence[b] * (occurrences > 0)
+                if v in stops[b] and len(before) < least[b]:
+                    expected[b, n, v] = -np.inf
+    rows = SamplingRows(
+        **{
+            **vars(empty_sampling(B, vocab_size=V)),
+            "frequency_penalty": jnp.asarray(frequency, jnp.float32),
+            "presence_penalty": jnp.asarray(presence, jnp.float32),
+            "min_new_tokens": jnp.asarray(least, jnp.int32),
+            "stop_ids": jnp.asarray(stop_ids),
+        }
+    )
+    result = _penalized(
+        jnp.asarray(logits), rows, tree, jnp.asarray(counts), jnp.asarray(num_output)
+    )
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_path_tokens_worked_example() -> None:
+    tree = tree_of([[70, 10, 11, 20]], [[-1, 0, 0, 1]])
+    expected = [[[-1, -1], [10, -1], [11, -1], [20, 10]]]
+    np.testing.assert_array_equal(path_tokens(tree, num_levels=2), expected)
+    assert path_tokens(tree, num_levels=0).shape == (1, 4, 0)
+
+
+def test_no_penalty_leaves_every_bit_alone() -> None:
+    """Padding stop ids (V) stop nothing, though the row is far below its minimum length."""
+    logits = np.random.default_rng(3).normal(size=(B, N, V)).astype(np.float32)
+    logits[0, 0, 0], logits[0, 0, 1] = -0.0, -np.inf
+    rows = empty_sampling(B, vocab_size=V)
+    rows = SamplingRows(**{**vars(rows), "min_new_tokens": jnp.full(B, 100, jnp.int32)})
+    tree = tree_of([[1] * N] * B, [[-1, *range(4), 0, 0]] * B)
+    counts = jnp.full((B, V), 1000, jnp.int32)
+    result = _penalized(jnp.asarray(logits), rows, tree, counts, jnp.zeros((B, N), jnp.int32))
+    np.testing.assert_array_equal(result, logits)
+
+
+def test_a_shard_penalizes_its_own_columns() -> None:
+    """Columns are named by target ids, not by place."""
+    rng = np.random.default_rng(4)
+    rows = SamplingRows(
+        **{
+            **vars(empty_sampling(B, vocab_size=V)),
+            "frequency_penalty": jnp.full(B, 0.5),
+            "min_new_tokens": jnp.full(B, 9, jnp.int32),
+            "stop_ids": jnp.asarray([[4, V], [0, V]], jnp.int32),
+        }
+    )
+    tree = tree_of([[0, 1, 2, 3, 4, 3, 3]] * B, [[-1, 0, 1, 2, 2, 3, 0]] * B)
+    counts = jnp.asarray(rng.integers(0, 3, (B, V)), jnp.int32)
+    logits = jnp.asarray(rng.normal(size=(B, N, V)), jnp.float32)
+    num = jnp.full((B, N), 5, jnp.int32)
+    whole = _penalized(logits, rows, tree, counts, num)
+    part = jax.jit(penalize)(
+        logits[:, :, 3:],
+        rows,
+        token_ids=jnp.arange(3, V, dtype=jnp.int32),
+        output_counts=counts[:, 3:],
+        tokens_on_path=path_tokens(tree, num_levels=LEVELS),
+        num_output=num,
+    )
+    np.testing.assert_array_equal(part, whole[:, :, 3:])
+
+
+_count_from_id_1 = jax.jit(partial(count_emitted, first_id=1))
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(-1, V + 1), st.booleans()), min_size=8, max_size=8
+    )
+)
+def test_count_emitted_adds_what_is_valid_and_its_own(entries: list[tuple[int, int, bool]]) -> None:
+    """The shard holds ids 1..V-2; ids in front of it, behind it, and -1 change nothing."""
+    slots, emitted, valid = zip(*entries, strict=True)
+    before = np.arange(3 * (V - 2), dtype=np.int32).reshape(3, V - 2)
+    expected = before.copy()
+    for slot, token, is_valid in entries:
+        if is_valid and 1 <= token <= V - 2:
+            expected[slot, token - 1] += 1
+    after = _count_from_id_1(
+        jnp.asarray(before),
+        jnp.asarray(slots, jnp.int32),
+        jnp.asarray(emitted, jnp.int32),
+        jnp.asarray(valid),
+    )
+    np.testing.assert_array_equal(after, expected)
