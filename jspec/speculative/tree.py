@@ -1,0 +1,113 @@
+"""Building the draft tree (EAGLE-2, Li et al., 2024, arXiv:2406.16858) and its masks.
+
+Each level expands its K best nodes into K candidates each; the pool of all candidates, in level
+order, holds K + (S - 1) * K * K of them. The best N - 1 by path score become the tree, in pool
+order. A path's score is a sum of terms <= 0 and ties prefer the lower index, so a parent is always
+chosen before its child and comes first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jspec.core.batch import DraftTree
+from jspec.core.pytree import pytree
+
+
+@pytree
+class Level:
+    """Candidates of one level: C = K at level 1, K * K behind.
+
+    parents: index of each candidate's parent in the pool, -1 for the root.
+    """
+
+    ids: jax.Array  # i32[B, C]
+    scores: jax.Array  # f32[B, C], path score: <= the parent's
+    parents: jax.Array  # i32[B, C]
+
+
+def root_only(root_ids: Int[Array, "B"]) -> DraftTree:
+    """Plain decoding's tree: the root and nothing else."""
+    tokens = root_ids[:, None]
+    return DraftTree(
+        tokens=tokens, parents=jnp.full_like(tokens, -1), depths=jnp.zeros_like(tokens)
+    )
+
+
+def build_tree(
+    root_ids: Int[Array, "B"], levels: tuple[Level, ...], *, num_draft_tokens: int
+) -> DraftTree:
+    """The root and the best N - 1 candidates of all levels.
+
+    In:  level 1 [a1 -1, b1 -2], level 2 [a2 -1.5, b2 -9 under a1; c2 -3, d2 -4 under b1], N = 4
+    Out: tokens [root a1 b1 a2], parents [-1 0 0 1], depths [0 1 1 2]
+    """
+    ids, scores, parents = (
+        jnp.concatenate([getattr(level, name) for level in levels], axis=1)
+        for name in ("ids", "scores", "parents")
+    )
+    depth_of = jnp.concatenate(
+        [jnp.full((level.ids.shape[1],), d + 1, jnp.int32) for d, level in enumerate(levels)]
+    )
+    if ids.shape[1] == num_draft_tokens - 1:
+        chosen = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    else:
+        _, chosen = jax.lax.top_k(scores, num_draft_tokens - 1)
+        chosen = jnp.sort(chosen, axis=1)
+    parent = jnp.take_along_axis(parents, chosen, axis=1, mode="clip")
+    # Node of a parent: one behind its place among the chosen, which ascend.
+    node = jnp.sum(chosen[:, None, :] <= parent[:, :, None], axis=2, dtype=jnp.int32)
+    tokens = jnp.take_along_axis(ids, chosen, axis=1, mode="clip")
+    root = jnp.zeros((ids.shape[0], 1), jnp.int32)
+    return DraftTree(
+        tokens=jnp.concatenate((root_ids[:, None], tokens), axis=1),
+        parents=jnp.concatenate((root - 1, jnp.where(parent < 0, 0, node)), axis=1),
+        depths=jnp.concatenate((root, depth_of[chosen]), axis=1),
+    )
+
+
+def ancestors(tree: DraftTree, *, num_levels: int) -> Bool[Array, "B N N"]:
+    """[b, i, j]: node j is node i itself or one of its ancestors.
+
+    In:  parents [-1 0 0 1]
+    Out: [[1 0 0 0], [1 1 0 0], [1 0 1 0], [1 1 0 1]]
+    """
+    nodes = tree.parents.shape[1]
+    own = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (tree.parents.shape[0], nodes, nodes))
+    parent = jnp.maximum(tree.parents, 0)[:, :, None]
+    is_root = (tree.parents < 0)[:, :, None]
+    found = own
+    for _ in range(num_levels):
+        above = jnp.take_along_axis(found, parent, axis=1, mode="clip")
+        found = own | (above & ~is_root)
+    return found
+
+
+def pack_bits(mask: Bool[Array, "*b W"]) -> UInt32[Array, "*b words"]:
+    """Bit w of word w // 32 is mask[..., w]; bits past W are 0."""
+    width = mask.shape[-1]
+    words = -(-width // 32)
+    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, words * 32 - width)])
+    bits = padded.reshape(*mask.shape[:-1], words, 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def children_order(tree: DraftTree) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+    """(first child, next sibling) of each node, -1 for none: the tree as SGLang writes it."""
+    nodes = tree.parents.shape[1]
+    index = jnp.arange(nodes, dtype=jnp.int32)
+    is_child = tree.parents[:, None, :] == index[None, :, None]  # [B, parent, child]
+    first = jnp.where(jnp.any(is_child, axis=2), jnp.argmax(is_child, axis=2), -1)
+    same = tree.parents[:, :, None] == tree.parents[:, None, :]
+    later = same & (index[None, None, :] > index[None, :, None]) & (tree.parents >= 0)[:, :, None]
+    sibling = jnp.where(jnp.any(later, axis=2), jnp.argmax(later, axis=2), -1)
+    return first.astype(jnp.int32), sibling.astype(jnp.int32)
+
+
+def beam_scores(
+    beam_scores: Float[Array, "B K"], term: Float[Array, "B K C"]
+) -> Float[Array, "B K C"]:
+    """Path scores of the children; a child never scores above its parent."""
+    return beam_scores[:, :, None] + jnp.minimum(term, 0.0)

@@ -1,0 +1,130 @@
+"""Verification: one target forward over the tree, then what it settles.
+
+score   runs the target over all N nodes of every row at once
+settle  chooses the target's token at each node, walks the tree, compacts the accepted path
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core import shapes
+from jspec.core.batch import DraftTree, Verified
+from jspec.core.config import SpeculativeConfig
+from jspec.core.state import SamplingRows
+from jspec.models.llama import Params
+from jspec.models.paged import AttentionSettings, KVPool, PagedLlama
+from jspec.pallas_kernels.bonus_token import gather_path
+from jspec.pallas_kernels.kv_update import compact_path
+from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.sampling.accept import accept_tree
+from jspec.sampling.choose import choose
+from jspec.sampling.penalties import path_tokens, penalize
+from jspec.speculative.draft import RowsInStep
+from jspec.speculative.tree import ancestors, pack_bits
+
+
+def score(
+    target: PagedLlama,
+    params: Params,
+    kv: KVPool,
+    tree: DraftTree,
+    rows: RowsInStep,
+    *,
+    spec: SpeculativeConfig,
+    backend: Backend,
+) -> tuple[KVPool, Float[Array, "B N V"], Float[Array, "B N A"]]:
+    """(pool with N scratch rows a row, f32 logits of every node, aux features of every node)."""
+    batch, nodes = tree.tokens.shape
+    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
+    is_chain = spec.topk == 1
+    mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
+    attention_rows = AttentionRows(
+        page_table=rows.page_table,
+        prefix_lens=rows.seq_lens,
+        cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * nodes,
+        q_positions=positions.reshape(-1),
+        tail_mask=None if mask is None else mask.reshape(batch * nodes, -1),
+        tail_positions=None if is_chain else positions,
+    )
+    hidden, aux, kv = target.forward(
+        params,
+        tree.tokens.reshape(-1),
+        kv,
+        attention_rows,
+        AttentionSettings(backend, queries_per_row=nodes),
+    )
+    logits = target.logits(params, hidden).reshape(batch, nodes, -1)
+    return kv, logits, aux.reshape(batch, nodes, -1)
+
+
+def choose_at_nodes(
+    target: PagedLlama,
+    logits: Float[Array, "B N V"],
+    tree: DraftTree,
+    rows: RowsInStep,
+    *,
+    spec: SpeculativeConfig,
+    prompt_lens: Int[Array, "B"],
+    output_counts: Int[Array, "B V"] | None,
+) -> Int[Array, "B N"]:
+    """The target's token at every node; `output_counts` None is the plain program (no filters)."""
+    positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
+    token_ids = target.token_ids()
+    if output_counts is not None:
+        logits = penalize(
+            logits,
+            rows.sampling,
+            token_ids=token_ids,
+            output_counts=output_counts,
+            tokens_on_path=path_tokens(tree, num_levels=spec.num_steps),
+            num_output=positions - prompt_lens[:, None],
+        )
+    return choose(
+        logits,
+        rows.sampling,
+        positions=positions,
+        token_ids=token_ids,
+        filtered=output_counts is not None,
+        shard=target.shard,
+    )
+
+
+def settle(
+    tree: DraftTree,
+    target_ids: Int[Array, "B N"],
+    hidden: Float[Array, "B N A"],
+    kv: KVPool,
+    rows: RowsInStep,
+    *,
+    spec: SpeculativeConfig,
+) -> tuple[KVPool, Verified]:
+    """Walks the tree and moves the accepted path's KV to the front (a chain is there already)."""
+    node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
+    if spec.topk > 1:
+        kv = tuple(
+            compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
+            for pages in kv
+        )
+    on_path = jnp.take_along_axis(hidden, node_path[:, :, None], axis=1, mode="clip")
+    return kv, Verified(
+        emitted_ids=gather_path(target_ids, node_path, num_accepted),
+        num_accepted=num_accepted,
+        node_path=node_path,
+        hidden=on_path,
+    )
+
+
+def target_logits_at(
+    target: PagedLlama, params: Params, hidden: Float[Array, "T E"], last: Int[Array, "B"]
+) -> Float[Array, "B 1 V"]:
+    """f32 logits of one row per sequence: what a prefill samples from."""
+    final = jnp.take(hidden, last, axis=0, mode="clip")
+    return target.logits(params, final)[:, None]
+
+
+def no_tree(rows: SamplingRows) -> Int[Array, "B 1 0"]:
+    """The (empty) path in front of a prefill's only node."""
+    return jnp.zeros((rows.temperature.shape[0], 1, 0), jnp.int32)

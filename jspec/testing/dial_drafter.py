@@ -1,0 +1,120 @@
+"""The dial drafter: EAGLE's whole drafting path, with guesses whose quality is set by a dial.
+
+It knows the true continuation of every request (from a plain run) and, at each position, puts the
+true token at a random rank among the K candidates with probability `acceptance`, and leaves it
+out otherwise. A random draft accepts nothing and proves nothing; this one accepts every count
+from 0 to S, through first and later children. The head still runs and writes its KV.
+
+    params = {"head": the head's params, "dial": {"seeds": u32[R, 2], "truth": i32[R, C]}}
+
+Requests are told apart by their seed; truth[r, p] is the token at position p of request r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.config import Eagle3Config
+from jspec.core.noise import mix32
+from jspec.core.state import SamplingRows
+from jspec.layers.linear import Shard
+from jspec.models.llama import Params
+from jspec.models.paged import AttentionSettings, KVPool, PagedEagle3
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.speculative.draft import EagleDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class DialHead:
+    """A PagedEagle3 whose params lie one level deeper, beside the dial's."""
+
+    inner: PagedEagle3
+
+    @property
+    def config(self) -> Eagle3Config:
+        return self.inner.config
+
+    @property
+    def shard(self) -> Shard:
+        return self.inner.shard
+
+    def features(self, params: Params, aux_hidden: jax.Array) -> jax.Array:
+        return self.inner.features(params["head"], aux_hidden)
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        kv: KVPool,
+        rows: AttentionRows,
+        settings: AttentionSettings,
+    ) -> tuple[jax.Array, KVPool]:
+        return self.inner.forward(params["head"], token_ids, hidden, kv, rows, settings)
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        return self.inner.logits(params["head"], hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DialDrafter(EagleDrafter):
+    """acceptance: probability that the true token is among the K candidates of its position."""
+
+    acceptance: float = 0.8
+
+    def candidates(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dial's ids and scores; ranks fall off geometrically, as a good draft's do."""
+        del hidden
+        dial, topk = params["dial"], self.spec.topk
+        seed = sampling.seed
+        row = jnp.argmax(jnp.all(dial["seeds"][None] == seed[:, None], axis=2), axis=1)
+        width = dial["truth"].shape[1]
+        true_ids = dial["truth"][row[:, None], jnp.clip(positions, 0, width - 1)]
+        rank = dial_rank(seed[:, None, 1], positions, topk=topk, acceptance=self.acceptance)
+        place = jnp.arange(topk, dtype=jnp.int32)
+        wrong = (true_ids[..., None] + 1 + place) % self.head.config.layer.vocab_size
+        ids = jnp.where(place == rank[..., None], true_ids[..., None], wrong)
+        scores = jnp.log(jnp.float32(0.7)) * (place + 1)
+        return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
+
+
+def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: float) -> Any:
+    """Rank of the true token at each position, or `topk` where the dial leaves it out."""
+    bits = mix32(
+        jnp.asarray(seed_low).astype(jnp.uint32) * jnp.uint32(2654435761)
+        ^ mix32(jnp.asarray(positions).astype(jnp.uint32) + jnp.uint32(0x51ED27))
+    )
+    inside = (bits >> 16).astype(jnp.float32) < acceptance * 65536.0
+    is_first = (bits & 1) == 0  # half the time, so that deep paths survive the tree's pruning
+    rank = jnp.where(is_first, 0, ((bits & 0xFFFF) >> 1).astype(jnp.int32) % topk)
+    return jnp.where(inside, rank, topk)
+
+
+def dial_params(truths: dict[int, tuple[int, ...]], *, rows: int, width: int) -> Params:
+    """The dial's tables: `truths` maps a request's seed to all its tokens, prompt included.
+
+    Raises ValueError for more requests than `rows` or tokens than `width`.
+    """
+    if len(truths) > rows or any(len(ids) > width for ids in truths.values()):
+        longest = max(len(ids) for ids in truths.values())
+        raise ValueError(
+            f"{len(truths)} requests of at most {longest} tokens; expected {rows} of {width}"
+        )
+    seeds = np.full((rows, 2), 0xFFFFFFFF, np.uint32)
+    truth = np.zeros((rows, width), np.int32)
+    for r, (seed, ids) in enumerate(truths.items()):
+        seeds[r] = (seed >> 32, seed & 0xFFFFFFFF)
+        truth[r, : len(ids)] = ids
+    return {"seeds": jnp.asarray(seeds), "truth": jnp.asarray(truth)}

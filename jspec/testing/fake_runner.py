@@ -1,0 +1,359 @@
+"""A runner without a device: deterministic tokens, and a check of every plan it is given.
+
+It plays the device's part (true lengths, page tables, which step runs when) in plain integers and
+raises PlanError as soon as the host plans something that a device could not run safely. It
+computes a step when it is dispatched and hands the result over when it is collected, so the host
+knows no more than it would of a device.
+
+The token at position p of a request is token_at(request, p), whatever the batch, the chunking or
+the acceptance; a decode step at length L accepts accepted_at(request, L) drafts. What the checks
+cover is listed at `FakeRunner`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.errors import InvariantError
+from jspec.core.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    RowRef,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
+from jspec.core.request import MAX_SEED, Request
+from jspec.core.shapes import powers_of_two
+from jspec.testing.fake_text import VOCAB_SIZE
+
+TokenAt = Callable[[Request, int], int]
+
+
+class PlanError(InvariantError):
+    """A plan that a device could not run safely."""
+
+
+def hash_token(request: Request, position: int) -> int:
+    """A token of the fake text from (seed, position) alone, but never a stop id that is masked.
+
+    As on the device, stop ids are masked while fewer than min_new_tokens are out.
+    """
+    num_out = position - len(request.prompt_ids)
+    masked = request.stop_ids if num_out < request.sampling.min_new_tokens else ()
+    allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
+    return allowed[_mix(request.seed, position) % len(allowed)]
+
+
+def scripted_tokens(scripts: dict[str, tuple[int, ...]]) -> TokenAt:
+    """token_at that reads output token i of a request from scripts[request_id][i].
+
+    Past the script's end come zeros: what a device emits past a stop is anybody's guess.
+    """
+
+    def token_at(request: Request, position: int) -> int:
+        index = position - len(request.prompt_ids)
+        script = scripts[request.request_id]
+        return script[index] if index < len(script) else 0
+
+    return token_at
+
+
+def random_acceptance(rate: float, num_steps: int, *, salt: int = 0) -> TokenAt:
+    """accepted_at in which each further draft is accepted with probability `rate`, by a hash."""
+
+    def accepted_at(request: Request, seq_len: int) -> int:
+        for level in range(num_steps):
+            coin = _mix(request.seed ^ (salt << 8) ^ (level + 1), seq_len) / MAX_SEED
+            if coin >= rate:
+                return level
+        return num_steps
+
+    return accepted_at
+
+
+def _mix(seed: int, position: int) -> int:
+    """64 well-mixed bits (the finaliser of splitmix64 by Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (seed + position * 0x9E3779B97F4A7C15) & MAX_SEED
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return x ^ (x >> 31)
+
+
+def small_limits(
+    *,
+    steps_topk_nodes: tuple[int, int, int] = (3, 1, 4),
+    num_slots: int = 4,
+    num_pages: int = 64,
+    page_size: int = 4,
+    context_length: int = 128,
+    chunk_size: int = 16,
+    prefill_rows: int = 2,
+    overlap_depth: int = 1,
+    max_queued_requests: int = 8,
+) -> ServeLimits:
+    """ServeLimits of a toy engine; 0/1/1 is plain decoding."""
+    num_steps, topk, num_draft_tokens = steps_topk_nodes
+    spec = SpeculativeConfig(
+        algorithm=Algorithm.EAGLE3 if num_steps else Algorithm.NONE,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+    )
+    return ServeLimits(
+        spec=spec,
+        num_slots=num_slots,
+        num_pages=num_pages,
+        page_size=page_size,
+        context_length=context_length,
+        decode_buckets=powers_of_two(1, num_slots),
+        prefill_buckets=powers_of_two(1, chunk_size),
+        prefill_rows=prefill_rows,
+        overlap_depth=overlap_depth,
+        max_queued_requests=max_queued_requests,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeRow:
+    """A slot as the device has it, and what the host can have read of it."""
+
+    admission: Admission
+    page_ids: list[int]
+    num_filled: int = 0
+    seq_len: int = 0  # L on the device, all dispatched steps included
+    num_emitted: int = 0
+    read_len: int = 0  # L as of the collected steps
+    num_read: int = 0
+    unread_decodes: int = 0
+    steps_in_flight: int = 0
+
+    @property
+    def is_filled(self) -> bool:
+        return self.num_filled == len(self.admission.fill_ids)
+
+
+class FakeRunner:
+    """Runner for tests; raises PlanError unless every dispatched plan obeys these rules.
+
+    - Messages survive pickling; all calls come from one thread; steps count up by one; at most
+      overlap_depth steps are unread at a dispatch; a plan has the fields of its kind and no other.
+    - Rows: real slots, no slot twice, the epoch of the slot's current tenant; a slot gets a new
+      tenant, of a higher epoch, only when no step in flight names the old one.
+    - Pages: real ids; never owned by two rows, unless the old owner's steps are all collected, and
+      then the old owner never runs again; never past the width of the table, never more at once
+      than the packed put has room for.
+    - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
+      contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
+      that the request would really emit.
+    - Decode: the final chunk is dispatched; the reservation holds for what the host can have read,
+      and the device's true length stays within it; some token is left to emit.
+    """
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        *,
+        token_at: TokenAt = hash_token,
+        accepted_at: TokenAt | None = None,
+        step_seconds: float = 0.0,
+        fail_at_step: int | None = None,
+    ) -> None:
+        self._limits = limits
+        self._token_at = token_at
+        self._accepted_at = accepted_at or random_acceptance(0.7, limits.spec.num_steps)
+        self._step_seconds = step_seconds
+        self._fail_at_step = fail_at_step
+        self._rows: dict[int, FakeRow] = {}
+        self._page_owner: dict[int, RowRef] = {}
+        self._last_epochs: Counter[int] = Counter()
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._thread: int | None = None
+        self._last_step = 0
+        self.plans: list[StepPlan] = []
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self._check_thread()
+        _require(pickle.loads(pickle.dumps(plan)) == plan, "plan changed by pickling")
+        self._check_frame(plan)
+        if plan.kind is StepKind.PREFILL:
+            for admission in plan.admissions:
+                self._admit(admission)
+            emitted = tuple(self._prefill(chunk) for chunk in plan.chunks)
+        else:
+            self._grant(plan)
+            emitted = tuple(self._decode(row) for row in plan.rows)
+        for ref in plan.row_refs:
+            self._rows[ref.slot].steps_in_flight += 1
+        self._last_step = plan.step
+        self._in_flight.append((plan, StepResult(step=plan.step, emitted_ids=emitted)))
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        self._check_thread()
+        _require(bool(self._in_flight), "collect with nothing in flight")
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        plan, result = self._in_flight.popleft()
+        if plan.step == self._fail_at_step:
+            raise RuntimeError(f"the fake device failed at step {plan.step}")
+        for ref, ids in zip(plan.row_refs, result.emitted_ids, strict=True):
+            row = self._rows[ref.slot]
+            row.steps_in_flight -= 1
+            row.num_read += len(ids)
+            if plan.kind is StepKind.DECODE:
+                row.unread_decodes -= 1
+                row.read_len += len(ids)
+        return result
+
+    def _check_thread(self) -> None:
+        here = threading.get_ident()
+        self._thread = self._thread or here
+        _require(self._thread == here, f"thread {here} calls; expected only {self._thread}")
+
+    def _check_frame(self, plan: StepPlan) -> None:
+        limits, refs = self._limits, plan.row_refs
+        _require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
+        unread = len(self._in_flight)
+        _require(unread <= limits.overlap_depth, f"{unread} unread steps at a dispatch")
+        slots = [ref.slot for ref in refs]
+        _require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
+        _require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
+        if plan.kind is StepKind.PREFILL:
+            _require(not plan.rows and not plan.grants, "a prefill with rows or grants")
+            _require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
+            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            _require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
+            admitted = {admission.row for admission in plan.admissions}
+            first = {chunk.row for chunk in plan.chunks if chunk.start == 0}
+            _require(admitted == first, f"admitted {admitted} with first chunks of {first}")
+        else:
+            _require(not plan.chunks and not plan.admissions, "a decode with chunks")
+            _require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
+        new = {admission.row: admission.request for admission in plan.admissions}
+        requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
+        full = any(request.sampling.needs_full_sampling for request in requests)
+        _require(plan.full == full, f"full is {plan.full}; expected {full}")
+
+    def _row(self, ref: RowRef) -> FakeRow:
+        row = self._rows.get(ref.slot)
+        _require(row is not None and row.admission.row == ref, f"{ref} is not the slot's tenant")
+        assert row is not None
+        return row
+
+    def _admit(self, admission: Admission) -> None:
+        ref, request = admission.row, admission.request
+        old, epoch = self._rows.get(ref.slot), self._last_epochs[ref.slot]
+        _require(epoch < ref.epoch, f"{ref} follows epoch {epoch}")
+        _require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
+        self._last_epochs[ref.slot] = ref.epoch
+        _require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
+        expected = (
+            *request.prompt_ids,
+            *(
+                self._token_at(request, position)
+                for position in range(admission.prompt_len, len(admission.fill_ids))
+            ),
+        )
+        _require(admission.fill_ids == expected, f"fill {admission.fill_ids} not {expected}")
+        num_pages = len(admission.page_ids)
+        _require(num_pages <= self._limits.pages_per_row, f"{num_pages} pages for {ref}")
+        self._rows[ref.slot] = FakeRow(admission=admission, page_ids=[])
+        for page in admission.page_ids:
+            self._own(page, ref)
+
+    def _own(self, page: int, ref: RowRef) -> None:
+        """Gives a page to a row; its former owner, if any, must be gone for good."""
+        _require(1 <= page <= self._limits.num_pages, f"page {page} for {ref}")
+        former = self._page_owner.get(page)
+        if former is not None:
+            row = self._rows.get(former.slot)
+            if row is not None and row.admission.row == former:
+                _require(former != ref, f"page {page} granted twice to {ref}")
+                _require(row.steps_in_flight == 0, f"page {page} of {former}, in flight, for {ref}")
+                del self._rows[former.slot]  # it ended: from now on its RowRef is an error
+        self._page_owner[page] = ref
+        self._rows[ref.slot].page_ids.append(page)
+
+    def _prefill(self, chunk: PrefillChunk) -> tuple[int, ...]:
+        row = self._row(chunk.row)
+        fill_ids, end = row.admission.fill_ids, chunk.start + len(chunk.token_ids)
+        _require(chunk.start == row.num_filled, f"chunk at {chunk.start} after {row.num_filled}")
+        _require(len(chunk.token_ids) > 0, f"empty chunk of {chunk.row}")
+        _require(chunk.token_ids == fill_ids[chunk.start : end], f"chunk tokens of {chunk.row}")
+        _require(end <= self._num_owned(row), f"{chunk.row} writes {end} of {self._num_owned(row)}")
+        row.num_filled = row.seq_len = end
+        row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
+        next_id = None if row.is_filled else fill_ids[end]
+        _require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
+        if not row.is_filled:
+            return ()
+        row.num_emitted = 1
+        return (self._token_at(row.admission.request, row.seq_len),)
+
+    def _grant(self, plan: StepPlan) -> None:
+        refs = {ref.slot: ref for ref in plan.rows}
+        per_slot = Counter(grant.slot for grant in plan.grants)
+        for slot, count in per_slot.items():
+            _require(slot in refs, f"grant to slot {slot}, which does not run")
+            _require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
+        for grant in plan.grants:
+            self._check_grant(grant, self._row(refs[grant.slot]))
+            self._own(grant.page, refs[grant.slot])
+
+    def _check_grant(self, grant: PageGrant, row: FakeRow) -> None:
+        _require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
+        _require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
+
+    def _decode(self, ref: RowRef) -> tuple[int, ...]:
+        row, spec = self._row(ref), self._limits.spec
+        request = row.admission.request
+        _require(row.is_filled, f"{ref} decodes before its final chunk")
+        reserved = spec.reserved_tokens(row.read_len, unread_steps=row.unread_decodes)
+        owned = self._num_owned(row)
+        _require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+        written = row.seq_len + spec.num_scratch_rows
+        _require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+        self._check_tokens_left(row)
+        num_accepted = self._accepted_at(request, row.seq_len)
+        _require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
+        first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
+        emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
+        row.seq_len += len(emitted)
+        row.num_emitted += len(emitted)
+        row.unread_decodes += 1
+        return emitted
+
+    def _check_tokens_left(self, row: FakeRow) -> None:
+        """What the host has read, plus one token for each unread emitting step, is below the cap.
+
+        num_read is 0 while the final chunk is unread, and that chunk then counts as one.
+        """
+        admission = row.admission
+        before = len(admission.fill_ids) - admission.prompt_len
+        known = before + max(row.num_read, 1) + row.unread_decodes
+        most = admission.request.sampling.max_new_tokens
+        _require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
+
+    def _num_owned(self, row: FakeRow) -> int:
+        return len(row.page_ids) * self._limits.page_size
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)

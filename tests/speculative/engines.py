@@ -1,0 +1,307 @@
+"""Real engines for the identity tests: tiny float32 pairs, the dial drafter, shared executables.
+
+Compiling is what costs, so executables are cached by what they were compiled for (S/K/N, page
+size, shards); batch, chunk size and overlap depth are views of the same executables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jspec.core import sharding
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.core.request import Request, SamplingParams, SpecCounters
+from jspec.engine.compilation import compile_all, program_keys
+from jspec.engine.loading import place
+from jspec.engine.runner import DeviceRunner, init_state, place_state
+from jspec.layers.linear import Shard
+from jspec.models.eagle3 import Eagle3
+from jspec.models.llama import Llama, Params, split
+from jspec.models.paged import PagedEagle3, PagedLlama
+from jspec.scheduler.loop import EngineLoop, TraceEvent
+from jspec.scheduler.scheduler import Scheduler
+from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
+from jspec.speculative.step import StepProgram
+from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
+from jspec.testing.fake_text import FakeTextStream
+from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
+
+NUM_SLOTS = 8
+CONTEXT = 320
+DIAL_ACCEPTANCE = 0.8
+PLAIN = SpeculativeConfig.plain()
+TARGET = tiny_target_config()
+DRAFT = tiny_draft_config(TARGET)
+
+
+def spec_of(num_steps: int, topk: int, num_draft_tokens: int) -> SpeculativeConfig:
+    """S/K/N as EAGLE3, or plain decoding for 0/1/1."""
+    if num_steps == 0:
+        return PLAIN
+    return SpeculativeConfig(
+        algorithm=Algorithm.EAGLE3,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+    )
+
+
+@functools.cache
+def tiny_params() -> tuple[Params, Params]:
+    """Target and head, with logits sharp enough to have opinions and flat enough to sample."""
+    _, target = split(Llama(TARGET, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    _, head = split(Eagle3(DRAFT, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+    ids = np.random.default_rng(0).choice(TARGET.vocab_size, DRAFT.draft_vocab_size, False)
+    head["draft_ids"] = jnp.asarray(np.sort(ids), jnp.int32)
+    return target, head
+
+
+def limits_of(spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200) -> ServeLimits:
+    return ServeLimits(
+        spec=spec,
+        num_slots=NUM_SLOTS,
+        num_pages=num_tokens // page_size,
+        page_size=page_size,
+        context_length=CONTEXT,
+        decode_buckets=(NUM_SLOTS,),
+        prefill_buckets=(32,),
+        prefill_rows=4,
+        overlap_depth=2,
+    )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Executables and what they were compiled for."""
+
+    limits: ServeLimits
+    program: StepProgram
+    params: dict[str, Any]
+    executables: dict[Any, Any]
+
+    def runner(self, *, dial: Params | None = None) -> DeviceRunner:
+        """A runner with fresh state; `dial` replaces the dial's tables."""
+        mesh = mesh_of(self.program.target.shard.size)
+        params = self.params
+        if dial is not None:
+            placed = place(mesh, {"draft": {"dial": dial}})["draft"]["dial"]
+            params = {**params, "draft": {**params["draft"], "dial": placed}}
+        state = init_state(self.program, self.limits, shards=mesh.size, kv_dtype=jnp.float32)
+        return DeviceRunner(
+            limits=self.limits,
+            params=params,
+            state=place_state(state, mesh),
+            executables=self.executables,
+            mesh=mesh,
+            vocab_size=TARGET.vocab_size,
+        )
+
+
+def mesh_of(shards: int) -> jax.sharding.Mesh:
+    """The default device, or as many fake CPU devices (tests/conftest.py makes four)."""
+    devices = jax.devices() if shards == 1 else jax.devices("cpu")
+    return sharding.make_mesh(devices[:shards])
+
+
+def build(
+    spec: SpeculativeConfig,
+    *,
+    page_size: int,
+    dial: bool = True,
+    shards: int = 1,
+    params: tuple[Params, Params] | None = None,
+    variants: tuple[bool, ...] = (False, True),
+) -> Compiled:
+    """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
+
+    variants: which decode programs, plain (False) and full (True).
+    """
+    mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
+    target_params, head_params = params or tiny_params()
+    is_plain = spec.num_steps == 0
+    target, _ = PagedLlama.create(
+        TARGET,
+        shard=shard,
+        dtype=jnp.float32,
+        aux_layer_ids=() if is_plain else DRAFT.aux_layer_ids,
+    )
+    drafter: Drafter = NoDrafter()
+    draft_params: Params = {}
+    if not is_plain:
+        head, _ = PagedEagle3.create(DRAFT, shard=shard, dtype=jnp.float32)
+        drafter, draft_params = EagleDrafter(head, spec), head_params
+        if dial:
+            drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
+            empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
+            draft_params = {"head": head_params, "dial": empty}
+    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False)
+    limits = limits_of(spec, page_size=page_size)
+    placed = place(mesh, {"target": target_params, "draft": draft_params})
+    executables = compile_all(
+        {full: dataclasses.replace(program, full=full) for full in (False, True)},
+        limits,
+        mesh=mesh,
+        params=placed,
+        state=init_state(program, limits, shards=shards, kv_dtype=jnp.float32),
+        keys=tuple(
+            key for key in program_keys(limits) if key[0] is StepKind.PREFILL or key[2] in variants
+        ),
+    )
+    return Compiled(limits=limits, program=program, params=placed, executables=executables)
+
+
+class ViewRunner:
+    """A runner seen through narrower limits: fewer slots, smaller chunks, less overlap."""
+
+    def __init__(self, runner: DeviceRunner, limits: ServeLimits) -> None:
+        self._runner = runner
+        self._limits = limits
+        self.steps: list[tuple[StepPlan, StepResult]] = []
+        self._plans: deque[StepPlan] = deque()
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    @property
+    def runner(self) -> DeviceRunner:
+        return self._runner
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self._runner.dispatch(plan)
+
+    def collect(self) -> StepResult:
+        result = self._runner.collect()
+        self.steps.append((self._plans.popleft(), result))
+        return result
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came out of one run.
+
+    accepted[i]: num_accepted of each verification of request i, those behind its end included.
+    accepted_together: num_accepted of all rows of each decode step.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    per_request: tuple[SpecCounters, ...]
+    counters: SpecCounters
+    num_leaked_pages: int
+    num_free_pages: int
+    num_retractions: int
+    accepted: tuple[tuple[int, ...], ...]
+    accepted_together: tuple[tuple[int, ...], ...]
+    trace: tuple[TraceEvent, ...]
+
+
+def serve(
+    compiled: Compiled,
+    requests: list[Request],
+    *,
+    chunk_size: int = 32,
+    overlap_depth: int = 1,
+    num_slots: int = NUM_SLOTS,
+    num_pages: int | None = None,
+    dial: Params | None = None,
+) -> Served:
+    """Runs the requests together through scheduler, loop and the real runner."""
+    limits = dataclasses.replace(
+        compiled.limits,
+        num_slots=num_slots,
+        decode_buckets=(num_slots,),
+        prefill_buckets=(chunk_size,),
+        prefill_rows=min(4, num_slots),
+        overlap_depth=overlap_depth,
+        num_pages=num_pages or compiled.limits.num_pages,
+    )
+    view = ViewRunner(compiled.runner(dial=dial), limits)
+    return asyncio.run(_serve(view, requests))
+
+
+async def _serve(view: ViewRunner, requests: list[Request]) -> Served:
+    scheduler = Scheduler(view.limits, make_stream=FakeTextStream.for_request)
+    trace: list[TraceEvent] = []
+    loop = EngineLoop(scheduler, view, trace=trace)
+    streams = [loop.submit(request) for request in requests]
+
+    async def drain(i: int) -> tuple[tuple[int, ...], SpecCounters]:
+        ids: tuple[int, ...] = ()
+        counters = SpecCounters()
+        async for chunk in streams[i]:
+            ids += chunk.new_ids
+            counters = chunk.counters
+        return ids, counters
+
+    drained = await asyncio.gather(*(drain(i) for i in range(len(requests))))
+    while scheduler.stats.num_steps_in_flight:
+        await asyncio.sleep(0.001)
+    stats = scheduler.stats
+    await loop.close()
+    decodes = [step for step in view.steps if step[0].kind is StepKind.DECODE]
+    owner = {
+        admission.row: admission.request.request_id
+        for plan, _ in view.steps
+        for admission in plan.admissions
+    }
+    accepted: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for plan, result in decodes:
+        for row, emitted in zip(plan.rows, result.emitted_ids, strict=True):
+            accepted[owner[row]].append(len(emitted) - 1)
+    return Served(
+        accepted=tuple(tuple(accepted[request.request_id]) for request in requests),
+        accepted_together=tuple(
+            tuple(len(emitted) - 1 for emitted in result.emitted_ids) for _, result in decodes
+        ),
+        ids=tuple(ids for ids, _ in drained),
+        per_request=tuple(counters for _, counters in drained),
+        counters=stats.counters,
+        num_leaked_pages=stats.num_leaked_pages,
+        num_free_pages=stats.num_free_pages,
+        num_retractions=stats.num_retractions,
+        trace=tuple(trace),
+    )
+
+
+def make_request(i: int, *, prompt_len: int, seed: int, **sampling: Any) -> Request:
+    """Request i with a random prompt; ids never repeat between seeds."""
+    rng = np.random.default_rng(seed)
+    prompt = tuple(int(x) for x in rng.integers(0, TARGET.vocab_size, prompt_len))
+    return Request(
+        request_id=f"r{i}", prompt_ids=prompt, sampling=SamplingParams(**sampling), seed=seed
+    )
+
+
+def dial_for(requests: list[Request], plain_ids: list[tuple[int, ...]]) -> Params:
+    """The dial's tables, from what plain decoding gave."""
+    truths = {r.seed: r.prompt_ids + ids for r, ids in zip(requests, plain_ids, strict=True)}
+    return dial_params(truths, rows=NUM_SLOTS, width=CONTEXT)
+
+
+@functools.lru_cache(maxsize=4)
+def engine(spec: tuple[int, int, int], page_size: int, *, full: bool) -> Compiled:
+    """A shared engine with the dial drafter and one decode variant."""
+    return build(spec_of(*spec), page_size=page_size, variants=(full,))
+
+
+@functools.cache
+def plain_engine() -> Compiled:
+    return build(PLAIN, page_size=16)
+
+
+@functools.cache
+def plain_ids(request: Request) -> tuple[int, ...]:
+    """The reference: plain decoding, alone in the batch, one chunk a step, nothing overlapped."""
+    return serve(plain_engine(), [request], overlap_depth=0).ids[0]

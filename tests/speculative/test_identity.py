@@ -1,0 +1,242 @@
+"""Speculative decoding equals plain decoding, token for token, in float32.
+
+A covering array: every pair of settings meets in some case. Every case drafts with the dial
+drafter and proves that it exercised what it claims to: each count from 0 to S was accepted, and in
+a tree some accepted path ran through a later child while rows of one batch accepted differently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec.core.request import Request
+from jspec.testing.dial_drafter import dial_rank
+from tests.speculative.engines import (
+    DIAL_ACCEPTANCE,
+    NUM_SLOTS,
+    Served,
+    build,
+    dial_for,
+    engine,
+    make_request,
+    plain_ids,
+    serve,
+    spec_of,
+)
+
+SPECS = ((1, 1, 2), (3, 1, 4), (5, 1, 6), (1, 3, 4), (2, 2, 4), (3, 4, 16), (4, 3, 20))
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "spec": SPECS,
+    "page_size": (1, 16, 64),
+    "batch": (1, 2, 5, 8),
+    "chunk": (5, 8, 32),
+    "depth": (0, 1, 2),
+    "temperature": (0.0, 1.0),
+    "filters": ("none", "top_k_top_p", "min_p"),
+    "penalty": (False, True),
+}
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_k_top_p": {"top_k": 40, "top_p": 0.9},
+    "min_p": {"min_p": 0.02},
+}
+TOKENS_PER_CASE = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of every factor."""
+
+    spec: tuple[int, int, int]
+    page_size: int
+    batch: int
+    chunk: int
+    depth: int
+    temperature: float
+    filters: str
+    penalty: bool
+
+    @property
+    def name(self) -> str:
+        s, k, n = self.spec
+        return (
+            f"{s}-{k}-{n}_p{self.page_size}_b{self.batch}_c{self.chunk}_d{self.depth}"
+            f"_t{self.temperature:g}_{self.filters}{'_pen' if self.penalty else ''}"
+        )
+
+
+def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+
+
+def covering_array() -> list[Case]:
+    """Greedy pairwise cover of FACTORS; deterministic."""
+    levels = list(FACTORS.values())
+    missing = set().union(
+        *(
+            {(i, a, j, b) for a in levels[i] for b in levels[j]}
+            for i, j in itertools.combinations(range(len(levels)), 2)
+        )
+    )
+    rng = np.random.default_rng(7)
+    cases = []
+    while missing:
+        first = min(missing, key=str)
+        best: tuple[Any, ...] = ()
+        for _ in range(64):
+            values = [level[rng.integers(len(level))] for level in levels]
+            values[first[0]], values[first[2]] = first[1], first[3]
+            if not best or len(pairs_of(tuple(values)) & missing) > len(pairs_of(best) & missing):
+                best = tuple(values)
+        missing -= pairs_of(best)
+        cases.append(Case(*best))
+    return sorted(cases, key=lambda case: (case.spec, case.page_size))
+
+
+CASES = covering_array()
+
+
+def requests_of(case: Case) -> list[Request]:
+    """Prompts of unequal lengths; the batch together generates TOKENS_PER_CASE tokens or so."""
+    new_tokens = min(TOKENS_PER_CASE // case.batch, 265)
+    sampling: dict[str, Any] = dict(FILTERS[case.filters])
+    if case.penalty:
+        sampling |= {"frequency_penalty": 0.4, "presence_penalty": 0.3}
+    lengths = (11, 3, 40, 1, 17, 29, 8, 23)
+    return [
+        make_request(
+            i,
+            prompt_len=lengths[i],
+            seed=1000 * case.batch + i + 31,
+            temperature=case.temperature,
+            max_new_tokens=new_tokens - 3 * i,
+            ignore_eos=True,
+            **sampling,
+        )
+        for i in range(case.batch)
+    ]
+
+
+def later_child_accepted(case: Case, requests: list[Request], served: Served) -> bool:
+    """Whether some accepted draft was not its parent's first child.
+
+    With K > 1 the dial puts the true token at a rank of its own at each position; an accepted
+    draft at a position of rank > 0 went through a later child.
+    """
+    _, topk, _ = case.spec
+    for request, steps in zip(requests, served.accepted, strict=True):
+        position = len(request.prompt_ids) + 1
+        ranks = np.asarray(
+            dial_rank(
+                np.uint32(request.seed & 0xFFFFFFFF),
+                np.arange(len(request.prompt_ids) + sum(steps) + len(steps) + 1),
+                topk=topk,
+                acceptance=DIAL_ACCEPTANCE,
+            )
+        )
+        for num_accepted in steps:
+            if any(0 < ranks[position + d] < topk for d in range(num_accepted)):
+                return True
+            position += num_accepted + 1
+    return False
+
+
+def check(case: Case) -> None:
+    requests = requests_of(case)
+    expected = [plain_ids(request) for request in requests]
+    served = serve(
+        engine(case.spec, case.page_size, full=requests[0].sampling.needs_full_sampling),
+        requests,
+        chunk_size=case.chunk,
+        overlap_depth=case.depth,
+        num_slots=max(case.batch, 1),
+        dial=dial_for(requests, expected),
+    )
+    assert list(served.ids) == expected
+    assert served.num_leaked_pages == 0
+    histogram = served.counters.accept_histogram
+    assert all(histogram), f"accepted counts {histogram}; expected each from 0 to S"
+    if case.spec[1] > 1 and case.batch > 1:
+        assert later_child_accepted(case, requests, served)
+        assert any(len(set(counts)) > 1 for counts in served.accepted_together)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_speculative_equals_plain(case: Case) -> None:
+    check(case)
+
+
+def every_sampling() -> list[dict[str, Any]]:
+    """Each temperature with each filter, with and without penalties."""
+    return [
+        {
+            "temperature": temperature,
+            **FILTERS[filters],
+            **({"frequency_penalty": 0.4, "presence_penalty": 0.3} if penalty else {}),
+        }
+        for temperature in FACTORS["temperature"]
+        for filters in FACTORS["filters"]
+        for penalty in FACTORS["penalty"]
+    ]
+
+
+def groups_of(size: int) -> list[list[Request]]:
+    """All samplings, `size` requests at a time, with prompts of unequal lengths."""
+    requests = [
+        make_request(
+            i,
+            prompt_len=(11, 3, 40, 1, 17, 29, 8, 23)[i % 8],
+            seed=7000 + i,
+            max_new_tokens=40 - 2 * (i % 8),
+            ignore_eos=True,
+            **sampling,
+        )
+        for i, sampling in enumerate(every_sampling())
+    ]
+    return [
+        [requests[(start + k) % len(requests)] for k in range(size)]
+        for start in range(0, len(requests), size)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("page_size", FACTORS["page_size"])
+def test_full_cross(spec: tuple[int, int, int], page_size: int) -> None:
+    """Every batch size, chunk and depth with every sampling, samplings mixed in a batch."""
+    compiled = build(spec_of(*spec), page_size=page_size)
+    histogram = np.zeros(spec[0] + 1, int)
+    for batch, chunk, depth in itertools.product(
+        FACTORS["batch"], FACTORS["chunk"], FACTORS["depth"]
+    ):
+        for requests in groups_of(batch):
+            expected = [plain_ids(request) for request in requests]
+            served = serve(
+                compiled,
+                requests,
+                chunk_size=chunk,
+                overlap_depth=depth,
+                num_slots=batch,
+                dial=dial_for(requests, expected),
+            )
+            assert list(served.ids) == expected, (batch, chunk, depth)
+            assert served.num_leaked_pages == 0
+            histogram += np.asarray(served.counters.accept_histogram)
+    assert histogram.all(), f"accepted counts {histogram}; expected each from 0 to S"
+
+
+def test_the_covering_array_covers_every_pair_and_stays_small() -> None:
+    seen = set().union(*(pairs_of(tuple(vars(case).values())) for case in CASES))
+    levels = list(FACTORS.values())
+    wanted = sum(
+        len(levels[i]) * len(levels[j]) for i, j in itertools.combinations(range(len(levels)), 2)
+    )
+    assert len(seen) == wanted
+    assert len(CASES) <= 60
+    assert max(FACTORS["batch"]) == NUM_SLOTS
