@@ -1,0 +1,129 @@
+"""Compiling every program of an engine before it serves.
+
+All shapes are known at the start, so all programs are compiled ahead of time, several at once, and
+the runner holds executables: nothing can compile later, and a wrong shape is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jspec.core import sharding
+from jspec.core.batch import DecodeBatch, PrefillBatch
+from jspec.core.config import ServeLimits
+from jspec.core.layout import PackedLayout
+from jspec.core.plan import StepKind
+from jspec.engine.transfer import ProgramKey, layout_of
+from jspec.speculative.step import StepProgram, prefill_step, speculative_step
+
+Progress = Callable[[int, int, str], None]
+
+
+def enable_persistent_cache(directory: Path) -> None:
+    """Keeps compiled programs on disk, so that the next start only loads them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """Every program: decode in two variants a bucket, prefill in one."""
+    decode = [
+        (StepKind.DECODE, batch, full) for batch in limits.decode_buckets for full in (False, True)
+    ]
+    prefill = [(StepKind.PREFILL, tokens, True) for tokens in limits.prefill_buckets]
+    return (*prefill, *decode)
+
+
+def describe(key: ProgramKey) -> str:
+    kind, bucket, full = key
+    if kind is StepKind.PREFILL:
+        return f"prefill T={bucket}"
+    return f"decode B={bucket}{' full' if full else ''}"
+
+
+def _decode_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return speculative_step(program, params, state, DecodeBatch(**packed.unpack(flat)))
+
+
+def _prefill_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return prefill_step(program, params, state, PrefillBatch(**packed.unpack(flat)))
+
+
+def lower(
+    key: ProgramKey,
+    program: StepProgram,
+    limits: ServeLimits,
+    *,
+    mesh: Mesh,
+    params: Any,
+    state: Any,
+) -> jax.stages.Lowered:
+    """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
+    entry = _decode_entry if key[0] is StepKind.DECODE else _prefill_entry
+    packed = layout_of(key, limits)
+    in_specs = (sharding.param_specs(params), sharding.state_specs(state), PartitionSpec())
+    step = jax.shard_map(
+        partial(entry, program, packed),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(in_specs[1], PartitionSpec()),
+        check_vma=False,
+    )
+    to_shardings = partial(sharding.shardings, mesh)
+    jitted = jax.jit(
+        step,
+        in_shardings=tuple(to_shardings(specs) for specs in in_specs),
+        out_shardings=(to_shardings(in_specs[1]), to_shardings(PartitionSpec())),
+        donate_argnums=(1,),
+    )
+    flat = jax.ShapeDtypeStruct((packed.size,), np.int32)
+    return jitted.lower(_abstract(params), _abstract(state), flat)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def compile_all(
+    programs: dict[bool, StepProgram],
+    limits: ServeLimits,
+    *,
+    mesh: Mesh,
+    params: Any,
+    state: Any,
+    progress: Progress | None = None,
+    keys: tuple[ProgramKey, ...] | None = None,
+) -> dict[ProgramKey, Any]:
+    """Executables by key; `programs` maps `full` to its static program.
+
+    keys: which programs, all by default; a plan for one that was left out is a KeyError.
+    """
+    keys = program_keys(limits) if keys is None else keys
+    done = 0
+
+    def build(key: ProgramKey) -> Any:
+        nonlocal done
+        lowered = lower(key, programs[key[2]], limits, mesh=mesh, params=params, state=state)
+        executable = lowered.compile()
+        done += 1
+        if progress is not None:
+            progress(done, len(keys), describe(key))
+        return executable
+
+    with ThreadPoolExecutor(max_workers=min(len(keys), os.cpu_count() or 1)) as pool:
+        return dict(zip(keys, pool.map(build, keys), strict=True))

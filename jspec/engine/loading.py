@@ -1,0 +1,143 @@
+"""Checkpoints onto devices: configs, weights, and the static models that go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jspec.core import sharding
+from jspec.core.config import Algorithm, TransformerConfig
+from jspec.core.config_io import load_eagle3_config, load_transformer_config
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.layers.linear import Shard
+from jspec.models.hf_eagle3 import load_eagle3
+from jspec.models.hf_llama import load_llama
+from jspec.models.paged import PagedEagle3, PagedLlama
+from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPaths:
+    """Directories of the target, the tokenizer, and the draft if there is one."""
+
+    target: Path
+    tokenizer: Path
+    draft: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModels:
+    """Static target and drafter, and their params on the mesh; the draft's layer, if any."""
+
+    target: PagedLlama
+    drafter: Drafter
+    params: dict[str, Any]
+    target_config: TransformerConfig
+    draft_layer: TransformerConfig | None = None
+
+
+def resolve_paths(args: EngineArgs) -> ModelPaths:
+    """Where the checkpoints are. Raises CheckpointError for a directory that does not exist."""
+    named = args.speculative_draft_model_path
+    if args.model_path is None:
+        named = str(BUNDLED / "draft")
+    target = BUNDLED / "target" if args.model_path is None else Path(args.model_path)
+    draft = None if named is None else Path(named)
+    tokenizer = Path(args.tokenizer_path) if args.tokenizer_path is not None else target
+    is_drafted = args.algorithm is not Algorithm.NONE
+    paths = ModelPaths(target=target, tokenizer=tokenizer, draft=draft if is_drafted else None)
+    for name, path in (
+        ("model_path", paths.target),
+        ("tokenizer_path", paths.tokenizer),
+        ("speculative_draft_model_path", paths.draft),
+    ):
+        if path is not None and not path.is_dir():
+            raise CheckpointError(
+                f"{name} is {str(path)!r}; expected a directory with a checkpoint in Hugging "
+                f"Face's layout (config.json, model.safetensors, tokenizer.json)"
+            )
+    return paths
+
+
+def load_models(
+    args: EngineArgs, paths: ModelPaths, *, mesh: Mesh, dtype: DTypeLike
+) -> LoadedModels:
+    """Reads, checks and places target and draft.
+
+    Raises CheckpointError or ConfigError naming the tensor, file or number that does not fit.
+    """
+    target_config = load_transformer_config(paths.target)
+    shard = Shard(mesh.size, sharding.TENSOR_AXIS)
+    check_divisible(target_config, shards=mesh.size)
+    host_dtype = np.dtype(dtype)
+    weights = load_llama(paths.target, target_config, dtype=host_dtype, shards=mesh.size)
+    placed = place(mesh, {"target": weights})["target"]
+    if paths.draft is None:
+        target, _ = PagedLlama.create(target_config, shard=shard, dtype=dtype)
+        return LoadedModels(
+            target=target,
+            drafter=NoDrafter(),
+            params={"target": placed, "draft": {}},
+            target_config=target_config,
+        )
+    draft_config = load_eagle3_config(
+        paths.draft, target=target_config, draft_rope_theta=args.speculative_draft_rope_theta
+    )
+    if args.speculative.topk > draft_config.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
+            f"{draft_config.draft_vocab_size}, the draft vocabulary"
+        )
+    if draft_config.draft_vocab_size % mesh.size:
+        raise ConfigError(
+            f"tp_size is {mesh.size}; expected a divisor of the draft vocabulary "
+            f"{draft_config.draft_vocab_size}"
+        )
+    draft_weights = load_eagle3(
+        paths.draft, draft_config, target_params=placed, dtype=host_dtype, shards=mesh.size
+    )
+    target, _ = PagedLlama.create(
+        target_config, shard=shard, dtype=dtype, aux_layer_ids=draft_config.aux_layer_ids
+    )
+    head, _ = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
+    drafter = EagleDrafter(head, args.speculative, draft_noise=args.speculative_draft_noise)
+    return LoadedModels(
+        target=target,
+        drafter=drafter,
+        params={"target": placed, "draft": place(mesh, {"draft": draft_weights})["draft"]},
+        target_config=target_config,
+        draft_layer=draft_config.layer,
+    )
+
+
+def place(mesh: Mesh, params: dict[str, Any]) -> dict[str, Any]:
+    """Puts each array where its rule says (core.sharding)."""
+    specs = sharding.param_specs(params)
+    placed: dict[str, Any] = jax.device_put(params, sharding.shardings(mesh, specs))
+    return placed
+
+
+def check_divisible(config: TransformerConfig, *, shards: int) -> None:
+    """Raises ConfigError naming the first size that `shards` does not divide."""
+    sizes = {
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    for name, size in sizes.items():
+        if size % shards:
+            raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {size}")
+    groups = config.num_kv_heads
+    if groups % shards and shards % groups:
+        raise ConfigError(
+            f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads {groups}"
+        )

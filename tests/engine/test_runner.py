@@ -1,0 +1,315 @@
+"""The real runner under the real scheduler: what overlap, endings and poison must never change."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jspec.core.plan import StepKind
+from jspec.core.request import FinishKind, Request, StreamChunk
+from jspec.core.state import empty_sampling
+from jspec.engine.runner import DeviceRunner
+from jspec.layers.attention import causal_attention
+from jspec.layers.linear import Shard, logits_of
+from jspec.models.hf_eagle3 import load_eagle3
+from jspec.models.hf_llama import load_llama
+from jspec.models.llama import Llama, bind, split, trunk
+from jspec.sampling.choose import choose
+from jspec.scheduler.loop import EngineLoop, TraceKind
+from jspec.scheduler.scheduler import Scheduler
+from jspec.testing.fake_text import FakeTextStream
+from jspec.testing.tiny_models import write_tiny_pair
+from tests.engine.pool_copies import pool_copies
+from tests.speculative.engines import (
+    TARGET,
+    Compiled,
+    ViewRunner,
+    build,
+    dial_for,
+    engine,
+    make_request,
+    plain_ids,
+    serve,
+    spec_of,
+    tiny_params,
+)
+
+TREE, PAGE = (3, 2, 7), 4
+
+
+def tree_engine() -> Compiled:
+    return engine(TREE, PAGE, full=False)
+
+
+def six_requests(**sampling: Any) -> list[Request]:
+    return [
+        make_request(
+            i,
+            prompt_len=4 + 5 * i,
+            seed=900 + i,
+            temperature=float(i % 2),
+            max_new_tokens=20 + 9 * i,
+            **sampling,
+        )
+        for i in range(6)
+    ]
+
+
+def test_plain_decoding_is_the_dense_model_sampled() -> None:
+    """The reference itself: paged, chunked, cached decoding against one dense forward a token."""
+    length, num_new = 9, 12
+    request = make_request(0, prompt_len=length, seed=77, temperature=1.0, max_new_tokens=num_new)
+    definition, _ = split(
+        nnx.eval_shape(lambda: Llama(TARGET, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    )
+    params, _ = tiny_params()
+    sampling = dataclasses.replace(
+        empty_sampling(1, vocab_size=TARGET.vocab_size),
+        temperature=jnp.ones((1,), jnp.float32),
+        seed=jnp.array([[0, request.seed]], jnp.uint32),
+    )
+
+    @jax.jit
+    def next_id(tokens: jax.Array, position: jax.Array) -> jax.Array:
+        """The token of `position`, from a dense causal forward over all of `tokens` [1, C]."""
+        model = bind(definition, params)
+        positions = jnp.arange(tokens.shape[1])[None]
+        layers = [
+            partial(layer, positions=positions, attend=causal_attention) for layer in model.layers
+        ]
+        x, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
+        last = jax.lax.dynamic_slice_in_dim(model.norm(x), position - 1, 1, axis=1)
+        return choose(
+            logits_of(last, params["lm_head"]["kernel"]),
+            sampling,
+            positions=position[None, None],
+            token_ids=jnp.arange(TARGET.vocab_size),
+            filtered=False,
+            shard=Shard(),
+        )[0, 0]
+
+    ids = list(request.prompt_ids) + [0] * num_new
+    for position in range(length, length + num_new):
+        ids[position] = int(next_id(jnp.asarray(ids)[None], jnp.int32(position)))
+    assert tuple(ids[length:]) == plain_ids(request)
+
+
+def test_poison_in_everything_nobody_wrote_changes_no_token() -> None:
+    """NaN in both pools and in the draft's hidden, -1 in the dummy row: all must stay unread."""
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    compiled = tree_engine()
+    runner = compiled.runner(dial=dial_for(requests, expected))
+    poisoned = poison(runner)
+    view = ViewRunner(poisoned, compiled.limits)
+    assert asyncio.run(_all_ids(view, requests)) == expected
+
+
+def poison(runner: DeviceRunner) -> DeviceRunner:
+    """The same runner with NaN in pools and hidden, and -1 as every id that is not yet set."""
+
+    def spoil(x: jax.Array) -> jax.Array:
+        return x if x.dtype != jnp.float32 else jnp.full_like(x, jnp.nan)
+
+    state = runner.state
+    rows = dataclasses.replace(
+        state.rows,
+        root_ids=jnp.full_like(state.rows.root_ids, -1),
+        output_counts=jnp.full_like(state.rows.output_counts, -7),
+        prompt_lens=jnp.full_like(state.rows.prompt_lens, -1),
+        sampling=jax.tree.map(spoil, state.rows.sampling),
+    )
+    spoiled = dataclasses.replace(
+        state,
+        kv=jax.tree.map(spoil, state.kv),
+        draft_kv=jax.tree.map(spoil, state.draft_kv),
+        draft=jax.tree.map(spoil, state.draft),
+        rows=rows,
+    )
+    runner.replace_state(jax.device_put(spoiled, jax.tree.map(lambda x: x.sharding, state)))
+    return runner
+
+
+async def _all_ids(view: ViewRunner, requests: list[Request]) -> list[tuple[int, ...]]:
+    loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
+    streams = [loop.submit(request) for request in requests]
+    out = [tuple([i async for chunk in s for i in chunk.new_ids]) for s in streams]
+    await loop.close()
+    return out
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
+    shards: int, tmp_path: Path
+) -> None:
+    """One decision on all devices: same ids as one device, and replicated state bit-equal."""
+    pair = write_tiny_pair(tmp_path)
+    params = {}
+    for size in (1, shards):
+        target = load_llama(pair.target_path, pair.target_config, dtype=np.float32, shards=size)
+        draft = load_eagle3(
+            pair.draft_path,
+            pair.draft_config,
+            target_params=target,
+            dtype=np.float32,
+            shards=size,
+        )
+        params[size] = (target, draft)
+    requests = six_requests(top_p=0.9, frequency_penalty=0.2)
+    served = {}
+    for size, pair_params in params.items():
+        compiled = build(
+            spec_of(*TREE),
+            page_size=PAGE,
+            dial=False,
+            shards=size,
+            params=pair_params,
+            variants=(True,),
+        )
+        view = ViewRunner(compiled.runner(), compiled.limits)
+        served[size] = asyncio.run(_all_ids(view, requests))
+        for leaf in jax.tree.leaves((view.runner.state.rows.root_ids, view.runner.state.draft)):
+            copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+            assert len(copies) == size
+            for other in copies[1:]:
+                np.testing.assert_array_equal(copies[0], other)
+    assert served[shards] == served[1]
+
+
+@pytest.mark.parametrize("spec", [(0, 1, 1), (3, 1, 4), TREE], ids=str)
+def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
+    compiled = engine(spec, PAGE, full=True)
+    shapes = {x.shape for x in (*compiled.runner().state.kv, *compiled.runner().state.draft_kv)}
+    for key, executable in compiled.executables.items():
+        text = executable.as_text()
+        for shape in shapes:
+            assert any(str(n) in text for n in shape)
+            assert pool_copies(text, shape) == [], key
+
+
+def test_the_search_for_copies_finds_one() -> None:
+    """A step that keeps its input alive must copy the pool; the search has to see it."""
+    pool = jnp.zeros((9, 4, 4, 8))
+    kept = jax.jit(lambda x: (x, x.at[1, 0].set(1.0))).lower(pool).compile()
+    assert pool_copies(kept.as_text(), pool.shape)
+
+
+def test_the_state_is_donated() -> None:
+    runner = tree_engine().runner()
+    before = runner.state
+    view = ViewRunner(runner, tree_engine().limits)
+    asyncio.run(_all_ids(view, six_requests()[:1]))
+    assert all(x.is_deleted() for x in (*before.kv, *before.draft_kv))
+
+
+def test_nothing_compiles_and_nothing_crosses_by_accident_after_warm_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled = tree_engine()
+    requests = six_requests()
+    serve(compiled, requests)  # warm-up of everything on the host's side
+    view = ViewRunner(compiled.runner(), compiled.limits)
+    with (
+        jax.log_compiles(),
+        caplog.at_level(logging.WARNING, logger="jax"),
+        jax.transfer_guard_device_to_host("disallow"),
+        jax.transfer_guard_host_to_device("disallow"),
+    ):
+        asyncio.run(_all_ids(view, requests))
+    assert [record.message for record in caplog.records if "ompil" in record.message] == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_dispatch_runs_ahead_of_collect_by_the_overlap_depth(depth: int) -> None:
+    requests = six_requests()
+    served = serve(tree_engine(), requests, overlap_depth=depth)
+    dispatched = {e.step: e.started for e in served.trace if e.kind is TraceKind.DISPATCH}
+    collected = {e.step: e.started for e in served.trace if e.kind is TraceKind.COLLECT}
+    steps = range(5, max(collected) - 5)
+    for step in steps:
+        if step + depth in dispatched:
+            assert dispatched[step + depth] < collected[step]
+        if step + depth + 1 in dispatched:
+            assert dispatched[step + depth + 1] > collected[step]
+
+
+def test_retraction_changes_no_token() -> None:
+    """A pool too small for all: rows are retracted, prefilled again, and go on as they were."""
+    requests = [
+        make_request(i, prompt_len=9 + i, seed=70 + i, temperature=i % 2, max_new_tokens=130)
+        for i in range(4)
+    ]
+    expected = [plain_ids(request) for request in requests]
+    served = serve(
+        tree_engine(), requests, dial=dial_for(requests, expected), num_pages=80, chunk_size=8
+    )
+    assert list(served.ids) == expected
+    assert served.num_retractions > 0
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, 80)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing(depth: int) -> None:
+    """Two slots for six requests: every ending is met by a step in flight and a new tenant."""
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    dial = dial_for(requests, expected)
+    alone = [serve(tree_engine(), [request], overlap_depth=0, dial=dial) for request in requests]
+    served = serve(tree_engine(), requests, overlap_depth=depth, num_slots=2, dial=dial)
+    assert list(served.ids) == expected
+    assert served.per_request == tuple(run.per_request[0] for run in alone)
+    assert served.num_leaked_pages == 0
+    assert served.num_free_pages == tree_engine().limits.num_pages
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_in_flight_ends_one_request_and_no_other(depth: int) -> None:
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    limits = dataclasses.replace(tree_engine().limits, overlap_depth=depth)
+    view = ViewRunner(tree_engine().runner(dial=dial_for(requests, expected)), limits)
+
+    async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        loop = EngineLoop(scheduler, view)
+        streams = [loop.submit(request) for request in requests]
+
+        async def drain(i: int) -> list[StreamChunk]:
+            chunks = []
+            async for chunk in streams[i]:
+                chunks.append(chunk)
+                if i == 5 and len(chunks) == 3:
+                    assert loop.abort("r5")
+            return chunks
+
+        drained = await asyncio.gather(*(drain(i) for i in range(6)))
+        while scheduler.stats.num_steps_in_flight:
+            await asyncio.sleep(0.001)
+        await loop.close()
+        return drained, scheduler
+
+    drained, scheduler = asyncio.run(run())
+    ids = [tuple(i for chunk in chunks for i in chunk.new_ids) for chunks in drained]
+    assert ids[:5] == expected[:5]
+    assert ids[5] == expected[5][: len(ids[5])]
+    last = drained[5][-1].finish
+    assert last is not None
+    assert last.kind is FinishKind.ABORT
+    assert scheduler.stats.num_leaked_pages == 0
+    assert scheduler.stats.num_free_pages == limits.num_pages
+    assert scheduler.stats.num_emitted == sum(len(row) for row in ids)
+
+
+def test_every_step_kind_was_run_by_these_engines() -> None:
+    kinds = {key[0] for key in tree_engine().executables}
+    assert kinds == {StepKind.PREFILL, StepKind.DECODE}
