@@ -1,0 +1,85 @@
+"""How many pages a sequence needs, and how long it may become: arithmetic over `core.shapes`.
+
+It knows the static limits of the engine and nothing of the current state of the pool or queue.
+
+    worked example: S/K/N = 3/1/4, so M = 4 and scratch = 4; page_size 4, num_pages 6
+    capacity           6 * 4 = 24 positions
+    prompt of 10       fill 10 → first decode needs 10 + 4 = 14 positions = 4 pages
+    one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
+    longest output     the last decode starts at L = prompt + max_new_tokens - 2 with nothing
+                       unread and needs L + 4 <= 24, so max_new_tokens <= 24 - 4 - 10 + 2 = 12
+"""
+
+from __future__ import annotations
+
+from jspec.core import shapes
+from jspec.core.config import ServeLimits
+from jspec.core.errors import RequestError
+
+# A newcomer beside running rows must leave them pages for this many more steps, else the next
+# few steps would retract it again and its prefill would be wasted.
+HEADROOM_STEPS = 8
+
+
+def capacity(limits: ServeLimits) -> int:
+    """Positions that one sequence can own when it is alone."""
+    return limits.num_pages * limits.page_size
+
+
+def pages_for_decode(limits: ServeLimits, committed: int, *, unread_steps: int) -> int:
+    """Pages that a row must own before a decode step with `unread_steps` unread decodes of it."""
+    positions = limits.spec.reserved_tokens(committed, unread_steps=unread_steps)
+    return shapes.num_pages(positions, limits.page_size)
+
+
+def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
+    """Pages that a row gets with its first chunk: the fill and the scratch of its first decode.
+
+    With one token left the prefill emits it, nothing is decoded, and no scratch is needed.
+    """
+    if num_tokens_left <= 1:
+        return shapes.num_pages(fill_len, limits.page_size)
+    return pages_for_decode(limits, fill_len, unread_steps=0)
+
+
+def last_committed(prompt_len: int, max_new_tokens: int) -> int:
+    """Largest L at which a decode with nothing unread can start; at least the prompt itself.
+
+    At L the sequence has L + 1 tokens (the root's KV is not written), so L - prompt_len + 1 are
+    emitted; a decode needs at least one token still to come.
+    """
+    return max(prompt_len + max_new_tokens - 2, prompt_len)
+
+
+def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
+    """Pages with which a row at `committed` runs HEADROOM_STEPS more steps, or to its end."""
+    steps = HEADROOM_STEPS + limits.overlap_depth
+    goal = min(committed + steps * limits.spec.max_emitted, max(last, committed))
+    return pages_for_decode(limits, goal, unread_steps=0)
+
+
+def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int) -> int:
+    """max_new_tokens, bounded by the context and by what the whole pool can hold.
+
+    A sequence that reaches the bound finishes with "length". At least 1, because the prefill
+    alone emits one token and needs no scratch.
+
+    Raises:
+        RequestError: the prompt is empty, leaves no room for a token in the context, or is longer
+            than the whole pool: what can never run. Everything else runs, if need be alone.
+    """
+    if prompt_len < 1:
+        raise RequestError("the prompt has 0 tokens; expected at least 1")
+    if prompt_len >= limits.context_length:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens; expected fewer than the context length "
+            f"{limits.context_length}"
+        )
+    if prompt_len > capacity(limits):
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens; expected at most {capacity(limits)}, the size "
+            f"of the whole KV pool (max_total_tokens)"
+        )
+    in_context = limits.context_length - prompt_len
+    in_pool = capacity(limits) - limits.spec.num_scratch_rows - prompt_len + 2
+    return min(max_new_tokens, in_context, max(in_pool, 1))

@@ -1,0 +1,391 @@
+"""The scheduler: turns submitted requests into step plans, and step results into chunks.
+
+It is the single owner of sequences, slots and pages. It plans with upper bounds, because the
+device runs ahead of what the host has read. It knows no device, no clock and no asyncio, and it
+does not care when its plans run, only that they run in order and that results come in order.
+
+Finish, abort and retraction are one rule: the tenancy ends at once, its (slot, epoch) is stale
+from then on, and results for it are dropped; slot and pages return when the last dispatched step
+that names them has been collected.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from jspec.cache.page_pool import PagePool
+from jspec.core.config import ServeLimits
+from jspec.core.errors import InvariantError, QueueFullError, RequestError
+from jspec.core.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    RowRef,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
+from jspec.core.protocols import TextStream
+from jspec.core.request import FinishKind, FinishReason, Request, SpecCounters, StreamChunk
+from jspec.scheduler import budget, policy
+from jspec.scheduler.sequence import (
+    Cut,
+    Sequence,
+    SequenceState,
+    Tenancy,
+    count_verification,
+    empty_counters,
+    surviving_drafts,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot for metrics. Totals are since the start and count committed ids only.
+
+    num_leaked_pages: lent pages that no tenancy holds; 0 always, idle or not.
+    num_emitted: all output tokens, prefill's included. counters: sums over all sequences.
+    """
+
+    num_running: int
+    num_queued: int
+    num_pages: int
+    num_free_pages: int
+    num_leaked_pages: int
+    num_steps_in_flight: int
+    num_requests: int
+    num_finished: int
+    num_aborted: int
+    num_retractions: int
+    num_prompt_tokens: int
+    num_emitted: int
+    counters: SpecCounters
+
+
+class Scheduler:
+    """Plans steps within `limits`; `make_stream` gives each request its text."""
+
+    def __init__(
+        self, limits: ServeLimits, *, make_stream: Callable[[Request], TextStream]
+    ) -> None:
+        self._limits = limits
+        self._make_stream = make_stream
+        self._pool = PagePool(limits.num_pages)
+        self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
+        self._epochs = [0] * (limits.num_slots + 1)
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}  # in order of arrival
+        self._sequences: dict[str, Sequence] = {}  # all unfinished ones
+        self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
+        self._in_flight: deque[StepPlan] = deque()
+        self._last_kind = StepKind.DECODE
+        self._num_steps = 0
+        self._num_requests = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._num_retractions = 0
+        self._num_prompt_tokens = 0
+        self._num_emitted = 0
+        self._counters = empty_counters(limits.spec)
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    @property
+    def stats(self) -> SchedulerStats:
+        num_held = sum(len(tenancy.page_ids) for tenancy in self._tenancies.values())
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_queued=len(self._waiting),
+            num_pages=self._pool.num_pages,
+            num_free_pages=self._pool.num_free,
+            num_leaked_pages=self._pool.num_leaked(num_held),
+            num_steps_in_flight=len(self._in_flight),
+            num_requests=self._num_requests,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_retractions=self._num_retractions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_emitted=self._num_emitted,
+            counters=self._counters,
+        )
+
+    # Requests in, and out before their time.
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. max_new_tokens is clipped to the context and to the pool.
+
+        Raises:
+            RequestError: its id is in use, or it can never run (budget.clip_max_new_tokens).
+            QueueFullError: max_queued_requests are waiting.
+        """
+        name = request.request_id
+        if name in self._sequences:
+            raise RequestError(f"request_id is {name!r}; expected one that is not in use")
+        max_new_tokens = budget.clip_max_new_tokens(
+            self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
+        )
+        if len(self._waiting) >= self._limits.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting; expected fewer than "
+                f"max_queued_requests {self._limits.max_queued_requests}"
+            )
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_requests,
+            max_new_tokens=max_new_tokens,
+            text_stream=self._make_stream(request),
+            counters=empty_counters(self._limits.spec),
+        )
+        self._num_requests += 1
+        self._num_prompt_tokens += sequence.prompt_len
+        self._sequences[name] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> StreamChunk | None:
+        """Ends a request now; its last chunk has the text held back. None if it is not there."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.tenancy is None:
+            self._waiting.remove(sequence)
+        self._num_aborted += 1
+        finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
+        self._finish(sequence)
+        return sequence.chunk(Cut(ids=(), text=sequence.text_stream.flush(), finish=finish))
+
+    # Plans out.
+
+    def plan(self) -> StepPlan | None:
+        """The next step, to be dispatched at once: its rows count as in flight from here on.
+
+        None when nothing can be dispatched before a result is committed (overlap_depth steps are
+        already unread, or every row waits for one) or a request is submitted.
+        """
+        if len(self._in_flight) > self._limits.overlap_depth:
+            return None
+        for kind in policy.kinds_to_try(self._last_kind):
+            plan = self._plan_prefill() if kind is StepKind.PREFILL else self._plan_decode()
+            if plan is not None:
+                self._mark_in_flight(plan)
+                return plan
+        if self._sequences and not self._in_flight:
+            raise InvariantError(
+                f"nothing is in flight and nothing can be planned for {len(self._running)} "
+                f"running and {len(self._waiting)} waiting sequences; expected progress"
+            )
+        return None
+
+    def _plan_prefill(self) -> StepPlan | None:
+        packer = policy.ChunkPacker(self._limits)
+        chunks: list[PrefillChunk] = []
+        admissions: list[Admission] = []
+        for sequence in self._running.values():
+            tenancy = sequence.held_tenancy
+            if packer.has_room and not tenancy.is_prefill_dispatched:
+                chunks.append(packer.pack(tenancy))
+        while packer.has_room and self._waiting and self._free_slots:
+            running = tuple(self._running.values())
+            newcomer, num_free = self._waiting[0], self._pool.num_free
+            if not policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free):
+                break
+            tenancy = self._admit(self._waiting.popleft())
+            admissions.append(tenancy.admission)
+            chunks.append(packer.pack(tenancy))
+        if not chunks:
+            return None
+        return StepPlan(
+            step=self._num_steps + 1,
+            kind=StepKind.PREFILL,
+            full=self._needs_full(chunk.row for chunk in chunks),
+            admissions=tuple(admissions),
+            chunks=tuple(chunks),
+        )
+
+    def _plan_decode(self) -> StepPlan | None:
+        rows: list[RowRef] = []
+        grants: list[PageGrant] = []
+        for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
+            if not policy.may_decode(sequence):
+                continue
+            num_missing = self._make_room(sequence)
+            tenancy = sequence.tenancy
+            if tenancy is None or num_missing > self._pool.num_free:
+                continue
+            grants.extend(self._grant(tenancy, num_missing))
+            rows.append(tenancy.row)
+        if not rows:
+            return None
+        return StepPlan(
+            step=self._num_steps + 1,
+            kind=StepKind.DECODE,
+            full=self._needs_full(rows),
+            rows=tuple(rows),
+            grants=tuple(grants),
+        )
+
+    def _make_room(self, sequence: Sequence) -> int:
+        """Pages that the row misses for its next decode, after retractions if they are due.
+
+        Retracts until the pages are free, or until waiting helps: because the row has unread
+        steps of its own, or because ended rows return pages when their steps are collected. The
+        row itself may be the victim.
+        """
+        tenancy = sequence.held_tenancy
+        unread = tenancy.decodes_in_flight
+        needed = budget.pages_for_decode(self._limits, tenancy.committed_len, unread_steps=unread)
+        num_missing = max(needed - len(tenancy.page_ids), 0)
+        while num_missing > self._pool.num_free and sequence.tenancy is not None:
+            if unread or any(other.ended for other in self._tenancies.values()):
+                break
+            if len(self._running) == 1:
+                raise InvariantError(
+                    f"the only running sequence misses {num_missing} pages and "
+                    f"{self._pool.num_free} are free; expected submit to have bounded it"
+                )
+            self._retract(policy.choose_victim(tuple(self._running.values())))
+        return num_missing
+
+    def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
+        first = len(tenancy.page_ids)
+        limits = self._limits
+        if num_pages > limits.grants_per_row or first + num_pages > limits.pages_per_row:
+            raise InvariantError(
+                f"row {tenancy.row} gets {num_pages} pages after {first}; expected at most "
+                f"{limits.grants_per_row} at once and {limits.pages_per_row} in all"
+            )
+        pages = self._pool.allocate(num_pages)
+        tenancy.page_ids.extend(pages)
+        slot = tenancy.row.slot
+        return [PageGrant(slot, first + i, page) for i, page in enumerate(pages)]
+
+    def _needs_full(self, rows: Iterable[RowRef]) -> bool:
+        return any(
+            self._tenancies[row].sequence.request.sampling.needs_full_sampling for row in rows
+        )
+
+    def _mark_in_flight(self, plan: StepPlan) -> None:
+        self._num_steps = plan.step
+        self._last_kind = plan.kind
+        self._in_flight.append(plan)
+        for chunk in plan.chunks:
+            tenancy = self._tenancies[chunk.row]
+            tenancy.num_filled += len(chunk.token_ids)
+            if chunk.is_final:
+                tenancy.sequence.state = SequenceState.RUNNING
+        for row in plan.rows:
+            self._tenancies[row].decodes_in_flight += 1
+        for row in plan.row_refs:
+            self._tenancies[row].steps_in_flight += 1
+
+    # Results in.
+
+    def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
+        """Applies the oldest step in flight; returns one chunk for each row that emitted.
+
+        Raises InvariantError for a result out of order or of the wrong shape.
+        """
+        self._check_result(plan, result)
+        self._in_flight.popleft()
+        chunks = []
+        for row, ids in zip(plan.row_refs, result.emitted_ids, strict=True):
+            tenancy = self._tenancies[row]
+            tenancy.steps_in_flight -= 1
+            if plan.kind is StepKind.DECODE:
+                tenancy.decodes_in_flight -= 1
+            if tenancy.ended:
+                if tenancy.steps_in_flight == 0:
+                    self._release(tenancy)
+            elif ids:
+                chunks.append(self._commit_row(tenancy, ids, plan.kind))
+        return tuple(chunks)
+
+    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
+        expected = self._in_flight[0].step if self._in_flight else None
+        if not plan.step == result.step == expected:
+            raise InvariantError(
+                f"plan {plan.step} came with result {result.step}; expected both to be the "
+                f"oldest step in flight, {expected}"
+            )
+        most = self._limits.spec.max_emitted if plan.kind is StepKind.DECODE else 1
+        least = [int(chunk.is_final) for chunk in plan.chunks] or [1] * len(plan.rows)
+        lens = [len(ids) for ids in result.emitted_ids]
+        if len(lens) != len(least) or not all(
+            low <= n <= low * most for low, n in zip(least, lens, strict=True)
+        ):
+            raise InvariantError(
+                f"step {plan.step} emitted {lens} ids; expected a number from {least} on, and at "
+                f"most {most}, for its {len(least)} rows"
+            )
+
+    def _commit_row(self, tenancy: Tenancy, ids: tuple[int, ...], kind: StepKind) -> StreamChunk:
+        sequence = tenancy.sequence
+        tenancy.is_prefill_read = True
+        cut = sequence.absorb(ids)
+        num_kept, num_accepted = len(cut.ids), 0
+        self._num_emitted += num_kept
+        if kind is StepKind.DECODE:
+            num_accepted = surviving_drafts(len(ids), num_kept)
+            spec = self._limits.spec
+            sequence.counters = count_verification(
+                sequence.counters, spec, num_emitted=len(ids), num_kept=num_kept
+            )
+            self._counters = count_verification(
+                self._counters, spec, num_emitted=len(ids), num_kept=num_kept
+            )
+        if cut.finish is not None:
+            self._num_finished += 1
+            self._finish(sequence)
+        return sequence.chunk(cut, num_accepted=num_accepted)
+
+    # Tenancies: admit, end, release.
+
+    def _admit(self, sequence: Sequence) -> Tenancy:
+        slot = heapq.heappop(self._free_slots)
+        self._epochs[slot] += 1
+        fill_ids = sequence.fill_ids
+        num_pages = budget.pages_for_admission(
+            self._limits, len(fill_ids), num_tokens_left=sequence.num_tokens_left
+        )
+        tenancy = Tenancy(
+            row=RowRef(slot, self._epochs[slot]),
+            sequence=sequence,
+            fill_ids=fill_ids,
+            page_ids=list(self._pool.allocate(num_pages)),
+        )
+        self._tenancies[tenancy.row] = tenancy
+        self._running[sequence.request.request_id] = sequence
+        sequence.tenancy = tenancy
+        sequence.state = SequenceState.PREFILLING
+        return tenancy
+
+    def _retract(self, sequence: Sequence) -> None:
+        """Back to the front of the queue, output kept; prompt and output will be filled again."""
+        self._end_tenancy(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_retractions += 1
+        self._num_retractions += 1
+        self._waiting.appendleft(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._end_tenancy(sequence)
+        sequence.state = SequenceState.FINISHED
+        del self._sequences[sequence.request.request_id]
+
+    def _end_tenancy(self, sequence: Sequence) -> None:
+        tenancy, sequence.tenancy = sequence.tenancy, None
+        if tenancy is None:
+            return
+        del self._running[sequence.request.request_id]
+        tenancy.ended = True
+        if tenancy.steps_in_flight == 0:
+            self._release(tenancy)
+
+    def _release(self, tenancy: Tenancy) -> None:
+        del self._tenancies[tenancy.row]
+        self._pool.release(tenancy.page_ids)
+        heapq.heappush(self._free_slots, tenancy.row.slot)

@@ -1,0 +1,101 @@
+"""Page arithmetic: the module's worked example, and the laws that keep a lone sequence running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import ServeLimits
+from jspec.core.errors import RequestError
+from jspec.scheduler import budget
+from jspec.testing.fake_runner import small_limits
+
+EXAMPLE = small_limits(steps_topk_nodes=(3, 1, 4), page_size=4, num_pages=6)
+
+
+def test_worked_example() -> None:
+    assert budget.capacity(EXAMPLE) == 24
+    assert budget.pages_for_admission(EXAMPLE, 10, num_tokens_left=12) == 4
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_steps=0) == 4
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_steps=1) == 5
+    assert budget.clip_max_new_tokens(EXAMPLE, 10, 100) == 12
+
+
+def test_the_last_token_needs_no_scratch() -> None:
+    assert budget.pages_for_admission(EXAMPLE, 24, num_tokens_left=1) == 6
+    assert budget.clip_max_new_tokens(EXAMPLE, 24, 100) == 1
+
+
+def test_max_new_tokens_is_clipped_to_the_context() -> None:
+    limits = small_limits(context_length=32)
+    assert budget.clip_max_new_tokens(limits, 30, 100) == 2
+    assert budget.clip_max_new_tokens(limits, 30, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt_len", "message"),
+    [
+        (EXAMPLE, 0, "0 tokens"),
+        (EXAMPLE, 25, "at most 24"),
+        (small_limits(context_length=32), 32, "context length 32"),
+    ],
+)
+def test_what_can_never_run_is_refused(limits: ServeLimits, prompt_len: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        budget.clip_max_new_tokens(limits, prompt_len, 5)
+
+
+# Keyword arguments of small_limits: dataclasses are built in the tests, not while data is drawn.
+LIMITS = st.fixed_dictionaries(
+    {
+        "steps_topk_nodes": st.sampled_from([(0, 1, 1), (3, 1, 4), (2, 2, 4), (3, 4, 16)]),
+        "page_size": st.sampled_from([1, 4, 16, 64]),
+        "num_pages": st.integers(40, 80),
+        "overlap_depth": st.integers(0, 2),
+    }
+)
+
+
+@given(knobs=LIMITS, prompt_len=st.integers(1, 127), wanted=st.integers(1, 200))
+def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
+    knobs: dict[str, Any], prompt_len: int, wanted: int
+) -> None:
+    limits = small_limits(**knobs)
+    if prompt_len > budget.capacity(limits):
+        return
+    most = budget.clip_max_new_tokens(limits, prompt_len, wanted)
+    assert 1 <= most <= wanted
+    assert prompt_len + most <= limits.context_length
+    for num_out in range(most):
+        fill_len, left = prompt_len + num_out, most - num_out
+        pages = budget.pages_for_admission(limits, fill_len, num_tokens_left=left)
+        assert pages <= limits.num_pages
+        if left > 1:  # the decode after this prefill, and every later one, starts within `last`
+            assert fill_len <= budget.last_committed(prompt_len, most)
+            assert budget.pages_for_decode(limits, fill_len, unread_steps=0) == pages
+
+
+@given(knobs=LIMITS, committed=st.integers(1, 126), unread=st.integers(0, 2))
+def test_growth_of_one_step_fits_the_grants_and_the_table(
+    knobs: dict[str, Any], committed: int, unread: int
+) -> None:
+    limits = small_limits(**knobs)
+    if unread > limits.overlap_depth:
+        return
+    before = budget.pages_for_decode(limits, committed, unread_steps=unread)
+    after = budget.pages_for_decode(limits, committed, unread_steps=unread + 1)
+    assert after - before <= limits.grants_per_row
+    assert min(before, limits.num_pages) <= limits.pages_per_row  # a row never owns more
+
+
+@given(knobs=LIMITS, committed=st.integers(1, 126), last=st.integers(1, 126))
+def test_headroom_never_asks_for_less_than_the_next_step_or_more_than_the_end(
+    knobs: dict[str, Any], committed: int, last: int
+) -> None:
+    limits = small_limits(**knobs)
+    ahead = budget.pages_ahead(limits, committed, last=last)
+    assert ahead >= budget.pages_for_decode(limits, committed, unread_steps=0)
+    assert ahead <= budget.pages_for_decode(limits, max(committed, last), unread_steps=0)

@@ -1,0 +1,215 @@
+"""The fake runner refuses what a device could not run; each rule is broken once here."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from jspec.core.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
+from jspec.core.protocols import Runner
+from jspec.core.request import Request, SamplingParams
+from jspec.testing.fake_runner import (
+    FakeRunner,
+    PlanError,
+    hash_token,
+    random_acceptance,
+    small_limits,
+)
+
+LIMITS = small_limits(page_size=4, num_pages=16, chunk_size=8, prefill_rows=2, overlap_depth=1)
+REQUEST = Request(
+    request_id="r", prompt_ids=(1, 2, 3, 4, 5), sampling=SamplingParams(max_new_tokens=4), seed=1
+)
+ROW = RowRef(1, 1)
+
+
+def admission(row: RowRef = ROW, pages: tuple[int, ...] = (1, 2, 3)) -> Admission:
+    return Admission(
+        row=row,
+        request=REQUEST,
+        prompt_len=5,
+        fill_ids=REQUEST.prompt_ids,
+        page_ids=pages,
+    )
+
+
+def chunk(row: RowRef = ROW, start: int = 0, end: int = 5) -> PrefillChunk:
+    ids = REQUEST.prompt_ids
+    next_id = ids[end] if end < len(ids) else None
+    return PrefillChunk(row=row, start=start, token_ids=ids[start:end], next_id=next_id)
+
+
+def prefill(step: int, *chunks: PrefillChunk, admit: tuple[Admission, ...] = ()) -> StepPlan:
+    return StepPlan(step=step, kind=StepKind.PREFILL, full=False, admissions=admit, chunks=chunks)
+
+
+def decode(step: int, *rows: RowRef, grants: tuple[PageGrant, ...] = ()) -> StepPlan:
+    return StepPlan(step=step, kind=StepKind.DECODE, full=False, rows=rows, grants=grants)
+
+
+FIRST = prefill(1, chunk(), admit=(admission(),))
+SECOND_ROW = RowRef(2, 1)
+
+
+def started() -> FakeRunner:
+    """A runner with one row, prefilled and collected: L = 5, 12 positions owned."""
+    runner = FakeRunner(LIMITS, accepted_at=lambda _request, _seq_len: 3)
+    runner.dispatch(FIRST)
+    runner.collect()
+    return runner
+
+
+def test_it_is_a_runner() -> None:
+    runner: Runner = FakeRunner(LIMITS)
+    assert runner.limits is LIMITS
+
+
+def test_a_good_walk() -> None:
+    runner = started()
+    runner.dispatch(decode(2, ROW))
+    result = runner.collect()
+    assert result.emitted_ids == (tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(FIRST, step=2), "step 2 after 0"),
+        (replace(FIRST, full=True), "full is True"),
+        (prefill(1), "slots"),
+        (prefill(1, chunk(RowRef(0, 1)), admit=(admission(RowRef(0, 1)),)), "slots"),
+        (prefill(1, chunk(RowRef(5, 1)), admit=(admission(RowRef(5, 1)),)), "slots"),
+        (prefill(1, chunk(), chunk(), admit=(admission(),)), "slots"),
+        (replace(FIRST, rows=(ROW,)), "with rows"),
+        (prefill(1, chunk()), "admitted"),
+        (prefill(1, chunk(start=1), admit=(admission(),)), "admitted"),
+        (prefill(1, replace(chunk(), token_ids=()), admit=(admission(),)), "empty chunk"),
+        (prefill(1, replace(chunk(), token_ids=(9,)), admit=(admission(),)), "chunk tokens"),
+        (prefill(1, replace(chunk(end=3), next_id=9), admit=(admission(),)), "next_id 9"),
+        (prefill(1, replace(chunk(end=3), next_id=None), admit=(admission(),)), "next_id None"),
+        (prefill(1, chunk(), admit=(replace(admission(), prompt_len=4),)), "prompt_len"),
+        (prefill(1, chunk(), admit=(replace(admission(), fill_ids=(1, 2)),)), "fill"),
+        (prefill(1, chunk(), admit=(admission(pages=(1,)),)), "writes 5 of 4"),
+        (prefill(1, chunk(), admit=(admission(pages=(1, 1)),)), "granted twice"),
+        (prefill(1, chunk(), admit=(admission(pages=(0, 1)),)), "page 0"),
+        (prefill(1, chunk(), admit=(admission(pages=(1, 17)),)), "page 17"),
+        (
+            prefill(1, chunk(), chunk(SECOND_ROW), admit=(admission(), admission(SECOND_ROW))),
+            "10 tokens of a prefill",
+        ),
+    ],
+)
+def test_a_wrong_first_step_is_refused(plan: StepPlan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        FakeRunner(LIMITS).dispatch(plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(decode(2, ROW), chunks=(chunk(),)), "a decode with chunks"),
+        (decode(2, RowRef(1, 2)), "not the slot's tenant"),
+        (decode(2, SECOND_ROW), "not the slot's tenant"),
+        (prefill(2, chunk(start=2)), "chunk at 2 after 5"),
+        (prefill(2, chunk(), admit=(admission(),)), "follows epoch 1"),
+        (decode(2, ROW, grants=(PageGrant(2, 3, 4),)), "grant to slot 2"),
+        (decode(2, ROW, grants=(PageGrant(1, 2, 4),)), "after 3 pages"),
+        (decode(2, ROW, grants=(PageGrant(1, 3, 3),)), "granted twice"),
+        (decode(2, ROW, grants=tuple(PageGrant(1, 3 + i, 4 + i) for i in range(4))), "4 grants"),
+    ],
+)
+def test_a_wrong_second_step_is_refused(plan: StepPlan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        started().dispatch(plan)
+
+
+def test_a_decode_before_the_final_chunk_is_refused() -> None:
+    runner = FakeRunner(LIMITS)
+    runner.dispatch(prefill(1, chunk(end=3), admit=(admission(),)))
+    with pytest.raises(PlanError, match="before its final chunk"):
+        runner.dispatch(decode(2, ROW))
+
+
+def test_a_decode_outside_its_reservation_is_refused() -> None:
+    runner = FakeRunner(LIMITS)
+    runner.dispatch(prefill(1, chunk(), admit=(admission(pages=(1, 2)),)))
+    with pytest.raises(PlanError, match="needs 9 positions and owns 8"):
+        runner.dispatch(decode(2, ROW))
+
+
+def test_unread_steps_widen_the_reservation() -> None:
+    runner = started()
+    runner.dispatch(decode(2, ROW))
+    with pytest.raises(PlanError, match="needs 13 positions and owns 12"):
+        runner.dispatch(decode(3, ROW))
+
+
+def test_a_decode_with_no_token_left_is_refused() -> None:
+    runner = started()
+    runner.dispatch(decode(2, ROW))
+    runner.collect()
+    with pytest.raises(PlanError, match="with 5 of 4 tokens out"):
+        runner.dispatch(decode(3, ROW, grants=(PageGrant(1, 3, 4),)))
+
+
+def test_a_page_or_slot_of_a_row_in_flight_is_refused() -> None:
+    for row, message in ((SECOND_ROW, "in flight"), (RowRef(1, 2), "before its slot is collected")):
+        runner = FakeRunner(LIMITS)
+        runner.dispatch(FIRST)
+        with pytest.raises(PlanError, match=message):
+            runner.dispatch(prefill(2, chunk(row), admit=(admission(row),)))
+
+
+def test_a_row_whose_page_was_given_away_never_runs_again() -> None:
+    runner = started()
+    runner.dispatch(prefill(2, chunk(SECOND_ROW), admit=(admission(SECOND_ROW),)))
+    with pytest.raises(PlanError, match="not the slot's tenant"):
+        runner.dispatch(decode(3, ROW))
+
+
+def test_too_many_unread_steps_are_refused() -> None:
+    runner = FakeRunner(LIMITS)
+    runner.dispatch(FIRST)
+    runner.dispatch(decode(2, ROW))
+    with pytest.raises(PlanError, match="2 unread steps"):
+        runner.dispatch(decode(3, ROW))
+
+
+def test_collect_with_nothing_in_flight_is_refused() -> None:
+    with pytest.raises(PlanError, match="nothing in flight"):
+        FakeRunner(LIMITS).collect()
+
+
+def test_a_second_thread_is_refused() -> None:
+    runner, caught = started(), []
+
+    def other_thread() -> None:
+        with pytest.raises(PlanError, match="thread") as error:
+            runner.dispatch(decode(2, ROW))
+        caught.append(error)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_stop_ids_are_masked_while_the_output_is_short() -> None:
+    request = replace(
+        REQUEST,
+        sampling=SamplingParams(min_new_tokens=20, max_new_tokens=90),
+        eos_token_ids=tuple(range(13)),
+    )
+    tokens = [hash_token(request, 5 + i) for i in range(80)]
+    assert not set(tokens[:20]) & set(range(13))
+    assert set(tokens[20:]) & set(range(13))
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0, 0), (1.0, 3, 3), (0.5, 0.75, 1.0)])
+def test_acceptance_has_the_stated_mean(rate: float, low: float, high: float) -> None:
+    # at rate 0.5 with 3 drafts: 0.5 + 0.25 + 0.125 = 0.875
+    accepted_at = random_acceptance(rate, 3)
+    mean = sum(accepted_at(REQUEST, p) for p in range(4000)) / 4000
+    assert low <= mean <= high

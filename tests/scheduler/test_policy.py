@@ -1,0 +1,134 @@
+"""Admission, packing and victims, on sequences built by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from jspec.core.plan import RowRef, StepKind
+from jspec.core.request import Request, SamplingParams
+from jspec.scheduler import policy
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, empty_counters
+from jspec.testing.fake_runner import small_limits
+from jspec.testing.fake_text import FakeTextStream
+
+LIMITS = small_limits(page_size=4, chunk_size=8, prefill_rows=2)
+
+
+def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 0) -> Sequence:
+    request = Request(
+        request_id=f"r{arrival}",
+        prompt_ids=tuple(range(100, 100 + prompt_len)),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        seed=0,
+    )
+    return Sequence(
+        request=request,
+        arrival=arrival,
+        max_new_tokens=max_new_tokens,
+        text_stream=FakeTextStream(),
+        counters=empty_counters(LIMITS.spec),
+    )
+
+
+def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tenancy:
+    tenancy = Tenancy(
+        row=RowRef(sequence.arrival + 1, 1),
+        sequence=sequence,
+        fill_ids=sequence.fill_ids,
+        page_ids=list(range(1, num_pages + 1)),
+        num_filled=num_filled,
+    )
+    sequence.tenancy = tenancy
+    is_filled = tenancy.is_prefill_dispatched
+    sequence.state = SequenceState.RUNNING if is_filled else SequenceState.PREFILLING
+    return tenancy
+
+
+def test_kinds_alternate() -> None:
+    assert policy.kinds_to_try(StepKind.PREFILL) == (StepKind.DECODE, StepKind.PREFILL)
+    assert policy.kinds_to_try(StepKind.DECODE) == (StepKind.PREFILL, StepKind.DECODE)
+
+
+def test_packing_the_worked_example() -> None:
+    packer = policy.ChunkPacker(LIMITS, num_rows=1, num_tokens=5)
+    chunk = packer.pack(seat(make_sequence(10), num_filled=4))
+    assert (chunk.start, chunk.token_ids, chunk.next_id) == (4, (104, 105, 106), 107)
+    assert not packer.has_room
+
+
+def test_the_final_chunk_has_no_next_id() -> None:
+    packer = policy.ChunkPacker(LIMITS)
+    chunk = packer.pack(seat(make_sequence(5), num_filled=2))
+    assert (chunk.start, chunk.token_ids, chunk.next_id) == (2, (102, 103, 104), None)
+    assert packer.has_room
+
+
+def test_a_prefill_is_full_by_rows_too() -> None:
+    packer = policy.ChunkPacker(LIMITS)
+    packer.pack(seat(make_sequence(1)))
+    packer.pack(seat(make_sequence(1)))
+    assert not packer.has_room
+
+
+def test_alone_a_newcomer_needs_its_first_decode_only() -> None:
+    newcomer = make_sequence(8)  # 8 + 4 positions: 3 pages
+    assert policy.may_admit(LIMITS, newcomer, (), num_free_pages=3)
+    assert not policy.may_admit(LIMITS, newcomer, (), num_free_pages=2)
+
+
+def test_beside_others_a_newcomer_leaves_their_headroom() -> None:
+    # Headroom is 9 steps of 4 tokens, depth 1 included. The newcomer: 8 + 36 + 4 positions, 12
+    # pages. The other, at 8 with 5 pages: 12 - 5 = 7 more.
+    newcomer, other = make_sequence(8, arrival=1), make_sequence(8)
+    seat(other, num_filled=8, num_pages=5)
+    assert policy.may_admit(LIMITS, newcomer, (other,), num_free_pages=19)
+    assert not policy.may_admit(LIMITS, newcomer, (other,), num_free_pages=18)
+
+
+def test_headroom_ends_where_the_sequence_ends() -> None:
+    # max_new_tokens 2: the last decode starts at L = 8 and needs 12 positions, 3 pages.
+    newcomer, other = (
+        make_sequence(8, max_new_tokens=2, arrival=1),
+        make_sequence(8, max_new_tokens=2),
+    )
+    seat(other, num_filled=8, num_pages=3)
+    assert policy.may_admit(LIMITS, newcomer, (other,), num_free_pages=3)
+
+
+@pytest.mark.parametrize(
+    ("num_filled", "decodes", "max_new_tokens", "expected"),
+    [
+        (3, 0, 9, False),  # the final chunk is not dispatched
+        (4, 0, 9, True),  # it is, and unread: the device knows the root
+        (4, 0, 1, False),  # the unread chunk emits the only token
+        (4, 1, 2, False),  # the chunk and one decode emit two at least
+        (4, 1, 3, True),
+    ],
+)
+def test_may_decode_with_an_unread_prefill(
+    num_filled: int, decodes: int, max_new_tokens: int, expected: bool
+) -> None:
+    sequence = make_sequence(4, max_new_tokens=max_new_tokens)
+    tenancy = seat(sequence, num_filled=num_filled)
+    tenancy.decodes_in_flight = decodes
+    assert policy.may_decode(sequence) is expected
+
+
+def test_may_decode_counts_what_was_read() -> None:
+    sequence = make_sequence(4, max_new_tokens=5)
+    tenancy = seat(sequence, num_filled=4)
+    tenancy.is_prefill_read = True
+    sequence.emitted_ids = [1, 2, 3]
+    tenancy.decodes_in_flight = 1
+    assert policy.may_decode(sequence)
+    tenancy.decodes_in_flight = 2
+    assert not policy.may_decode(sequence)
+
+
+def test_a_waiting_sequence_does_not_decode() -> None:
+    assert not policy.may_decode(make_sequence(4))
+
+
+def test_the_newest_gives_way() -> None:
+    sequences = [make_sequence(4, arrival=arrival) for arrival in (2, 7, 5)]
+    assert policy.choose_victim(sequences) is sequences[1]

@@ -1,0 +1,226 @@
+"""The cut: stop string, then stop token, then length, in one place, whatever the steps were."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import SpeculativeConfig
+from jspec.core.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
+from jspec.scheduler.sequence import (
+    Sequence,
+    count_verification,
+    empty_counters,
+    first_stop,
+    surviving_drafts,
+)
+from jspec.testing.fake_runner import scripted_tokens, small_limits
+from jspec.testing.fake_text import FakeTextStream, expected_output, ids_of, text_of
+
+CHAIN = small_limits(steps_topk_nodes=(3, 1, 4)).spec
+EOS = ids_of("z")
+
+
+def make_sequence(sampling: SamplingParams, *, max_new_tokens: int | None = None) -> Sequence:
+    request = Request(
+        request_id="r", prompt_ids=(1, 2, 3), sampling=sampling, seed=1, eos_token_ids=EOS
+    )
+    return Sequence(
+        request=request,
+        arrival=0,
+        max_new_tokens=max_new_tokens or sampling.max_new_tokens,
+        text_stream=FakeTextStream.for_request(request),
+        counters=empty_counters(CHAIN),
+    )
+
+
+def stop_at(matched: str | int) -> FinishReason:
+    return FinishReason(kind=FinishKind.STOP, matched=matched)
+
+
+def length(count: int) -> FinishReason:
+    return FinishReason(kind=FinishKind.LENGTH, length=count)
+
+
+Z = EOS[0]
+# name, sampling, steps, ids kept of the last step, whole text, finish
+CUTS = [
+    ("nothing ends", {}, ["ab", "cd"], "cd", "abcd", None),
+    ("eos alone", {}, ["ab", "z"], "z", "ab", stop_at(Z)),
+    ("eos inside a step", {}, ["a", "bzcd"], "bz", "ab", stop_at(Z)),
+    ("eos first", {}, ["zabc"], "z", "", stop_at(Z)),
+    ("eos is ignored", {"ignore_eos": True}, ["azbc"], "azbc", "azbc", None),
+    ("stop token", {"stop_token_ids": (2,)}, ["abcd"], "abc", "ab", stop_at(2)),
+    ("first of two stop tokens", {"stop_token_ids": (2,)}, ["azcd"], "az", "a", stop_at(Z)),
+    ("length at the end of a step", {"max_new_tokens": 4}, ["ab", "cd"], "cd", "abcd", length(4)),
+    ("length inside a step", {"max_new_tokens": 3}, ["ab", "cdef"], "c", "abc", length(3)),
+    ("eos on the last token allowed", {"max_new_tokens": 3}, ["ab", "zc"], "z", "ab", stop_at(Z)),
+    ("eos past the length", {"max_new_tokens": 3}, ["ab", "cz"], "c", "abc", length(3)),
+    ("stop string in one step", {"stop": ("cd",)}, ["abcdef"], "abcd", "ab", stop_at("cd")),
+    (
+        "stop string across steps",
+        {"stop": ("cde",)},
+        ["abc", "d", "efg"],
+        "e",
+        "ab",
+        stop_at("cde"),
+    ),
+    ("half a stop string is held back", {"stop": ("cde",)}, ["abcd"], "abcd", "ab", None),
+    ("then given back", {"stop": ("cde",)}, ["abcd", "x"], "x", "abcdx", None),
+    (
+        "held-back text at the length",
+        {"stop": ("cde",), "max_new_tokens": 4},
+        ["abcd"],
+        "abcd",
+        "abcd",
+        length(4),
+    ),
+    ("held-back text at eos", {"stop": ("cde",)}, ["abcdz"], "abcdz", "abcd", stop_at(Z)),
+    (
+        "stop string on the last token allowed",
+        {"stop": ("cd",), "max_new_tokens": 4},
+        ["abcdef"],
+        "abcd",
+        "ab",
+        stop_at("cd"),
+    ),
+    ("stop string before eos", {"stop": ("ab",)}, ["xabz"], "xab", "x", stop_at("ab")),
+    ("eos before stop string", {"stop": ("ab",)}, ["xzab"], "xz", "x", stop_at(Z)),
+    ("stop string that names eos", {"stop": ("bz",)}, ["abz"], "abz", "ab", stop_at(Z)),
+    (
+        "eos among the first tokens",
+        {"min_new_tokens": 3},
+        ["az", "zbzc"],
+        "zbz",
+        "azzb",
+        stop_at(Z),
+    ),
+    ("eos right after the first tokens", {"min_new_tokens": 2}, ["abzc"], "abz", "ab", stop_at(Z)),
+    (
+        "stop string among the first tokens",
+        {"min_new_tokens": 2, "stop": ("ab",)},
+        ["abab"],
+        "abab",
+        "ab",
+        stop_at("ab"),
+    ),
+    (
+        "length before the minimum",
+        {"min_new_tokens": 3, "max_new_tokens": 3},
+        ["zz", "zz"],
+        "z",
+        "zzz",
+        length(3),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "steps", "kept", "text", "finish"), [c[1:] for c in CUTS], ids=[c[0] for c in CUTS]
+)
+def test_cut(
+    sampling: dict[str, object],
+    steps: list[str],
+    kept: str,
+    text: str,
+    finish: FinishReason | None,
+) -> None:
+    sequence = make_sequence(SamplingParams.from_mapping(sampling))
+    cuts = [sequence.absorb(ids_of(step)) for step in steps]
+    assert [cut.finish for cut in cuts[:-1]] == [None] * (len(cuts) - 1)
+    assert text_of(cuts[-1].ids) == kept
+    assert "".join(cut.text for cut in cuts) == text
+    assert cuts[-1].finish == finish
+    assert sequence.emitted_ids == [token_id for cut in cuts for token_id in cut.ids]
+
+
+SAMPLINGS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 12),
+        "min_new_tokens": st.integers(0, 6),
+        "stop": st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
+        "stop_token_ids": st.lists(st.integers(0, 3), max_size=1),
+        "ignore_eos": st.booleans(),
+    }
+)
+
+
+@given(
+    knobs=SAMPLINGS,
+    script=st.lists(st.sampled_from(ids_of("abcdz")), min_size=12, max_size=12),
+    lens=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+)
+def test_the_cut_does_not_depend_on_the_steps(
+    knobs: dict[str, Any], script: list[int], lens: list[int]
+) -> None:
+    low = min(knobs["min_new_tokens"], knobs["max_new_tokens"])
+    sampling = SamplingParams.from_mapping({**knobs, "min_new_tokens": low})
+    sequence = make_sequence(sampling)
+    token_at = scripted_tokens({"r": tuple(script)})
+    expected = expected_output(sequence.request, token_at, max_new_tokens=sampling.max_new_tokens)
+    rest, text = script, ""
+    for step_len in lens:
+        cut = sequence.absorb(tuple(rest[:step_len]))
+        rest, text = rest[step_len:], text + cut.text
+        if cut.finish is not None:
+            break
+    assert tuple(sequence.emitted_ids) == expected.ids
+    assert text == expected.text
+    assert cut.finish == expected.finish
+
+
+@pytest.mark.parametrize(
+    ("ids", "begin", "expected"),
+    [((5, 9, 9), 0, 1), ((5, 9, 9), 1, 1), ((5, 9, 9), 2, 2), ((5, 9, 9), 3, 3), ((5, 9), -4, 1)],
+)
+def test_first_stop(ids: tuple[int, ...], begin: int, expected: int) -> None:
+    assert first_stop(ids, (9,), begin=begin) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_emitted", "num_kept", "expected"), [(1, 1, 0), (3, 3, 2), (3, 2, 2), (3, 1, 1), (4, 4, 3)]
+)
+def test_surviving_drafts(num_emitted: int, num_kept: int, expected: int) -> None:
+    assert surviving_drafts(num_emitted, num_kept) == expected
+
+
+def test_a_truncated_verification_is_counted_but_not_in_the_acceptance_length() -> None:
+    counters = empty_counters(CHAIN)
+    counters = count_verification(counters, CHAIN, num_emitted=4, num_kept=4)
+    counters = count_verification(counters, CHAIN, num_emitted=1, num_kept=1)
+    counters = count_verification(counters, CHAIN, num_emitted=4, num_kept=2)
+    assert counters == SpecCounters(
+        verify_ct=3,
+        num_accepted=3 + 0 + 2,
+        num_proposed=9,
+        accept_histogram=(1, 0, 1, 1),
+        full_verify_ct=2,
+        full_num_emitted=5,
+    )
+    assert counters.acceptance_length == 2.5
+
+
+def test_plain_decoding_counts_no_verification() -> None:
+    plain = SpeculativeConfig.plain()
+    counters = count_verification(empty_counters(plain), plain, num_emitted=1, num_kept=1)
+    assert counters == SpecCounters()
+
+
+def test_the_chunk_reports_the_cut() -> None:
+    sequence = make_sequence(SamplingParams(max_new_tokens=3))
+    chunk = sequence.chunk(sequence.absorb(ids_of("abcd")), num_accepted=3)
+    assert dataclasses.asdict(chunk) == {
+        "request_id": "r",
+        "new_ids": ids_of("abc"),
+        "num_accepted": 3,
+        "text": "abc",
+        "finish": dataclasses.asdict(length(3)),
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "num_retractions": 0,
+        "counters": dataclasses.asdict(empty_counters(CHAIN)),
+    }
