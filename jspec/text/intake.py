@@ -1,0 +1,96 @@
+"""From what a user sends to Requests: text becomes ids, a seed is fixed, ids are checked.
+
+It knows the vocabulary and nothing of queues or sizes: whether a request fits is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.core.errors import RequestError
+from jspec.core.request import Request, SamplingParams, choice_seed
+from jspec.text.tokenizer import Tokenizer
+
+Params = Mapping[str, Any] | SamplingParams | None
+
+
+class Intake:
+    """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, random_seed: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._random_seed = random_seed
+        self._arrivals = itertools.count()
+        self._names = itertools.count()
+
+    def requests(
+        self,
+        prompt: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        sampling_params: Params = None,
+        *,
+        request_id: str | None = None,
+    ) -> tuple[Request, ...]:
+        """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        sampling = (
+            sampling_params
+            if isinstance(sampling_params, SamplingParams)
+            else SamplingParams.from_mapping(sampling_params or {})
+        )
+        ids = self._prompt_ids(prompt, input_ids)
+        for token_id in sampling.stop_token_ids:
+            self._check_id("stop_token_ids", token_id)
+        name = request_id if request_id is not None else f"jspec-{next(self._names)}"
+        seed = self._seed(sampling)
+        return tuple(
+            self._request(name if i == 0 else f"{name}-{i}", ids, sampling, choice_seed(seed, i))
+            for i in range(sampling.n)
+        )
+
+    def _request(
+        self, name: str, ids: tuple[int, ...], sampling: SamplingParams, seed: int
+    ) -> Request:
+        return Request(
+            request_id=name,
+            prompt_ids=ids,
+            sampling=sampling,
+            seed=seed,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+        )
+
+    def _prompt_ids(self, prompt: str | None, input_ids: Sequence[int] | None) -> tuple[int, ...]:
+        if (prompt is None) == (input_ids is None):
+            raise RequestError("expected exactly one of prompt (text) and input_ids")
+        if prompt is not None:
+            if not isinstance(prompt, str):
+                raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
+            ids = self._tokenizer.encode(prompt)
+            if not ids:
+                raise RequestError("the prompt is empty; expected at least one token")
+            return ids
+        assert input_ids is not None
+        for token_id in input_ids:
+            self._check_id("input_ids", token_id)
+        return tuple(input_ids)
+
+    def _check_id(self, name: str, token_id: object) -> None:
+        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id < self._vocab_size:  # type: ignore[operator]
+            raise RequestError(
+                f"{name} holds {token_id!r}; expected ids from 0 to {self._vocab_size - 1}"
+            )
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        """The request's final seed: its own, or fresh entropy, or random_seed's next."""
+        arrival = next(self._arrivals)
+        if sampling.sampling_seed is not None:
+            return sampling.sampling_seed
+        if self._random_seed is not None:
+            return choice_seed(self._random_seed & (2**64 - 1), arrival + 1)
+        return int.from_bytes(os.urandom(8), "little")

@@ -1,0 +1,76 @@
+"""One sequence's text as ids arrive: the detokenizer and the stop matcher in series.
+
+Implements `TextStream` of the protocols. It knows nothing about requests, steps or EOS: the
+scheduler says which ids to push, and which of them may end the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jspec.core.protocols import TextCut
+from jspec.text.detokenizer import new_detokenizer
+from jspec.text.stop_matcher import StopAutomaton, StopMatcher
+from jspec.text.tokenizer import Tokenizer
+
+
+class TokenizedStream:
+    """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
+
+    Without a match the texts of all pushes and of flush add up to `tokenizer.decode(ids)`; with
+    one, to that text cut before the stop string that is completed first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(StopAutomaton.from_strings(stop))
+        self._matched: str | None = None
+        self._allow_stop = True
+        self._flushed = False
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, whether push or flush completed it."""
+        return self._matched
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        """Appends ids, one by one, so that the id which completes a stop string is exact.
+
+        That id is the one whose push made the last character final: bytes of a character that
+        is not complete yet complete nothing. After a match further ids are not kept
+        (num_ids is 0). Raises RuntimeError after flush.
+        """
+        if self._flushed:
+            raise RuntimeError(f"push of {ids} came after flush; expected no more ids")
+        if self._matched is not None:
+            return TextCut(num_ids=0, text="", matched=self._matched)
+        texts: list[str] = []
+        for id_idx, token_id in enumerate(ids):
+            self._allow_stop = allow_stop
+            text = self._detokenizer.push(token_id)
+            step = self._matcher.push(text, allow_stop=allow_stop)
+            texts.append(step.text)
+            if step.matched is not None:
+                self._matched = step.matched
+                return TextCut(num_ids=id_idx + 1, text="".join(texts), matched=step.matched)
+        return TextCut(num_ids=len(ids), text="".join(texts))
+
+    def flush(self) -> str:
+        """Text still held back; "" after a match, and when called again.
+
+        A torn character, or a run of byte tokens, becomes text only here. If that completes a
+        stop string (and the last push allowed it), the text is cut and `matched` says so.
+        """
+        if self._flushed or self._matched is not None:
+            self._flushed = True
+            return ""
+        self._flushed = True
+        step = self._matcher.push(self._detokenizer.flush(), allow_stop=self._allow_stop)
+        self._matched = step.matched
+        return step.text + self._matcher.flush()

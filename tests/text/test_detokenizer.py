@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jspec.text.detokenizer import (
+    MAX_ANCHOR_IDS,
+    ByteLevelDetokenizer,
+    WindowDetokenizer,
+    new_detokenizer,
+)
+from jspec.text.tokenizer import DecoderKind, Tokenizer
+
+KINDS = (
+    "byte_level",
+    "sentencepiece",
+    "llama",
+    "strip_two",
+    "gemma",
+    "bytes_then_metaspace",
+    "metaspace",
+    "metaspace_never",
+    "word_piece",
+    "bpe_suffix",
+    "none",
+)
+
+
+def pieces_of(
+    tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> list[str]:
+    """The text of every push, and of flush as the last."""
+    detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_pieces_add_up_to_decode_for_any_ids(
+    tokenizers_by_kind: Mapping[str, Tokenizer],
+    kind: str,
+    skip_special_tokens: bool,
+    data: st.DataObject,
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    # Few distinct ids make runs, repeats and torn characters likely; ids past the end occur too.
+    any_id = st.integers(0, tokenizer.vocab_size + 2)
+    some_ids = data.draw(st.lists(any_id, min_size=1, max_size=4) | st.just(range(16)))
+    ids = data.draw(st.lists(st.sampled_from(some_ids) | any_id, max_size=30))
+    pieces = pieces_of(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@settings(deadline=None)
+@given(raw=st.binary(max_size=40))
+@example(raw=b"\xed\xa0\x80\xf4\x90\xc0\x80\xe4\xbd")
+def test_any_bytes_agree_with_decode(byte_level: Tokenizer, raw: bytes) -> None:
+    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    ids = [id_of_byte[bytes([byte])] for byte in raw]
+    assert "".join(pieces_of(byte_level, ids)) == byte_level.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@settings(deadline=None)
+@given(
+    text=st.text(st.sampled_from("def f(x):\n 你好é🙂👩\u200d👧") | st.characters(codec="utf-8"))
+)
+@example(text="  你好 🙂")
+@example(text="🙂" * 20)
+def test_no_piece_holds_half_a_character(
+    tokenizers_by_kind: Mapping[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_comes_out_with_its_last_byte(byte_level: Tokenizer) -> None:
+    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    ids = [id_of_byte[bytes([byte])] for byte in "🙂a".encode()]
+    assert pieces_of(byte_level, ids) == ["", "", "", "🙂", "a", ""]
+
+
+def test_a_torn_character_is_flushed_as_replacement(byte_level: Tokenizer) -> None:
+    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    ids = [id_of_byte[b"a"], id_of_byte[b"\xf0"], id_of_byte[b"\x9f"]]
+    assert pieces_of(byte_level, ids) == ["a", "", "", "\ufffd"]
+
+
+def test_a_run_of_byte_tokens_comes_out_when_it_ends(
+    tokenizers_by_kind: Mapping[str, Tokenizer],
+) -> None:
+    llama = tokenizers_by_kind["llama"]
+    e4, bd, a0, letter, space = (
+        llama.backend.get_vocab()[token] for token in ("<0xE4>", "<0xBD>", "<0xA0>", "x", "▁")
+    )
+    assert pieces_of(llama, [space, e4, bd, a0, letter]) == ["", "", "", "", "你x", ""]
+    assert pieces_of(llama, [letter, e4, bd, a0, e4]) == ["x", "", "", "", "", "\ufffd" * 4]
+
+
+def test_a_special_token_takes_no_space_from_the_next_word(
+    tokenizers_by_kind: Mapping[str, Tokenizer],
+) -> None:
+    for kind in ("llama", "metaspace"):
+        tokenizer = tokenizers_by_kind[kind]
+        word, end = (tokenizer.backend.get_vocab()[token] for token in ("▁def", "</s>"))
+        assert pieces_of(tokenizer, [end, word, end, word]) == ["", "def", "", " def", ""]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CountingTokenizer(Tokenizer):
+    """Remembers how many ids each decode was asked for."""
+
+    num_decoded: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> CountingTokenizer:
+        return cls(**{f.name: getattr(tokenizer, f.name) for f in fields(Tokenizer)})
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.num_decoded.append(len(ids))
+        return Tokenizer.decode(self, ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_cost_of_a_push_does_not_grow(
+    tokenizers_by_kind: Mapping[str, Tokenizer], kind: str
+) -> None:
+    tokenizer = CountingTokenizer.from_tokenizer(tokenizers_by_kind[kind])
+    ids = [i % 14 for i in range(2000)]
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizers_by_kind[kind].decode(ids)
+    assert 0 < max(tokenizer.num_decoded) <= MAX_ANCHOR_IDS + 1
+    assert sum(tokenizer.num_decoded) < 10 * len(ids)
+
+
+def test_a_long_run_of_byte_tokens_is_decoded_once(
+    tokenizers_by_kind: Mapping[str, Tokenizer],
+) -> None:
+    tokenizer = CountingTokenizer.from_tokenizer(tokenizers_by_kind["llama"])
+    first = tokenizer.backend.get_vocab()["<0x61>"]
+    pieces = pieces_of(tokenizer, [first] * 2000)
+    assert pieces == [""] * 2000 + ["a" * 2000]
+    assert sum(tokenizer.num_decoded) < 2010
+
+
+def test_byte_level_needs_no_decode_at_all(byte_level: Tokenizer) -> None:
+    tokenizer = CountingTokenizer.from_tokenizer(byte_level)
+    assert "".join(pieces_of(tokenizer, byte_level.encode("def f(x): 你"))) == "def f(x): 你"
+    assert tokenizer.num_decoded == []
+
+
+def test_the_kind_of_decoder_chooses_the_detokenizer(
+    tokenizers_by_kind: Mapping[str, Tokenizer],
+) -> None:
+    for tokenizer in tokenizers_by_kind.values():
+        is_bytes = tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL
+        expected = ByteLevelDetokenizer if is_bytes else WindowDetokenizer
+        assert type(new_detokenizer(tokenizer)) is expected
