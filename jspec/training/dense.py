@@ -1,0 +1,157 @@
+"""Whole-sequence forwards of a target for training: no cache, no pages, no batching of requests.
+
+The modules are the ones that serve; only the `attend` differs. Master parameters are float32;
+`compute_view` casts the matrices to the compute dtype, but neither the norms nor the embedding
+table, whose gradient is a sum over all occurrences of a token and needs float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.core.config import TransformerConfig
+from jspec.layers.attention import Attend
+from jspec.layers.linear import logits_of
+from jspec.models.llama import Llama, LlamaLayer, Params, bind, split, trunk
+
+Backend = Literal["cudnn", "xla"]
+Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) -> activations
+
+
+def target_definition(config: TransformerConfig) -> nnx.GraphDef[Any]:
+    """The static half of a target: what `forward` binds parameters to."""
+    return split_abstract(lambda: Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+
+
+def split_abstract(make: Callable[[], nnx.Module]) -> nnx.GraphDef[Any]:
+    """The definition of a module without drawing its parameters."""
+    return split(nnx.eval_shape(make))[0]
+
+
+def init_target(config: TransformerConfig, *, seed: int) -> Params:
+    """Float32 parameters; a tied lm_head is left out, and depth scales the residual writers.
+
+    Tables have the scale of a product's columns, E**-0.5, because a tied table is lm_head too.
+    """
+    params = split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)))[1]
+    shrink = (2 * config.num_layers) ** -0.5
+    for layer in params["layers"].values():
+        for writer in (layer["attention"]["out"], layer["mlp"]["down"]):
+            writer["kernel"] = writer["kernel"] * shrink
+    params["embed"]["table"] = params["embed"]["table"] * config.hidden_size**-0.5
+    if config.tie_word_embeddings:
+        del params["lm_head"]
+    return params
+
+
+def with_lm_head(params: Params) -> Params:
+    """The parameters with lm_head's kernel, which is the transposed table where it is tied."""
+    if "lm_head" in params:
+        return params
+    return {**params, "lm_head": {"kernel": params["embed"]["table"].T}}
+
+
+def compute_view(params: Params, dtype: DTypeLike) -> Params:
+    """Matrices in `dtype`; norms and the embedding table as they are, lm_head tied if absent."""
+    full = with_lm_head(params)
+    cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, full)
+    return {**cast, "embed": full["embed"]}
+
+
+def dropout(key: jax.Array, rate: float) -> Drop:
+    """Inverted dropout; every use has its own index and thus its own mask."""
+
+    def drop(x: jax.Array, index: int) -> jax.Array:
+        keep = jax.random.bernoulli(jax.random.fold_in(key, index), 1.0 - rate, x.shape)
+        return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+    return drop
+
+
+def causal_attend(backend: Backend) -> Attend:
+    """Dense causal attention over [B, T, heads, D]; backend 'cudnn' or 'xla'.
+
+    XLA's holds [B, H, T, T] scores: they are recomputed in the backward pass, not kept.
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: jax.Array = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=backend
+        )
+        return out
+
+    return jax.checkpoint(attend) if backend == "xla" else attend
+
+
+@functools.cache
+def attention_backend(config: TransformerConfig, *, length: int, dtype: Any) -> Backend:
+    """'cudnn' if this machine compiles and runs it for these shapes and gradients, else 'xla'."""
+    if jax.default_backend() != "gpu" or dtype != jnp.bfloat16:
+        return "xla"
+    q = jnp.zeros((2, length, config.num_heads, config.head_dim), dtype)
+    k = jnp.zeros((2, length, config.num_kv_heads, config.head_dim), dtype)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(causal_attend("cudnn")(q, k, v).astype(jnp.float32))
+
+    try:
+        jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, k))
+    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+        print(f"cudnn attention is not available, using xla: {str(error)[:200]}")
+        return "xla"
+    return "cudnn"
+
+
+def _run_layer(
+    layer: LlamaLayer,
+    index: int,
+    x: jax.Array,
+    *,
+    positions: jax.Array,
+    attend: Attend,
+    drop: Drop | None,
+) -> jax.Array:
+    if drop is None:
+        return layer(x, positions, attend)
+    x = x + drop(layer.attention(layer.input_norm(x), positions, attend), 2 * index)
+    return x + drop(layer.mlp(layer.post_norm(x)), 2 * index + 1)
+
+
+def forward(
+    definition: nnx.GraphDef[Any],
+    params: Params,
+    token_ids: Int[Array, "B T"],
+    *,
+    dtype: DTypeLike,
+    attend: Attend,
+    aux_layer_ids: tuple[int, ...] = (),
+    drop: Drop | None = None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T A"]]:
+    """(hidden after the final norm, aux features) of `params` as `compute_view` returns them.
+
+    aux_layer_ids: the residual stream at the input of these layers (see models.llama.trunk).
+    """
+    model = bind(definition, params)
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    x = model.embed(token_ids).astype(dtype)
+    if drop is not None:
+        x = drop(x, 2 * len(model.layers))
+    layers = [
+        functools.partial(_run_layer, layer, i, positions=positions, attend=attend, drop=drop)
+        for i, layer in enumerate(model.layers)
+    ]
+    x, aux = trunk(layers, x, aux_layer_ids=aux_layer_ids)
+    return model.norm(x), aux
+
+
+def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
+    """Float32 logits over the target's vocabulary."""
+    return logits_of(hidden, params["lm_head"]["kernel"])

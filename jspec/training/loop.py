@@ -1,0 +1,346 @@
+"""The training loop that targets and draft heads share: AdamW, schedule, EMA, checkpoints, bar.
+
+Knows nothing about models: it is given a loss, a batch for every step, and an evaluation. The
+schedule runs on progress, the larger of step / num_steps and time used / budget, so that a run
+with a time budget still ends with its learning rate decayed. Without a budget the state after n
+steps is a function of (initial state, seed, n) alone, and a resumed run repeats it bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from jspec.core.pytree import pytree
+from jspec.training.data import BatchAt
+
+Params = dict[str, Any]
+Metrics = dict[str, jax.Array]
+Loss = Callable[[Params, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are per depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """Knobs of a run. Times are seconds; `budget_seconds` None means that only num_steps ends it.
+
+    The learning rate rises linearly over `warmup_steps`, then falls as a cosine to 0.
+    """
+
+    num_steps: int
+    peak_learning_rate: float
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    beta2: float = 0.95
+    ema_decay: float = 0.998
+    budget_seconds: float | None = None
+    log_every: int = 20
+    eval_every: int = 500
+    checkpoint_every: int = 2000
+    seed: int = 0
+
+
+@pytree
+class TrainState:
+    """All that a step reads and writes; float32."""
+
+    params: Params
+    ema: Params
+    opt_state: Any
+    step: jax.Array  # i32[]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a checkpoint holds beside the arrays."""
+
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = 0
+
+
+Resumed = tuple[TrainState, Params, Progress]  # a checkpoint: state, best EMA, the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The parameters (EMA) of the best evaluation, and where it was."""
+
+    params: Params
+    metrics: dict[str, Any]
+    step: int
+    num_steps: int
+    seconds: float
+
+
+def optimizer(config: LoopConfig) -> optax.GradientTransformation:
+    """AdamW without its learning rate, which every step receives; matrices alone decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.scale_by_adam(b1=0.9, b2=config.beta2, eps=1e-8),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)
+        ),
+    )
+
+
+def init_state(params: Params, config: LoopConfig) -> TrainState:
+    """Step 0. Copies: steps donate the state, and `params` may share buffers with a target."""
+    wide = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    return TrainState(
+        params=wide,
+        ema=jax.tree.map(jnp.copy, wide),
+        opt_state=optimizer(config).init(wide),
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
+    """Linear warmup by step, cosine to 0 by progress in [0, 1]."""
+    warmup = min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    return config.peak_learning_rate * warmup * cosine
+
+
+def make_step(
+    loss: Loss, config: LoopConfig
+) -> Callable[[TrainState, Any, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
+    """The jitted step: (state, frozen, batch, learning rate) -> (state', metrics); donates state.
+
+    `loss(params, frozen, batch, key)` gets a random key that depends on (seed, step) alone.
+    """
+    transform = optimizer(config)
+
+    def step_fn(
+        state: TrainState, frozen: Any, batch: jax.Array, rate: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        grad_fn = jax.value_and_grad(loss, has_aux=True)
+        (value, metrics), grads = grad_fn(state.params, frozen, batch, key)
+        updates, opt_state = transform.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        count = state.step.astype(jnp.float32)
+        decay = jnp.minimum(config.ema_decay, (1.0 + count) / (10.0 + count))
+        ema = jax.tree.map(lambda e, p: e + (1.0 - decay) * (p - e), state.ema, params)
+        next_state = TrainState(params=params, ema=ema, opt_state=opt_state, step=state.step + 1)
+        return next_state, {"loss": value, **metrics}
+
+    return jax.jit(step_fn, donate_argnums=0)
+
+
+def mean_metrics(
+    measure: Callable[[jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
+    table: np.ndarray,
+    *,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Means over whole batches of rows; a remainder smaller than a batch is left out."""
+    size = min(batch_size, len(table))
+    sums: list[dict[str, Any]] = []
+    for start in range(0, len(table) - size + 1, size):
+        value, metrics = measure(jnp.asarray(table[start : start + size]))
+        sums.append({"loss": value, **metrics})
+    means = jax.tree.map(lambda *values: np.mean([np.asarray(v) for v in values], axis=0), *sums)
+    return {key: value.tolist() for key, value in means.items()}
+
+
+class Checkpoints:
+    """Orbax checkpoints of (state, best EMA parameters, progress); the last one is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        )
+
+    def save(self, state: TrainState, best: Params, progress: Progress) -> None:
+        record = {
+            "seconds": progress.seconds,
+            "best_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
+            "best_step": progress.best_step,
+        }
+        self._manager.save(
+            int(state.step),
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave({"state": _as_dict(state), "best": best}),
+                progress=ocp.args.JsonSave(record),
+            ),
+        )
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState) -> Resumed | None:
+        """The last checkpoint, or None if there is none; `like` gives shapes and dtypes."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        template = {"state": _as_dict(like), "best": like.ema}
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
+            ),
+        )
+        record = dict(restored.progress)
+        if record["best_loss"] is None:
+            record["best_loss"] = math.inf
+        arrays = restored.arrays
+        return TrainState(**arrays["state"]), arrays["best"], Progress(**record)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _as_dict(state: TrainState) -> dict[str, Any]:
+    return {
+        "params": state.params,
+        "ema": state.ema,
+        "opt_state": state.opt_state,
+        "step": state.step,
+    }
+
+
+class Clock:
+    """Seconds of training used, over all resumptions, compilation (the first step) included."""
+
+    def __init__(self, config: LoopConfig, *, used: float) -> None:
+        self._config = config
+        self._used = used
+        self._start = time.monotonic()
+        self._compiling = 0.0
+
+    def first_step_done(self) -> None:
+        """From here on the schedule runs: compiling uses time but no learning rate."""
+        self._compiling = time.monotonic() - self._start
+
+    def seconds(self) -> float:
+        return self._used + time.monotonic() - self._start
+
+    def progress(self, step: int) -> float:
+        """Share of the schedule that is over, by steps or by time, whichever is more."""
+        share = step / self._config.num_steps
+        budget = self._config.budget_seconds
+        if budget is None:
+            return share
+        spent = self.seconds() - self._compiling
+        return max(share, spent / max(budget - self._compiling, 1e-3))
+
+
+def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:
+    """One line of progress: a bar, the step, and the metrics (lists are per depth)."""
+    filled = round(20 * min(progress, 1.0))
+    parts = []
+    for key, value in metrics.items():
+        values = np.atleast_1d(np.asarray(value, np.float64))
+        parts.append(f"{key} " + "/".join(f"{item:.3f}" for item in values))
+    line = f"{name} [{'#' * filled}{'.' * (20 - filled)}] {step}/{num_steps} " + "  ".join(parts)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+class _Run:
+    """One run's changing parts: the state, the best parameters so far, and where they were."""
+
+    def __init__(
+        self, name: str, config: LoopConfig, state: TrainState, checkpoints: Checkpoints | None
+    ) -> None:
+        self.name, self.config, self.checkpoints = name, config, checkpoints
+        fresh: Resumed = (state, jax.tree.map(jnp.copy, state.ema), Progress())
+        restored = checkpoints.restore(state) if checkpoints else None
+        self.state, self.best, self.progress = restored or fresh
+        self.saved_step = int(self.state.step)
+        self.metrics: dict[str, Any] = {}
+        self.clock = Clock(config, used=self.progress.seconds)
+
+    def evaluate(self, evaluate: Evaluate, *, step: int) -> None:
+        metrics = evaluate(self.state.ema)
+        share = self.clock.progress(step)
+        held_out = {f"held_out_{key}": value for key, value in metrics.items()}
+        show(
+            self.name, step=step, num_steps=self.config.num_steps, progress=share, metrics=held_out
+        )
+        if metrics["loss"] < self.progress.best_loss:
+            self.best = jax.tree.map(jnp.copy, self.state.ema)
+            self.metrics = metrics
+            self.progress = Progress(best_loss=metrics["loss"], best_step=step)
+
+    def save(self, *, step: int) -> None:
+        if self.checkpoints and step > self.saved_step:
+            self.saved_step = step
+            progress = Progress(
+                seconds=self.clock.seconds(),
+                best_loss=self.progress.best_loss,
+                best_step=self.progress.best_step,
+            )
+            self.checkpoints.save(self.state, self.best, progress)
+
+
+def train(
+    name: str,
+    *,
+    config: LoopConfig,
+    loss: Loss,
+    initial: Params,
+    frozen: Any,
+    batch_at: BatchAt,
+    evaluate: Evaluate,
+    checkpoint_dir: Path | None = None,
+) -> Result:
+    """Trains to the end of the schedule and returns the best parameters by held-out loss.
+
+    frozen: a pytree passed to the loss untouched (a draft head's target). Resumes from
+    `checkpoint_dir` if it holds a checkpoint.
+    """
+    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir else None
+    run = _Run(name, config, init_state(initial, config), checkpoints)
+    step_fn = make_step(loss, config)
+    first = step = int(run.state.step)
+    share = run.clock.progress(step)
+    while step < config.num_steps and share < 1.0:
+        rate = learning_rate(config, step=step, progress=share)
+        batch = jnp.asarray(batch_at(step))
+        run.state, metrics = step_fn(run.state, frozen, batch, jnp.float32(rate))
+        step += 1
+        if step == first + 1:
+            jax.block_until_ready(metrics)
+            run.clock.first_step_done()
+        if step % config.log_every == 0:
+            values = {key: np.asarray(value) for key, value in metrics.items()}
+            shown = {**values, "lr": rate, "seconds": run.clock.seconds()}
+            show(name, step=step, num_steps=config.num_steps, progress=share, metrics=shown)
+        if step % config.eval_every == 0:
+            run.evaluate(evaluate, step=step)
+        if step % config.checkpoint_every == 0:
+            run.save(step=step)
+        share = run.clock.progress(step)
+    if step > first and step % config.eval_every:
+        run.evaluate(evaluate, step=step)
+    run.save(step=step)
+    if checkpoints:
+        checkpoints.close()
+    return Result(
+        params=run.best,
+        metrics=run.metrics or evaluate(run.best),
+        step=run.progress.best_step,
+        num_steps=step,
+        seconds=run.clock.seconds(),
+    )
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Merges `report` into the JSON file at `path`."""
+    known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**known, **report}, indent=1) + "\n", "utf-8")

@@ -1,0 +1,60 @@
+"""Drafting with a cache, one row at a time, as serving does: the reference for the unroll."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.layers.linear import logits_of
+from jspec.models.llama import Params, bind
+
+
+class RowCache:
+    """attend of a single row after another: keeps keys and values, sees all of them.
+
+    32 rows of numpy, so that every call has the same shapes and nothing is compiled twice.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.keys: np.ndarray | None = None
+        self.values: np.ndarray | None = None
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """q [1, H, D], k and v [1, G, D]."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = np.zeros((32, *k.shape[1:])), np.zeros((32, *v.shape[1:]))
+        self.keys[self.count], self.values[self.count] = k[0], v[0]
+        self.count += 1
+        repeats = q.shape[1] // k.shape[1]
+        keys = np.repeat(self.keys[: self.count], repeats, axis=1)
+        values = np.repeat(self.values[: self.count], repeats, axis=1)
+        scores = np.einsum("hd,thd->ht", np.asarray(q[0]), keys) * q.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return jnp.asarray(np.einsum("ht,thd->hd", weights, values)[None], q.dtype)
+
+
+def chain_logits(
+    definition: Any, params: Params, committed_ids: np.ndarray, aux: jax.Array, drafts: list[int]
+) -> list[jax.Array]:
+    """Logits [U] behind the last committed pair and behind each draft.
+
+    committed_ids: x_0..x_{t+1}; aux [t + 1, A]: features of x_0..x_t, so the rows 0..t are real.
+    """
+    model = bind(definition, params)
+    cache = RowCache()
+    hidden = aux[:1]
+    for i in range(len(aux)):
+        embedded = model.embed(jnp.asarray(committed_ids[i + 1 : i + 2]))
+        fused = model.features(aux[i : i + 1])
+        hidden = model.layer(embedded, fused, jnp.asarray([i]), cache)
+    logits = [logits_of(model.norm(hidden), model.lm_head.kernel[...])[0]]
+    for depth, token in enumerate(drafts, start=1):
+        position = jnp.asarray([len(aux) - 1 + depth])
+        hidden = model.layer(model.embed(jnp.asarray([token])), hidden, position, cache)
+        logits.append(logits_of(model.norm(hidden), model.lm_head.kernel[...])[0])
+    return logits

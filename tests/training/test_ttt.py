@@ -1,0 +1,151 @@
+"""The unroll of training is drafting with a cache; its loss can be driven to nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.training.dense import causal_attend, forward, target_definition
+from jspec.training.loop import LoopConfig, init_state, learning_rate, make_step
+from jspec.training.ttt import (
+    head_definition,
+    make_frozen,
+    training_time_test_loss,
+    unroll,
+    whole_head,
+)
+from tests.training.chain_reference import chain_logits
+from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
+
+LENGTH, DEPTHS = 12, 4  # a multiple of 4: attention works in four blocks
+
+
+def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
+    target, target_params = tiny_target()
+    config, params, draft_ids = tiny_head(target, target_params)
+    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    token_ids = random_rows(2, LENGTH)
+    _, aux = forward(
+        target_definition(target),
+        target_params,
+        token_ids,
+        dtype=jnp.float32,
+        attend=causal_attend("xla"),
+        aux_layer_ids=config.aux_layer_ids,
+    )
+    definition = head_definition(config)
+    unrolled = unroll(definition, head, token_ids, aux, num_depths=DEPTHS, dtype=jnp.float32)
+    assert [logits.shape[1] for logits in unrolled] == [11, 10, 9, 8]
+    for t in (0, 1, 4, 6, 8):
+        ids = np.asarray(token_ids[1])
+        drafts = [int(token) for token in ids[t + 2 : t + 1 + DEPTHS]]
+        chain = chain_logits(definition, head, ids[: t + 2], aux[1, : t + 1], drafts)
+        assert len(chain) == min(DEPTHS, LENGTH - 1 - t)
+        for depth, logits in enumerate(chain):
+            np.testing.assert_allclose(unrolled[depth][1, t], logits, atol=2e-5, rtol=1e-5)
+
+
+def test_the_last_feature_reaches_no_earlier_row() -> None:
+    target, target_params = tiny_target()
+    config, params, draft_ids = tiny_head(target, target_params)
+    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    token_ids = random_rows(1, LENGTH)
+    aux = jax.random.normal(jax.random.key(0), (1, LENGTH, 3 * target.hidden_size))
+    poisoned = aux.at[:, -1].set(1e4)
+    definition = head_definition(config)
+    clean, dirty = (
+        unroll(definition, head, token_ids, value, num_depths=DEPTHS, dtype=jnp.float32)
+        for value in (aux, poisoned)
+    )
+    for expected, found in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(found[:, : LENGTH - 2], expected[:, : LENGTH - 2])
+
+
+def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
+    target, target_params = tiny_target()
+    config, params, draft_ids = tiny_head(target, target_params)
+    rows = random_rows(2, LENGTH)
+    frozen = make_frozen(target_params, draft_ids)
+    loss_fn = training_time_test_loss(
+        target, config, length=LENGTH, num_depths=2, dtype=jnp.float32
+    )
+    loss, metrics = loss_fn(params, frozen, rows, jax.random.key(0))
+    definition = head_definition(config)
+    hidden, aux = forward(
+        target_definition(target),
+        target_params,
+        rows,
+        dtype=jnp.float32,
+        attend=causal_attend("xla"),
+        aux_layer_ids=config.aux_layer_ids,
+    )
+    logits = np.asarray(hidden @ target_params["lm_head"]["kernel"], np.float64)
+    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    expected, misses = 0.0, 0
+    for i, draft in enumerate(unroll(definition, head, rows, aux, num_depths=2, dtype=jnp.float32)):
+        terms = []
+        for b in range(2):
+            for t in range(LENGTH - 1 - i):
+                row = logits[b, t + 1 + i]
+                teacher = np.exp(row[draft_ids]) / np.exp(row[draft_ids]).sum()
+                q = np.asarray(draft[b, t], np.float64)
+                log_q = q - np.log(np.exp(q).sum())
+                inside = row.argmax() in draft_ids
+                misses += not inside
+                terms.append(-inside * (teacher * log_q).sum())
+        expected += 0.8**i * np.mean(terms)
+    assert misses > 0
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+    assert metrics["accuracy"].shape == (2,)
+    weighted = training_time_test_loss(
+        target, config, length=LENGTH, num_depths=2, dtype=jnp.float32, overlap_weight=3.0
+    )
+    more, _ = weighted(params, frozen, rows, jax.random.key(0))
+    unshared = 1.0 - np.asarray(metrics["overlap"])
+    assert unshared.min() > 0.0
+    assert unshared.max() < 1.0
+    expected += 3.0 * (unshared[0] + 0.8 * unshared[1])
+    assert float(more) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_overlap_of_a_perfect_draft_is_the_mass_of_the_draft_vocabulary() -> None:
+    target, target_params = tiny_target()
+    config, params, draft_ids = tiny_head(target, target_params)
+    rows = random_rows(2, LENGTH)
+    # Both models made constant: zero hidden states give uniform logits over either vocabulary.
+    params = {**params, "norm": {"scale": params["norm"]["scale"] * 0.0}}
+    scale = target_params["norm"]["scale"] * 0.0
+    frozen = make_frozen({**target_params, "norm": {"scale": scale}}, draft_ids)
+    loss = training_time_test_loss(target, config, length=LENGTH, num_depths=1, dtype=jnp.float32)
+    _, metrics = loss(params, frozen, rows, jax.random.key(0))
+    share = len(draft_ids) / target.vocab_size
+    np.testing.assert_allclose(metrics["overlap"], [share], rtol=1e-5)
+
+
+def test_one_batch_can_be_learnt_to_the_last_depth() -> None:
+    target, target_params = tiny_target()
+    sharp = target_params["norm"]["scale"] * 3.0  # no near-ties whose order would be noise
+    target_params = {**target_params, "norm": {"scale": sharp}}
+    config, params, _ = tiny_head(target, target_params)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    config = type(config)(
+        layer=config.layer,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=config.target_hidden_size,
+        aux_layer_ids=config.aux_layer_ids,
+    )
+    params = {**params, "lm_head": {"kernel": target_params["lm_head"]["kernel"]}}
+    loop = LoopConfig(num_steps=400, peak_learning_rate=1e-2, weight_decay=0.0)
+    loss = training_time_test_loss(target, config, length=LENGTH, num_depths=3, dtype=jnp.float32)
+    step_fn = make_step(loss, loop)
+    state, frozen = init_state(params, loop), make_frozen(target_params, everything)
+    batch = random_rows(3, LENGTH)
+    state, first = step_fn(state, frozen, batch, jnp.float32(5e-3))
+    metrics = first
+    for step in range(1, loop.num_steps):
+        rate = learning_rate(loop, step=step, progress=step / loop.num_steps)
+        state, metrics = step_fn(state, frozen, batch, jnp.float32(rate))
+    assert float(metrics["loss"]) < float(first["loss"])
+    np.testing.assert_allclose(metrics["accuracy"], 1.0)
