@@ -1,0 +1,347 @@
+"""`jspec.Engine`: the composition root, for offline generation and for the server alike.
+
+It loads a model pair, compiles, and joins tokenizer, scheduler, loop and runner; it decides
+nothing itself. Names are SGLang's: `generate(prompt=... | input_ids=..., sampling_params=...)`.
+
+    engine = jspec.Engine()                       # the bundled pair, EAGLE-3, 3/1/4
+    engine.generate("def fib(", {"max_new_tokens": 32, "temperature": 0})["text"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jspec import __version__
+from jspec.core.config import ServeLimits
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.request import Request, StreamChunk
+from jspec.core.response import Completion
+from jspec.engine.building import build_runner
+from jspec.engine.compilation import Progress
+from jspec.engine.loading import resolve_paths
+from jspec.scheduler import budget
+from jspec.scheduler.home import EngineStream, HomeLoop, close_if_open, next_or_none
+from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
+from jspec.scheduler.scheduler import Scheduler, SchedulerStats
+from jspec.text.intake import Intake, Params
+from jspec.text.stream import TokenizedStream
+from jspec.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """One model pair, loaded and compiled, ready for requests.
+
+    Keyword arguments are those of `EngineArgs`. The engine lives on one event loop: the one that
+    first awaits it, or a background thread's if the first call is a synchronous one. Other loops
+    and threads may use it too.
+
+    Raises ConfigError and CheckpointError from the constructor, RequestError and QueueFullError
+    for a request, EngineClosedError after shutdown.
+    """
+
+    def __init__(
+        self,
+        *,
+        progress: Progress | None = None,
+        trace: list[TraceEvent] | None = None,
+        **arguments: Any,
+    ) -> None:
+        started = time.monotonic()
+        self.args = EngineArgs.from_mapping(arguments)
+        paths = resolve_paths(self.args)
+        self.tokenizer = Tokenizer.from_directory(paths.tokenizer)
+        runner = build_runner(self.args, progress=progress)
+        self._limits = runner.limits
+        self._runner = runner
+        self._intake = Intake(
+            self.tokenizer, vocab_size=runner.vocab_size, random_seed=self.args.random_seed
+        )
+        self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
+        self._loop = EngineLoop(self._scheduler, runner, trace=trace)
+        self._home = HomeLoop()
+        self.startup_seconds = time.monotonic() - started
+
+    def _make_stream(self, request: Request) -> TokenizedStream:
+        return TokenizedStream(self.tokenizer, stop=request.sampling.stop)
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._loop.stats
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed
+
+    def requests(
+        self,
+        prompt: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        sampling_params: Params = None,
+        *,
+        request_id: str | None = None,
+    ) -> tuple[Request, ...]:
+        """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        return self._intake.requests(prompt, input_ids, sampling_params, request_id=request_id)
+
+    # Generation.
+
+    async def submit(self, requests: Sequence[Request]) -> tuple[EngineStream, ...]:
+        """Queues all requests or none, and returns the chunks of each, to be closed by the caller.
+
+        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
+        """
+        streams = await self._home.call(self._submit(requests))
+        return tuple(EngineStream(self._home, stream) for stream in streams)
+
+    async def _submit(self, requests: Sequence[Request]) -> list[ChunkStream]:
+        # Nothing awaits between the check and the last submit, so the check still holds there.
+        self._check_batch(requests)
+        return [self._loop.submit(request) for request in requests]
+
+    async def _check(self, requests: Sequence[Request]) -> None:
+        self._check_batch(requests)
+
+    def _check_batch(self, requests: Sequence[Request]) -> None:
+        """Raises for a batch of which the scheduler would refuse any part."""
+        in_use = set(self._loop.request_ids)
+        for request in requests:
+            if request.request_id in in_use:
+                raise RequestError(
+                    f"request_id is {request.request_id!r}; expected one that is not in use"
+                )
+            in_use.add(request.request_id)
+            budget.clip_max_new_tokens(
+                self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
+            )
+        bound, num_queued = self._limits.max_queued_requests, self.stats.num_queued
+        if len(requests) > bound:
+            raise RequestError(
+                f"{len(requests)} sequences at once; expected at most max_queued_requests {bound}"
+            )
+        if num_queued + len(requests) > bound:
+            raise QueueFullError(
+                f"{num_queued} requests are waiting and {len(requests)} came; expected at most "
+                f"max_queued_requests {bound} together"
+            )
+
+    async def stream_chunks(self, request: Request) -> AsyncIterator[StreamChunk]:
+        """Chunks of one request, one a step. Closing the iterator aborts the request."""
+        (stream,) = await self.submit((request,))
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            await stream.aclose()
+
+    async def _complete(self, request: Request, stream: EngineStream) -> dict[str, Any]:
+        started = time.monotonic()
+        completion = Completion(request_id=request.request_id)
+        async for chunk in stream:
+            completion = completion.add(chunk)
+        return completion.to_json(e2e_latency=time.monotonic() - started)
+
+    async def _complete_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """All results, in order. What is more than the queue holds is fed as others finish.
+
+        Every request is checked before the first one is queued.
+        """
+        bound = self._limits.max_queued_requests
+        for start in range(0, len(requests), bound):
+            await self._home.call(self._check(requests[start : start + bound]))
+        room = asyncio.Semaphore(bound)
+
+        async def run(request: Request) -> dict[str, Any]:
+            async with room:
+                (stream,) = await self.submit((request,))
+                try:
+                    return await self._complete(request, stream)
+                finally:
+                    await stream.aclose()
+
+        tasks = [asyncio.ensure_future(run(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        started = time.monotonic()
+        completion = Completion(request_id=request.request_id)
+        async for chunk in self.stream_chunks(request):
+            completion = completion.add(chunk)
+            yield completion.to_json(e2e_latency=time.monotonic() - started)
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+    ) -> Any:
+        """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
+
+        A streamed result is cumulative, as SGLang's: each dict holds all text so far.
+        """
+        requests, is_single = self._batch(prompt, sampling_params, input_ids)
+        if stream:
+            if not is_single:
+                raise RequestError(f"stream with {len(requests)} sequences; expected one")
+            return self._stream(requests[0])
+        results = await self._complete_all(requests)
+        return results[0] if is_single else results
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+    ) -> Any:
+        """As async_generate, but waits; an iterator if `stream`."""
+        self._home.start_thread()
+        if not stream:
+            return self._home.run(
+                self.async_generate(prompt, sampling_params, input_ids, stream=False)
+            )
+        requests, is_single = self._batch(prompt, sampling_params, input_ids)
+        if not is_single:
+            raise RequestError(f"stream with {len(requests)} sequences; expected one")
+        return self._iterate(requests[0])
+
+    def _iterate(self, request: Request) -> Iterator[dict[str, Any]]:
+        stream = self._stream(request)
+        try:
+            while True:
+                item = self._home.run(next_or_none(stream))
+                if item is None:
+                    return
+                yield item
+        finally:
+            if self._home.is_running:
+                self._home.run(close_if_open(stream))
+
+    def _batch(
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling_params: Params | Sequence[Params],
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> tuple[list[Request], bool]:
+        """All Requests of a call, and whether it asked for exactly one sequence."""
+        prompts: list[dict[str, Any]]
+        if input_ids is not None:
+            if prompt is not None:
+                raise RequestError("expected exactly one of prompt (text) and input_ids")
+            is_list = bool(input_ids) and isinstance(input_ids[0], Sequence)
+            rows = list(input_ids) if is_list else [input_ids]
+            prompts = [{"input_ids": row} for row in rows]
+        else:
+            is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+            texts = list(prompt) if is_list else [prompt]  # type: ignore[arg-type]
+            prompts = [{"prompt": text} for text in texts]
+        if isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+            if len(params) != len(prompts):
+                raise RequestError(
+                    f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
+                )
+        else:
+            params = [sampling_params] * len(prompts)
+        groups = [
+            self.requests(sampling_params=p, **source)
+            for source, p in zip(prompts, params, strict=True)
+        ]
+        requests = [request for group in groups for request in group]
+        return requests, not is_list and len(requests) == 1
+
+    # The engine itself.
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends one request; its stream gets a last chunk. False if there is no such request."""
+
+        async def run() -> bool:
+            return self._loop.abort(request_id)
+
+        return await self._home.call(run())
+
+    async def abort_all(self) -> int:
+        """Ends every request; returns how many."""
+
+        async def run() -> int:
+            return sum(self._loop.abort(name) for name in self._loop.request_ids)
+
+        return await self._home.call(run())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
+        spec, stats = self._limits.spec, self.stats
+        full = stats.counters
+        resolved = {name: getattr(self.args, name) for name in EngineArgs.names()}
+        resolved |= {
+            "speculative_algorithm": spec.algorithm.value,
+            "speculative_num_steps": spec.num_steps,
+            "speculative_eagle_topk": spec.topk,
+            "speculative_num_draft_tokens": spec.num_draft_tokens,
+            "page_size": self._limits.page_size,
+            "max_running_requests": self._limits.num_slots,
+            "context_length": self._limits.context_length,
+            "max_total_tokens": self._limits.num_pages * self._limits.page_size,
+            "chunked_prefill_size": self._limits.chunk_size,
+        }
+        return {
+            **resolved,
+            "max_total_num_tokens": self._limits.num_pages * self._limits.page_size,
+            "num_programs": self._runner.num_programs,
+            "startup_seconds": round(self.startup_seconds, 3),
+            "device": str(jax.devices()[0].device_kind),
+            "version": __version__,
+            "internal_states": [
+                {
+                    **resolved,
+                    "avg_spec_accept_length": full.acceptance_length,
+                    "num_running_reqs": stats.num_running,
+                    "num_queue_reqs": stats.num_queued,
+                    "num_leaked_pages": stats.num_leaked_pages,
+                }
+            ],
+        }
+
+    async def close(self) -> None:
+        """Ends every stream with EngineClosedError and waits for the device."""
+        if self._home.is_running or not self._home.is_started:
+            await self._home.call(self._loop.close())
+
+    def shutdown(self) -> None:
+        """As close, for synchronous callers; also ends the background thread.
+
+        Does nothing if the event loop that the engine lived on has ended: that closed it.
+        """
+        self._home.start_thread()  # an engine that was never used is closed as well
+        if self._home.is_running:
+            self._home.run(self._loop.close())
+            self._home.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.shutdown()

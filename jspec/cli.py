@@ -1,0 +1,274 @@
+"""The command line: `jspec serve`, `jspec generate`, `jspec flags`.
+
+It turns words into settings, and errors into one line and an exit status: 2 for what was asked
+wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from jspec import __version__
+from jspec.core.errors import ConfigError, JspecError, RequestError
+from jspec.core.request import SamplingParams, SpecCounters
+from jspec.server.flag_table import GROUPS
+from jspec.server.flags import FlagParser, add_flags, markdown_table, parse_flags
+from jspec.server.spec_tokens import SpecToken, SpecTokenTracker
+
+if TYPE_CHECKING:
+    from jspec.api import Engine
+
+USAGE = """usage: jspec COMMAND [flags]
+
+  serve       serve a model pair over HTTP; jspec serve --help lists the flags
+  generate    complete a prompt in the terminal; jspec generate --help
+  flags       every flag of serve as Markdown, also those that are refused
+  version     print the version
+"""
+ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "serve": run_serve,
+        "generate": run_generate,
+        "flags": lambda _: _say(markdown_table()),
+        "version": lambda _: _say(f"jspec {__version__}"),
+        "--version": lambda _: _say(f"jspec {__version__}"),
+        "--help": lambda _: _say(USAGE.rstrip()),
+        "-h": lambda _: _say(USAGE.rstrip()),
+    }
+    if command not in commands:
+        what = f"unknown command {command!r}" if command else "a command is missing"
+        print(f"jspec: {what}\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    return _guarded(lambda: commands[command](rest))
+
+
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except (ConfigError, RequestError) as error:
+        print(f"jspec: error: {error}", file=sys.stderr)
+        return 2
+    except JspecError as error:
+        print(f"jspec: failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("jspec: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader is gone; without this, Python complains again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run_serve(argv: Sequence[str]) -> int:
+    """`jspec serve`, the same as `python run_server.py`."""
+    parser = FlagParser(
+        prog="jspec serve",
+        allow_abbrev=False,
+        description="Serves a model pair over HTTP. Without --model-path, the bundled pair.",
+        epilog="Flags of SGLang that are accepted or refused are listed by: jspec flags",
+    )
+    add_flags(parser)
+    _, settings = parse_flags(parser, argv)
+    from jspec.server.serve import serve
+
+    serve(settings)
+    return 0
+
+
+# generate
+
+
+class Style(enum.Enum):
+    """How accepted draft tokens stand out from the target's own."""
+
+    COLOR = "color"
+    MARKS = "marks"
+    NONE = "none"
+
+
+_GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+class Painter:
+    """Turns pieces of text into what the terminal shows.
+
+    COLOR: accepted drafts are green. MARKS: ‹ and › stand around runs of them.
+    """
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._is_open = False
+
+    def prompt(self, text: str) -> str:
+        return f"{_DIM}{text}{_RESET}" if self._style is Style.COLOR else text
+
+    def paint(self, pieces: Iterable[SpecToken]) -> str:
+        """The pieces in the painter's style; a run of accepted pieces is one run."""
+        out = []
+        for piece in pieces:
+            if piece.accepted != self._is_open:
+                out.append(self._switch())
+            out.append(piece.text)
+        return "".join(out)
+
+    def close(self) -> str:
+        """What ends an open run."""
+        return self._switch() if self._is_open else ""
+
+    def _switch(self) -> str:
+        self._is_open = not self._is_open
+        match self._style:
+            case Style.COLOR:
+                return _GREEN if self._is_open else _RESET
+            case Style.MARKS:
+                return "‹" if self._is_open else "›"
+            case Style.NONE:
+                return ""
+
+
+class Screen(Protocol):
+    """Where text goes: standard output, or a test's buffer."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What one generation came to. seconds: prompt included."""
+
+    num_tokens: int
+    seconds: float
+    counters: SpecCounters
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.seconds if self.seconds else 0.0
+        line = f"{self.num_tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"
+        if self.counters.verify_ct:
+            line += f", acceptance length {self.counters.acceptance_length:.2f}"
+        return line
+
+
+def run_generate(argv: Sequence[str]) -> int:
+    """`jspec generate [PROMPT]`."""
+    parser = FlagParser(
+        prog="jspec generate",
+        allow_abbrev=False,
+        description="Completes a prompt in the terminal; accepted draft tokens stand out.",
+    )
+    parser.add_argument("prompt", nargs="?", help="Text to continue; unset: standard input")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="Most new tokens (128)")
+    parser.add_argument("--seed", type=int, help="The same seed gives the same text")
+    parser.add_argument(
+        "--plain-marks", action="store_true", help="‹ and › around accepted drafts, no colour"
+    )
+    add_flags(parser, groups=ENGINE_GROUPS)
+    options, settings = parse_flags(parser, argv)
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        sampling_seed=options.seed,
+    )
+    prompt = read_prompt(options.prompt, sys.stdin)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    for warning in settings.warnings:
+        print(f"jspec: warning: {warning}", file=sys.stderr)
+    from jspec.api import Engine
+
+    with Engine(progress=_show_progress(sys.stderr), **settings.engine) as engine:
+        style = choose_style(sys.stdout, plain_marks=options.plain_marks)
+        asyncio.run(
+            generate(
+                engine, prompt, sampling, painter=Painter(style), out=sys.stdout, notes=sys.stderr
+            )
+        )
+    return 0
+
+
+def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:
+    """The prompt, or all of `source` less one final newline. Raises RequestError for none."""
+    if given is None and not source.isatty():
+        given = source.read().removesuffix("\n")  # type: ignore[union-attr]
+    if not given:
+        raise RequestError("there is no prompt; expected text as an argument or on standard input")
+    return given
+
+
+def choose_style(out: Screen, *, plain_marks: bool) -> Style:
+    """Colour on a terminal unless NO_COLOR is set (no-color.org)."""
+    if plain_marks:
+        return Style.MARKS
+    return Style.COLOR if out.isatty() and not os.environ.get("NO_COLOR") else Style.NONE
+
+
+def _show_progress(out: Screen) -> Callable[[int, int, str], None]:
+    """One line that is rewritten on a terminal; nothing elsewhere."""
+
+    def progress(done: int, total: int, what: str) -> None:
+        if out.isatty():
+            out.write(f"\r\x1b[Kcompiled {done}/{total}: {what}" if done < total else "\r\x1b[K")
+            out.flush()
+
+    return progress
+
+
+async def generate(
+    engine: Engine,
+    prompt: str,
+    sampling: SamplingParams,
+    *,
+    painter: Painter,
+    out: Screen,
+    notes: Screen,
+) -> Summary:
+    """Streams one completion to `out`, and its summary to `notes`; also when it is cancelled."""
+    (request,) = engine.requests(prompt=prompt, sampling_params=sampling)
+    tracker = SpecTokenTracker(engine.tokenizer)
+    started, num_tokens, counters = time.monotonic(), 0, SpecCounters()
+    (stream,) = await engine.submit((request,))
+    out.write(painter.prompt(prompt))
+    out.flush()
+    try:
+        async for chunk in stream:
+            num_tokens += len(chunk.new_ids)
+            counters = chunk.counters
+            out.write(painter.paint(tracker.push(chunk)))
+            out.flush()
+    finally:
+        await stream.aclose()
+        seconds = time.monotonic() - started
+        summary = Summary(num_tokens=num_tokens, seconds=seconds, counters=counters)
+        out.write(painter.close() + "\n")
+        out.flush()
+        notes.write(f"{summary}\n")
+        await engine.close()
+    return summary
+
+
+if __name__ == "__main__":
+    sys.exit(main())

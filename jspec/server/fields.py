@@ -1,0 +1,128 @@
+"""Checks of JSON objects shared by the native and the OpenAI schema. It knows neither of them.
+
+A field is read, neutral (SGLang or OpenAI has it, and it holds the value that asks for nothing),
+or an error that names it. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jspec.core.errors import RequestError
+from jspec.core.request import unknown_field
+
+JsonObject = Mapping[str, Any]
+Neutral = Mapping[str, tuple[Any, ...]]
+MAX_RID_CHARS = 256
+
+
+def as_object(body: object, where: str) -> JsonObject:
+    """`body` as a JSON object. Raises RequestError."""
+    if not isinstance(body, dict):
+        raise RequestError(f"{where} is {shorten(body)}; expected a JSON object")
+    return body
+
+
+def check_fields(where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral) -> None:
+    """Raises RequestError for a field that is unknown, or known but not implemented."""
+    for name, value in body.items():
+        if name in read or (name in neutral and _is_neutral(value, neutral[name])):
+            continue
+        if name not in neutral:
+            raise RequestError(unknown_field(where, name, set(read) | set(neutral)))
+        allowed = " or ".join(dict.fromkeys(to_json(v) for v in neutral[name]))
+        raise RequestError(
+            f"{name} is {shorten(value)}, which is not implemented; expected {allowed}, "
+            f"or leave it out"
+        )
+
+
+def without_neutral(
+    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral
+) -> dict[str, Any]:
+    """The fields that are read, after `check_fields`."""
+    check_fields(where, body, read=read, neutral=neutral)
+    return {name: value for name, value in body.items() if name in read}
+
+
+def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+    if value is None:
+        return True
+    if isinstance(value, list) and value:
+        return all(_is_neutral(item, allowed) for item in value)
+    # 1 == True and 0 == False in Python, not in JSON.
+    return any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
+    )
+
+
+def to_json(value: object) -> str:
+    """A value as JSON writes it, for messages."""
+    names = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    return repr(value)
+
+
+def shorten(value: object) -> str:
+    """A value for a message, cut to what a person reads."""
+    text = to_json(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def get_bool(body: JsonObject, name: str) -> bool:
+    """A boolean that is false if absent or null. Raises RequestError."""
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {shorten(value)}; expected true or false")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """Text that can be encoded: JSON can spell half a surrogate pair, UTF-8 cannot."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is {shorten(value)}; expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds a lone surrogate; expected Unicode text") from None
+    return value
+
+
+def check_rid(value: object) -> str:
+    """A request id: text of 1 to 256 characters."""
+    rid = check_text("rid", value)
+    if not 1 <= len(rid) <= MAX_RID_CHARS:
+        raise RequestError(
+            f"rid has {len(rid)} characters; expected from 1 to {MAX_RID_CHARS}, or leave it out"
+        )
+    return rid
+
+
+def expand_rid(rid: str | None, num_prompts: int, *, is_list: bool) -> list[str | None]:
+    """One name a prompt: rid itself, or rid_0, rid_1, ... for a list, as SGLang does."""
+    if rid is None or not is_list:
+        return [rid] * num_prompts
+    return [f"{rid}_{index}" for index in range(num_prompts)]
+
+
+def check_ids(name: str, value: object) -> tuple[int, ...]:
+    """A list of integers; the engine checks them against the vocabulary."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {shorten(value)}; expected a list of token ids")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
+    return tuple(value)
+
+
+def check_stop(value: object) -> object:
+    """Stop strings must be encodable too; their types are checked by SamplingParams."""
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if isinstance(text, str):
+            check_text("stop", text)
+    return value

@@ -1,0 +1,185 @@
+"""Flags and TOML files into arguments, by the one table of flags; and the table as Markdown.
+
+The command line wins over the file, the file over the defaults. It loads no model and opens no
+socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
+from jspec.server.server_args import ServerArgs
+
+_PYTHON_TYPES: Mapping[FlagKind, type] = {
+    FlagKind.INT: int,
+    FlagKind.FLOAT: float,
+    FlagKind.TEXT: str,
+    FlagKind.SWITCH: bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that was asked for. engine: only what was set; warnings: one line each."""
+
+    engine: Mapping[str, Any]
+    server: ServerArgs
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        return EngineArgs.from_mapping(self.engine)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = tuple(GROUPS)) -> None:
+    """Adds `--config` and the rows of `groups`; only implemented ones are in the help."""
+    parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
+    for title in groups:
+        section = parser.add_argument_group(title)
+        for flag in GROUPS[title]:
+            _add_flag(section, flag)
+
+
+def _add_flag(section: argparse._ArgumentGroup, flag: Flag) -> None:
+    is_implemented = flag.flag_class is FlagClass.IMPLEMENTED
+    shared: dict[str, Any] = {
+        "dest": flag.argument if is_implemented else flag.name,
+        "default": argparse.SUPPRESS,
+        "help": flag.text.replace("%", "%%") if is_implemented else argparse.SUPPRESS,
+    }
+    match flag.kind:
+        case FlagKind.SWITCH:
+            section.add_argument(*flag.names, action="store_const", const=flag.const, **shared)
+        case FlagKind.MANY:
+            section.add_argument(*flag.names, nargs="*", **shared)
+        case _:
+            # A refused flag's value is compared as it was written.
+            kind = _PYTHON_TYPES[flag.kind] if is_implemented else str
+            metavar = flag.kind.name
+            section.add_argument(*flag.names, type=kind, metavar=metavar, **shared)
+
+
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, Settings]:
+    """Parses `argv` with `parser`, to which `add_flags` was applied.
+
+    Raises ConfigError for an unknown flag (with the nearest name), a refused one (with the
+    reason), and a value or a combination that cannot be served.
+    """
+    namespace, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        raise ConfigError(_unknown_flag(parser, word))
+    given = vars(namespace)
+    file = read_toml(Path(given["config"])) if given.get("config") else {}
+    warnings = _check_table(given)
+    fields = {flag.argument for flag in FLAGS if flag.argument}
+    values = {**file, **{key: value for key, value in given.items() if key in fields}}
+    return namespace, make_settings(values, warnings=warnings)
+
+
+def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
+    if not word.startswith("--"):
+        return f"unexpected argument {word!r}; expected flags (quote a prompt of several words)"
+    name = word.split("=", 1)[0]
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown flag {name!r}; did you mean {near[0]!r}?"
+
+
+def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The warnings of accepted flags. Raises ConfigError for a refused one."""
+    warnings = []
+    for flag in FLAGS:
+        if flag.flag_class is FlagClass.IMPLEMENTED or flag.name not in given:
+            continue
+        if flag.flag_class is FlagClass.ACCEPTED:
+            warnings.append(f"{flag.name} has no effect: {flag.text}")
+            continue
+        value = given[flag.name]
+        if isinstance(value, str) and value.lower() in flag.neutral:
+            continue
+        shown = "" if flag.kind is FlagKind.SWITCH else f" {value!r}"
+        expected = f"; expected {' or '.join(flag.neutral)}" if flag.neutral else ""
+        raise ConfigError(f"{flag.name}{shown} is refused: {flag.text}{expected}")
+    return tuple(warnings)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A configuration file: engine and server arguments, flat. Raises ConfigError.
+
+    It is read as UTF-8; an unknown key is an error that suggests the nearest one.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not TOML: {error}") from error
+    known = (*EngineArgs.names(), *ServerArgs.names())
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"config file {str(path)!r} has the unknown key {key!r}; did you mean {near[0]!r}?"
+            )
+    return values
+
+
+def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) -> Settings:
+    """Checked settings from one flat mapping of engine and server arguments."""
+    rows = {flag.argument: flag for flag in FLAGS if flag.argument and flag.is_primary}
+    checked = {key: _check_value(rows[key], value) for key, value in values.items()}
+    server = {key: value for key, value in checked.items() if key in ServerArgs.names()}
+    engine = {key: value for key, value in checked.items() if key not in server}
+    settings = Settings(engine=engine, server=ServerArgs(**server), warnings=warnings)
+    settings.engine_args  # noqa: B018  (what cannot be served is refused before anything loads)
+    return settings
+
+
+def _check_value(flag: Flag, value: Any) -> Any:
+    expected = _PYTHON_TYPES[flag.kind]
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise ConfigError(f"{flag.argument} is {value!r}; expected {_expected(flag.kind)}")
+    return flag.aliases.get(value, value) if isinstance(value, str) else value
+
+
+def _expected(kind: FlagKind) -> str:
+    return {
+        FlagKind.INT: "an integer",
+        FlagKind.FLOAT: "a number",
+        FlagKind.TEXT: "text",
+        FlagKind.SWITCH: "true or false",
+    }[kind]
+
+
+def markdown_table() -> str:
+    """All flags as Markdown tables, for docs/server.md."""
+    lines: list[str] = []
+    for title, flags in GROUPS.items():
+        lines += [f"### {title}", "", "| flag | value | class | |", "|---|---|---|---|"]
+        for flag in flags:
+            names = ", ".join(f"`{name}`" for name in flag.names)
+            kind = "" if flag.kind is FlagKind.SWITCH else flag.kind.value
+            neutral = f" (allowed: {', '.join(flag.neutral)})" if flag.neutral else ""
+            lines.append(f"| {names} | {kind} | {flag.flag_class.value} | {flag.text}{neutral} |")
+        lines.append("")
+    return "\n".join(lines)

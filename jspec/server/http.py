@@ -1,0 +1,163 @@
+"""HTTP plumbing: bounded JSON bodies in, errors out, the bearer check, and who has gone away.
+
+It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...) and
+the same inside `error`, where OpenAI's own clients look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+from collections.abc import Coroutine, Mapping
+from http import HTTPStatus
+from typing import Any, NoReturn, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jspec.core.errors import (
+    EngineClosedError,
+    JspecError,
+    QueueFullError,
+    RequestError,
+)
+
+T = TypeVar("T")
+LOGGER = logging.getLogger("jspec.server")
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/metrics"})
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer; nobody will read another."""
+
+
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """The JSON of an error."""
+    kind = HTTPStatus(status).phrase.replace(" ", "")
+    if status == HTTPStatus.BAD_REQUEST:
+        kind = "BadRequestError"
+    inner = {"message": message, "type": kind, "param": None, "code": status}
+    return {"object": "error", **inner, "error": inner}
+
+
+def error_response(
+    message: str, status: int, *, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse(error_body(message, status), status_code=status, headers=headers)
+
+
+def status_of(error: JspecError) -> int:
+    """The HTTP status of an error raised on purpose; what is not the request's fault is 5xx."""
+    if isinstance(error, QueueFullError | EngineClosedError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(error, RequestError):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+async def on_jspec_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, JspecError)
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    status = status_of(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        LOGGER.error("a bug in jspec", exc_info=error)
+    return error_response(str(error), status, headers=headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND and message == HTTPStatus.NOT_FOUND.phrase:
+        message = f"{request.method} {request.url.path} is not served; see docs/server.md"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} {request.url.path} is not served; expected {allowed}"
+    return error_response(message, error.status_code, headers=error.headers)
+
+
+async def on_gone(_: Request, __: Exception) -> Response:
+    # Nobody reads this: the connection is closed. 499 is what proxies log for it.
+    return Response(status_code=499)
+
+
+HANDLERS: Mapping[Any, Any] = {
+    JspecError: on_jspec_error,
+    HTTPException: on_http_error,
+    ClientGoneError: on_gone,
+    ClientDisconnect: on_gone,
+}
+
+
+async def read_json(request: Request, *, max_bytes: int) -> object:
+    """The body as JSON. Raises RequestError if it is none, HTTPException 413 if it is too long."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request body has more than {max_bytes} bytes; expected at most that "
+                f"(--max-request-bytes)",
+                {"Connection": "close"},
+            )
+    try:
+        return json.loads(bytes(body), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply; expected plain JSON") from None
+    except ValueError as error:
+        raise RequestError(f"the request body is not JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, or cancels it and raises ClientGoneError once the client is gone.
+
+    The body must have been read: the next message of `receive` is then the disconnection.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait({working, gone})
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class BearerAuth:
+    """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                response = error_response(
+                    "the API key is missing or wrong; expected Authorization: Bearer KEY",
+                    HTTPStatus.UNAUTHORIZED,
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,202 @@
+"""Prometheus metrics under SGLang's names, and the rates of the decode log.
+
+Counts and gauges are read off the scheduler's statistics when somebody asks; only latencies are
+collected here, from the chunks as they pass. It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jspec.core.config import ServeLimits
+from jspec.core.request import StreamChunk
+from jspec.scheduler.scheduler import SchedulerStats
+
+TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
+WINDOW_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of the last window. gen_throughput: output tokens a second; the others as in SGLang's log."""
+
+    gen_throughput: float
+    acceptance_length: float
+    accept_rate: float
+
+
+class RateMeter:
+    """Turns running totals into rates over the last WINDOW_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, SchedulerStats]] = deque()
+
+    def sample(self, stats: SchedulerStats) -> None:
+        """Remembers `stats` as of now; call it about once a second."""
+        now = self._clock()
+        if self._samples and _is_idle(self._samples[-1][1], stats):
+            self._samples.clear()  # the window begins where the work does
+        self._samples.append((now, stats))
+        # The oldest sample stays until the next one is old enough to stand in for it.
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def rates(self, stats: SchedulerStats) -> Rates:
+        """Rates between the oldest sample and `stats`; zeros where nothing happened."""
+        if not self._samples:
+            return Rates(gen_throughput=0.0, acceptance_length=0.0, accept_rate=0.0)
+        began, then = self._samples[0]
+        seconds = self._clock() - began
+        new, old = stats.counters, then.counters
+        return Rates(
+            gen_throughput=_ratio(stats.num_emitted - then.num_emitted, seconds),
+            acceptance_length=_ratio(
+                new.full_num_emitted - old.full_num_emitted,
+                new.full_verify_ct - old.full_verify_ct,
+            ),
+            accept_rate=_ratio(
+                new.num_accepted - old.num_accepted, new.num_proposed - old.num_proposed
+            ),
+        )
+
+
+def _is_idle(old: SchedulerStats, new: SchedulerStats) -> bool:
+    return new.num_running == 0 and new.num_emitted == old.num_emitted
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def token_usage(stats: SchedulerStats) -> float:
+    """Share of the KV pool that is lent out."""
+    return _ratio(stats.num_pages - stats.num_free_pages, stats.num_pages)
+
+
+class ServerMetrics(Collector):
+    """The registry of one server. `read_stats` is called at each scrape."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        limits: ServeLimits,
+        read_stats: Callable[[], SchedulerStats],
+        meter: RateMeter,
+    ) -> None:
+        self._labels = {"model_name": model_name}
+        self._limits = limits
+        self._read_stats = read_stats
+        self._meter = meter
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._ttft = self._histogram("time_to_first_token_seconds", TTFT_BUCKETS)
+        self._itl = self._histogram("inter_token_latency_seconds", ITL_BUCKETS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", E2E_BUCKETS)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"sglang:{name}",
+            f"{name}, measured where answers are written",
+            labelnames=tuple(self._labels),
+            buckets=buckets,
+            registry=self._registry,
+        )
+
+    def render(self) -> bytes:
+        """The exposition text, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def clock(self, *, started: float) -> RequestClock:
+        """A stopwatch for one sequence, started at that time.monotonic()."""
+        values = tuple(self._labels.values())
+        return RequestClock(
+            ttft=self._ttft.labels(*values),
+            itl=self._itl.labels(*values),
+            e2e=self._e2e.labels(*values),
+            started=started,
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for at a scrape."""
+        stats, spec = self._read_stats(), self._limits.spec
+        counters = stats.counters
+        gauges: dict[str, tuple[float, str]] = {
+            "spec_accept_length": (
+                counters.acceptance_length,
+                "Mean tokens a verification emitted, bonus included, since the start",
+            ),
+            "spec_accept_rate": (
+                _ratio(counters.num_accepted, counters.num_proposed),
+                "Share of draft tokens that were accepted, since the start",
+            ),
+            "spec_num_steps": (spec.num_steps, "S: draft levels"),
+            "spec_num_draft_tokens": (spec.num_draft_tokens, "N: tree nodes, root included"),
+            "num_running_reqs": (stats.num_running, "Sequences that hold a slot"),
+            "num_queue_reqs": (stats.num_queued, "Sequences that wait for one"),
+            "token_usage": (token_usage(stats), "Share of the KV pool that is lent out"),
+            "kv_available_tokens": (
+                stats.num_free_pages * self._limits.page_size,
+                "Tokens that the free pages hold",
+            ),
+            "gen_throughput": (
+                self._meter.rates(stats).gen_throughput,
+                f"Output tokens a second over the last {WINDOW_SECONDS:g} s",
+            ),
+        }
+        totals: dict[str, tuple[float, str]] = {
+            "sglang:spec_verify_calls": (counters.verify_ct, "Verifications, one a row and step"),
+            "jspec:spec_accepted_drafts": (counters.num_accepted, "Draft tokens accepted"),
+            "jspec:spec_proposed_drafts": (counters.num_proposed, "Draft tokens proposed"),
+            "sglang:prompt_tokens": (stats.num_prompt_tokens, "Prompt tokens"),
+            "sglang:generation_tokens": (stats.num_emitted, "Output tokens"),
+            "sglang:num_requests": (stats.num_requests, "Sequences taken in"),
+            "sglang:num_aborted_requests": (stats.num_aborted, "Sequences aborted"),
+            "sglang:num_retracted_requests": (stats.num_retractions, "Retractions"),
+        }
+        for name, (value, text) in gauges.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=tuple(self._labels))
+            gauge.add_metric(tuple(self._labels.values()), value)
+            yield gauge
+        for name, (value, text) in totals.items():
+            total = CounterMetricFamily(name, text, labels=tuple(self._labels))
+            total.add_metric(tuple(self._labels.values()), value)
+            yield total
+
+
+class RequestClock:
+    """Times of one sequence; an interval between chunks counts once for each of its tokens."""
+
+    def __init__(self, *, ttft: Histogram, itl: Histogram, e2e: Histogram, started: float) -> None:
+        self._ttft, self._itl, self._e2e = ttft, itl, e2e
+        self._started = started
+        self._last: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request was taken."""
+        return time.monotonic() - self._started
+
+    def observe(self, chunk: StreamChunk) -> None:
+        """Counts a chunk that came just now."""
+        now = time.monotonic()
+        if chunk.new_ids:
+            if self._last is None:
+                self._ttft.observe(now - self._started)
+            else:
+                interval = (now - self._last) / len(chunk.new_ids)
+                for _ in chunk.new_ids:
+                    self._itl.observe(interval)
+            self._last = now
+        if chunk.finish is not None:
+            self._e2e.observe(now - self._started)

@@ -1,0 +1,246 @@
+"""OpenAI's POST /v1/completions, with SGLang's extensions: JSON in, a checked call out, and the
+shapes of its answers.
+
+It does not tokenize and it asks no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.core.errors import RequestError
+from jspec.core.request import FinishReason, SamplingParams
+from jspec.core.response import Completion, spec_fields
+from jspec.server.fields import (
+    JsonObject,
+    Neutral,
+    as_object,
+    check_ids,
+    check_rid,
+    check_stop,
+    check_text,
+    expand_rid,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
+
+DEFAULT_MAX_TOKENS = 16
+# OpenAI's name → SamplingParams' name.
+SAMPLING_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "n": "n",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "ignore_eos": "ignore_eos",
+}
+COMPLETION_FIELDS = frozenset(SAMPLING_NAMES) | {
+    "model",
+    "prompt",
+    "stream",
+    "stream_options",
+    "rid",
+    "user",
+    "return_meta_info",
+    "return_spec_tokens_details",
+}
+NEUTRAL_COMPLETION: Neutral = {
+    **NEUTRAL_SAMPLING,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (None,),
+    "suffix": (None, ""),
+    "response_format": (None, {"type": "text"}),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,),
+    "lora_path": (None,),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "extra_key": (None,),
+    "cache_salt": (None,),
+    "priority": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCall:
+    """A checked POST /v1/completions; model is the name that the client used, if any."""
+
+    prompts: tuple[PromptCall, ...]
+    stream: bool
+    include_usage: bool
+    return_meta_info: bool
+    return_spec_tokens_details: bool
+    model: str | None
+    group: str | None
+
+
+def parse_completion(body: object) -> CompletionCall:
+    """Raises RequestError naming the field, its value and what was expected."""
+    where = "the request body"
+    values = without_neutral(
+        where, as_object(body, where), read=COMPLETION_FIELDS, neutral=NEUTRAL_COMPLETION
+    )
+    for name in ("model", "user"):
+        if values.get(name) is not None:
+            check_text(name, values[name])
+    rid = None if values.get("rid") is None else check_rid(values["rid"])
+    sampling = _sampling(values)
+    sources = _sources(values.get("prompt"))
+    names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
+    return CompletionCall(
+        prompts=tuple(
+            PromptCall(**source, sampling=sampling, rid=name)
+            for source, name in zip(sources, names, strict=True)
+        ),
+        stream=get_bool(values, "stream"),
+        include_usage=_include_usage(values),
+        return_meta_info=get_bool(values, "return_meta_info"),
+        return_spec_tokens_details=get_bool(values, "return_spec_tokens_details"),
+        model=values.get("model"),
+        group=rid,
+    )
+
+
+def _sampling(values: JsonObject) -> SamplingParams:
+    """Errors speak of the client's names: max_tokens, not max_new_tokens."""
+    check_stop(values.get("stop"))
+    given = {
+        inner: values[outer]
+        for outer, inner in SAMPLING_NAMES.items()
+        if values.get(outer) is not None
+    }
+    given.setdefault("max_new_tokens", DEFAULT_MAX_TOKENS)
+    try:
+        return SamplingParams.from_mapping(given)
+    except RequestError as error:
+        message = str(error)
+        for outer, inner in SAMPLING_NAMES.items():
+            if message.startswith(f"{inner} "):
+                raise RequestError(outer + message.removeprefix(inner)) from None
+        raise
+
+
+def _sources(prompt: object) -> list[dict[str, Any]]:
+    """The prompts as keyword arguments: text, list of text, list of ids, or list of those."""
+    if isinstance(prompt, str):
+        return [{"text": check_text("prompt", prompt)}]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(
+            f"prompt is {shorten(prompt)}; expected text, a list of texts, a list of token ids, "
+            f"or a list of such lists"
+        )
+    if isinstance(prompt[0], str):
+        return [{"text": check_text("prompt", item)} for item in prompt]
+    if isinstance(prompt[0], list):
+        return [{"input_ids": check_ids("prompt", item)} for item in prompt]
+    return [{"input_ids": check_ids("prompt", prompt)}]
+
+
+def _include_usage(values: JsonObject) -> bool:
+    options = values.get("stream_options")
+    if options is None:
+        return False
+    if not get_bool(values, "stream"):
+        raise RequestError("stream_options is given without stream; expected stream true")
+    checked = without_neutral(
+        "stream_options",
+        as_object(options, "stream_options"),
+        read=frozenset({"include_usage"}),
+        neutral={"continuous_usage_stats": (False,), "include_obfuscation": (False,)},
+    )
+    return get_bool(checked, "include_usage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionHead:
+    """What every object of one answer begins with. created: seconds since the epoch."""
+
+    completion_id: str
+    created: int
+    model: str
+
+    def to_json(self, choices: Sequence[JsonObject]) -> dict[str, Any]:
+        return {
+            "id": self.completion_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
+
+
+def choice(index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+    """One element of `choices`; SGLang's matched_stop says what ended it."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None if finish is None else finish.kind.value,
+        "matched_stop": None if finish is None else finish.matched,
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object; a prompt counts once, however many choices it has."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": None,
+    }
+
+
+def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> dict[str, Any]:
+    """The usage of a whole answer; prompt_idxs says which prompt each completion is of."""
+    prompts = dict(zip(prompt_idxs, (c.prompt_tokens for c in completions), strict=True))
+    return usage(sum(prompts.values()), sum(len(c.output_ids) for c in completions))
+
+
+def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | None]:
+    """SGLang's spec_tokens_details, one a choice; None where nothing was verified."""
+    names = (
+        "spec_accept_rate",
+        "spec_accept_length",
+        "spec_num_correct_drafts",
+        "spec_num_proposed_drafts",
+        "spec_verify_ct",
+        "spec_correct_drafts_histogram",
+    )
+    details: list[dict[str, Any] | None] = []
+    for completion in completions:
+        counters = completion.counters
+        if not counters.verify_ct:
+            details.append(None)
+            continue
+        values = spec_fields(counters, completion_tokens=len(completion.output_ids))
+        details.append({name: values[name] for name in names})
+    return details
+
+
+def model_card(name: str, *, created: int, root: str, max_model_len: int) -> dict[str, Any]:
+    """One element of GET /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jspec",
+        "root": root,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,197 @@
+"""The native request, SGLang's POST /generate: JSON in, a checked call out.
+
+It knows field names and neutral values; it does not tokenize and it asks no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
+from jspec.server.fields import (
+    JsonObject,
+    Neutral,
+    as_object,
+    check_ids,
+    check_rid,
+    check_stop,
+    check_text,
+    expand_rid,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+
+GENERATE_FIELDS = frozenset(
+    {"text", "input_ids", "sampling_params", "rid", "stream", "return_spec_tokens"}
+)
+NEUTRAL_GENERATE: Neutral = {
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "video_data": (None, []),
+    "audio_data": (None, []),
+    "modalities": (None, []),
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": (None, []),
+    "return_text_in_logprobs": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "log_metrics": (True,),
+    "background": (False,),
+    "no_logs": (False, True),
+    "lora_path": (None,),
+    "lora_id": (None,),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "extra_key": (None,),
+    "priority": (None,),
+    "conversation_id": (None,),
+    "data_parallel_rank": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+}
+SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+NEUTRAL_SAMPLING: Neutral = {
+    "repetition_penalty": (1.0,),
+    "stop_regex": (None, "", []),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "no_stop_trim": (False,),
+    "logit_bias": (None, {}),
+    "custom_params": (None, {}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCall:
+    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one."""
+
+    sampling: SamplingParams
+    text: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    rid: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """A checked POST /generate. is_list: whether the answer is a list (unless n > 1 makes it one).
+
+    group: the id that names the whole call, if the client gave one id to a list.
+    """
+
+    prompts: tuple[PromptCall, ...]
+    is_list: bool
+    stream: bool
+    return_spec_tokens: bool
+    group: str | None = None
+
+
+def parse_generate(body: object) -> GenerateCall:
+    """Raises RequestError naming the field, its value and what was expected."""
+    values = as_object(body, "the request body")
+    where = "the request body"
+    values = without_neutral(where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE)
+    sources, is_list = _sources(values)
+    sampling = _sampling(values.get("sampling_params"), len(sources), is_list=is_list)
+    rids = _rids(values.get("rid"), len(sources), is_list=is_list)
+    rid = values.get("rid")
+    return GenerateCall(
+        prompts=tuple(
+            PromptCall(**source, sampling=params, rid=name)
+            for source, params, name in zip(sources, sampling, rids, strict=True)
+        ),
+        is_list=is_list,
+        stream=get_bool(values, "stream"),
+        return_spec_tokens=get_bool(values, "return_spec_tokens"),
+        group=rid if is_list and isinstance(rid, str) else None,
+    )
+
+
+def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
+    """The prompts as keyword arguments, and whether they came as a list."""
+    text, ids = values.get("text"), values.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("expected exactly one of text and input_ids")
+    if text is not None:
+        if not isinstance(text, list):
+            return [{"text": check_text("text", text)}], False
+        _check_not_empty("text", text)
+        return [{"text": check_text("text", item)} for item in text], True
+    if not isinstance(ids, list):
+        raise RequestError(f"input_ids is {shorten(ids)}; expected a list of token ids")
+    _check_not_empty("input_ids", ids)
+    if isinstance(ids[0], list):
+        return [{"input_ids": check_ids("input_ids", row)} for row in ids], True
+    return [{"input_ids": check_ids("input_ids", ids)}], False
+
+
+def _check_not_empty(name: str, items: list[Any]) -> None:
+    if not items:
+        raise RequestError(f"{name} is an empty list; expected at least one item")
+
+
+def _sampling(value: object, num_prompts: int, *, is_list: bool) -> list[SamplingParams]:
+    if isinstance(value, list):
+        if not is_list or len(value) != num_prompts:
+            expected = f"a list of {num_prompts}" if is_list else "one object"
+            raise RequestError(f"sampling_params is a list of {len(value)}; expected {expected}")
+        return [sampling_params(item) for item in value]
+    return [sampling_params(value)] * num_prompts
+
+
+def sampling_params(value: object) -> SamplingParams:
+    """Checked sampling parameters of one prompt; null is all defaults. Raises RequestError."""
+    if value is None:
+        return SamplingParams()
+    where = "sampling_params"
+    values = without_neutral(
+        where, as_object(value, where), read=SAMPLING_FIELDS, neutral=NEUTRAL_SAMPLING
+    )
+    check_stop(values.get("stop"))
+    return SamplingParams.from_mapping(values)
+
+
+def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:
+    """One name a prompt, from null, text, or a list of texts for a list of prompts."""
+    if isinstance(value, list):
+        if not is_list or len(value) != num_prompts:
+            expected = f"a list of {num_prompts}, or text" if is_list else "text"
+            raise RequestError(f"rid is a list of {len(value)}; expected {expected}")
+        return [check_rid(item) for item in value]
+    rid = None if value is None else check_rid(value)
+    return expand_rid(rid, num_prompts, is_list=is_list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortCall:
+    """A checked POST /abort_request; rid None means all requests."""
+
+    rid: str | None
+
+
+def parse_abort(body: object) -> AbortCall:
+    """Raises RequestError; an empty rid is one, because it would match nothing."""
+    values = as_object(body, "the request body")
+    values = without_neutral(
+        "the request body",
+        values,
+        read=frozenset({"rid", "abort_all"}),
+        neutral={"abort_message": (None,)},
+    )
+    rid = values.get("rid")
+    if get_bool(values, "abort_all"):
+        if rid:
+            raise RequestError(f"rid is {shorten(rid)} with abort_all; expected one of them")
+        return AbortCall(rid=None)
+    if rid is None:
+        raise RequestError("expected rid, or abort_all true")
+    return AbortCall(rid=check_rid(rid))

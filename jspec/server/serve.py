@@ -1,0 +1,128 @@
+"""Running the server: socket, engine, uvicorn, in that order, with every stage said aloud.
+
+It parses nothing: settings come checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import uvicorn
+
+from jspec.api import Engine
+from jspec.core.errors import ConfigError
+from jspec.engine.compilation import Progress
+from jspec.server.app import create_app
+from jspec.server.flags import Settings
+from jspec.server.server_args import ServerArgs
+
+LOGGER = logging.getLogger("jspec.server")
+GRACE_SECONDS = 5
+
+
+class EngineServer(uvicorn.Server):
+    """A uvicorn server that says when it listens, and ends the engine's streams before it waits.
+
+    Without the latter a shutdown would wait for every generation to run to its end.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, *, engine: Engine, on_ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, then calls on_ready."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the engine, then the connections."""
+        await self._engine.close()
+        await super().shutdown(sockets=sockets)
+
+
+def bind(args: ServerArgs) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError if the address is taken."""
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    bound = socket.socket(family=family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((args.host, args.port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on host {args.host}, port {args.port}: {error.strerror}; "
+            f"expected a free port of this machine"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """http://127.0.0.1:30000"""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def log_progress(log: Callable[[str], None]) -> Progress:
+    """A compilation's progress as lines: compiled 3/9: decode B=4."""
+
+    def progress(done: int, total: int, what: str) -> None:
+        log(f"compiled {done}/{total}: {what}")
+
+    return progress
+
+
+def describe(engine: Engine) -> str:
+    """The engine in one line."""
+    spec, limits = engine.limits.spec, engine.limits
+    shape = f" {spec.num_steps}/{spec.topk}/{spec.num_draft_tokens}" if spec.num_steps else ""
+    return (
+        f"{spec.algorithm.value}{shape}, {limits.num_slots} slots, "
+        f"context {limits.context_length}, KV pool {limits.num_pages * limits.page_size} tokens"
+    )
+
+
+def serve(settings: Settings) -> None:
+    """Serves until a signal ends it. Raises ConfigError or CheckpointError before it listens."""
+    started = time.monotonic()
+    args = settings.server
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        stream=sys.stderr,
+    )
+    if args.log_level == "info":
+        logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each backend it lacks
+    for warning in settings.warnings:
+        LOGGER.warning("%s", warning)
+    with bind(args) as bound:
+        LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
+        with Engine(progress=log_progress(LOGGER.info), **settings.engine) as engine:
+            LOGGER.info("%s", describe(engine))
+
+            def on_ready() -> None:
+                seconds = time.monotonic() - started
+                LOGGER.info("ready: %s after %.1f s", url_of(bound), seconds)
+
+            config = uvicorn.Config(
+                create_app(engine, args),
+                http="h11",
+                loop="asyncio",
+                log_config=None,
+                log_level="warning" if args.log_level == "info" else args.log_level,
+                access_log=args.log_level == "debug",
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+            try:
+                EngineServer(config, engine=engine, on_ready=on_ready).run(sockets=[bound])
+            except KeyboardInterrupt:  # uvicorn passes the signal on once it has shut down
+                LOGGER.info("stopped")

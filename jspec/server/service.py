@@ -1,0 +1,224 @@
+"""What the endpoints share: one engine, its metrics, and which sequences belong to which request.
+
+Requests come in checked and go out as streams of chunks. It knows no route and no JSON shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jspec.api import Engine
+from jspec.core.errors import EngineClosedError, RequestError
+from jspec.core.request import Request, SamplingParams
+from jspec.core.response import Completion
+from jspec.scheduler.home import EngineStream
+from jspec.scheduler.scheduler import SchedulerStats
+from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
+from jspec.server.schemas import PromptCall
+from jspec.server.server_args import ServerArgs
+from jspec.server.spec_tokens import SpecTokenTracker
+from jspec.server.streaming import SequenceFold, close_all
+
+SAMPLE_SECONDS = 1.0
+PROBE_SECONDS = 20.0
+POLL_SECONDS = 0.02
+# Longer prompts are tokenized off the event loop, which would stall every stream meanwhile.
+INLINE_CHARS = 16_384
+LOGGER = logging.getLogger("jspec.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The sequences of one accepted call, in order: prompt by prompt, choice by choice.
+
+    prompt_idxs: which prompt each sequence answers. close() must be awaited in the end.
+    names: what the call and its prompts can be aborted by.
+    """
+
+    streams: tuple[EngineStream, ...]
+    folds: tuple[SequenceFold, ...]
+    prompt_idxs: tuple[int, ...]
+    service: Service
+    names: tuple[str, ...]
+
+    async def close(self) -> None:
+        """Aborts what is not finished and forgets the call."""
+        self.service.forget(self.names)
+        await close_all(self.streams)
+
+    def completions(self) -> list[Completion]:
+        return [fold.completion for fold in self.folds]
+
+
+class Service:
+    """One engine behind HTTP."""
+
+    def __init__(self, engine: Engine, args: ServerArgs) -> None:
+        self.engine = engine
+        self.args = args
+        self.started = time.time()
+        self.meter = RateMeter()
+        self.metrics = ServerMetrics(
+            model_name=self.model_name,
+            limits=engine.limits,
+            read_stats=lambda: engine.stats,
+            meter=self.meter,
+        )
+        self._groups: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def model_name(self) -> str:
+        """The id in /v1/models."""
+        if self.args.served_model_name is not None:
+            return self.args.served_model_name
+        path = self.engine.args.model_path
+        return "jspec-bundled" if path is None else path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which a client may ask for the model."""
+        path = self.engine.args.model_path
+        return (self.model_name, "default", *(() if path is None else (path,)))
+
+    async def submit(
+        self,
+        prompts: Sequence[PromptCall],
+        *,
+        group: str | None = None,
+        return_spec_tokens: bool = False,
+    ) -> Work:
+        """Takes all prompts of a call or none.
+
+        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
+        """
+        started = time.monotonic()
+        num_chars = sum(len(prompt.text or "") for prompt in prompts)
+        if num_chars > INLINE_CHARS:
+            indexed = await asyncio.to_thread(self._requests, prompts)
+        else:
+            indexed = self._requests(prompts)
+        names = _names(indexed, group)
+        for name in names:
+            if name in self._groups:
+                raise RequestError(f"rid is {name!r}; expected one that is not in use")
+        self._groups |= names  # before the await, so that nobody else takes a name meanwhile
+        try:
+            streams = await self.engine.submit([request for _, request in indexed])
+        except BaseException:
+            self.forget(names)
+            raise
+        folds = tuple(
+            SequenceFold(
+                request.request_id,
+                clock=self.metrics.clock(started=started),
+                tracker=SpecTokenTracker(self.engine.tokenizer) if return_spec_tokens else None,
+            )
+            for _, request in indexed
+        )
+        return Work(
+            streams=streams,
+            folds=folds,
+            prompt_idxs=tuple(index for index, _ in indexed),
+            service=self,
+            names=tuple(names),
+        )
+
+    def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
+        return [
+            (index, request)
+            for index, prompt in enumerate(prompts)
+            for request in self.engine.requests(
+                prompt=prompt.text,
+                input_ids=prompt.input_ids,
+                sampling_params=prompt.sampling,
+                request_id=prompt.rid or uuid.uuid4().hex,
+            )
+        ]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Those requests are over."""
+        for name in names:
+            self._groups.pop(name, None)
+
+    async def abort(self, rid: str) -> int:
+        """Aborts the sequences of one call, of one prompt, or one by its own name."""
+        names = self._groups.get(rid, (rid,))
+        return sum([await self.engine.abort(name) for name in names])
+
+    async def probe(self) -> bool:
+        """Whether the engine makes progress: on running requests, else on one token of its own.
+
+        A busy engine is not asked for a token, which would wait behind all others.
+        """
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                if not await self._is_emitting():
+                    await self._emit_one()
+        except (TimeoutError, EngineClosedError):
+            return False
+        return not self.engine.is_closed
+
+    async def _is_emitting(self) -> bool:
+        """Waits until running requests emit; False once none is running."""
+        before = self.engine.stats.num_emitted
+        while self.engine.stats.num_running and not self.engine.is_closed:
+            await asyncio.sleep(POLL_SECONDS)
+            if self.engine.stats.num_emitted > before:
+                return True
+        return False
+
+    async def _emit_one(self) -> None:
+        request = Request(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_ids=(0,),
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+            seed=0,
+        )
+        (stream,) = await self.engine.submit((request,))
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()
+
+    async def watch(self) -> None:
+        """Samples the rates and writes the decode log, until cancelled."""
+        last_logged = time.monotonic()
+        while True:
+            stats = self.engine.stats
+            self.meter.sample(stats)
+            interval = self.args.log_interval
+            now = time.monotonic()
+            if interval and stats.num_running and now - last_logged >= interval:
+                LOGGER.info("%s", self.decode_line(stats))
+                last_logged = now
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def decode_line(self, stats: SchedulerStats) -> str:
+        """A log line in SGLang's words; rates are of the last seconds."""
+        rates = self.meter.rates(stats)
+        return (
+            f"Decode batch, #running-req: {stats.num_running}, "
+            f"#queue-req: {stats.num_queued}, token usage: {token_usage(stats):.2f}, "
+            f"accept len: {rates.acceptance_length:.2f}, accept rate: {rates.accept_rate:.2f}, "
+            f"gen throughput (token/s): {rates.gen_throughput:.1f}"
+        )
+
+
+def _names(indexed: Sequence[tuple[int, Request]], group: str | None) -> dict[str, tuple[str, ...]]:
+    """Sequences by the name that aborts them: each prompt's first choice, and the whole call's.
+
+    rids a and b with n = 2: a → (a, a-1), b → (b, b-1).
+    """
+    by_prompt: dict[int, list[str]] = {}
+    for index, request in indexed:
+        by_prompt.setdefault(index, []).append(request.request_id)
+    names = {ids[0]: tuple(ids) for ids in by_prompt.values()}
+    if group is not None:
+        names[group] = tuple(request.request_id for _, request in indexed)
+    return names

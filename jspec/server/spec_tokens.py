@@ -1,0 +1,71 @@
+"""Which part of a sequence's text was drafted and accepted, and which is the target's own.
+
+It follows one sequence's chunks with a detokenizer of its own. It knows nothing about HTTP, and
+the terminal uses it too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from jspec.core.request import FinishKind, StreamChunk
+from jspec.text.detokenizer import new_detokenizer
+from jspec.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecToken:
+    """A piece of text and whether it came from an accepted draft token."""
+
+    text: str
+    accepted: bool
+
+    def to_json(self) -> dict[str, str | bool]:
+        return {"text": self.text, "accepted": self.accepted}
+
+
+class SpecTokenTracker:
+    """Splits each chunk's text by origin. The texts of the pieces add up to the chunk's text.
+
+    A character belongs to the id that completed it. The stream may hold text back (it might begin
+    a stop string), so characters are queued with their origin until a chunk brings their text.
+
+        ids      "ab" (accepted)   "c" (target's)      stop string "cx"
+        chunk 1  text "ab"     →   [("ab", accepted)]  queued: 1 character, target's
+        chunk 2  ids "y", text "cy" →   [("c", target's), ("y", ...)]
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = new_detokenizer(tokenizer)
+        self._queued: deque[tuple[int, bool]] = deque()  # (number of characters, accepted)
+
+    def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
+        """The pieces of the chunk's text, in order; none is empty."""
+        finish = chunk.finish
+        # A stop token is kept as an id and has no text.
+        is_stop_id = (
+            finish is not None
+            and finish.kind is FinishKind.STOP
+            and isinstance(finish.matched, int)
+        )
+        ids = chunk.new_ids[:-1] if is_stop_id else chunk.new_ids
+        for index, token_id in enumerate(ids):
+            text = self._detokenizer.push(token_id)
+            self._queued.append((len(text), index < chunk.num_accepted))
+        if finish is not None:
+            self._queued.append((len(self._detokenizer.flush()), False))
+        return self._take(chunk.text)
+
+    def _take(self, text: str) -> tuple[SpecToken, ...]:
+        pieces: list[SpecToken] = []
+        begin = 0
+        while begin < len(text):
+            num_chars, accepted = self._queued.popleft() if self._queued else (len(text), False)
+            end = min(begin + num_chars, len(text))
+            if end > begin:
+                pieces.append(SpecToken(text=text[begin:end], accepted=accepted))
+            if begin + num_chars > end:
+                self._queued.appendleft((begin + num_chars - end, accepted))
+            begin = end
+        return tuple(pieces)

@@ -1,0 +1,90 @@
+"""One tiny engine and one live server for all tests of this folder.
+
+The context is long, so that a request can outlive a test's patience; the model is random, so its
+text means nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from jspec.api import Engine
+from jspec.server.app import create_app
+from jspec.server.server_args import ServerArgs
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def engine_arguments(
+    tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return {
+        "model_path": str(tiny_pair.target_path),
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(tiny_pair.draft_path),
+        "max_running_requests": 2,
+        "max_queued_requests": 32,
+        "chunked_prefill_size": 32,
+        "context_length": 16384,
+        "max_total_tokens": 40000,
+        "dtype": "float32",  # a GPU would choose bfloat16, in which near-ties may flip
+        "compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+    }
+
+
+@pytest.fixture(scope="session")
+def engine(engine_arguments: dict[str, Any]) -> Iterator[Engine]:
+    with Engine(**engine_arguments) as engine:
+        # A synchronous call gives the engine a thread of its own: every test's loop may use it.
+        engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def live_url(engine: Engine) -> Iterator[str]:
+    """The address of a real server on a free port."""
+    config = uvicorn.Config(
+        create_app(engine, ServerArgs(log_interval=0)), port=0, log_config=None, loop="asyncio"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(timeout=30)
+
+
+@pytest.fixture
+def client(live_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+        yield client
+        client.post("/abort_request", json={"abort_all": True})
+
+
+@pytest.fixture(scope="session")
+def subprocess_env() -> dict[str, str]:
+    """The environment in which another process finds the programs compiled by this one."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {
+        **os.environ,
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "PYTHONPATH": root,
+        "PYTHONUNBUFFERED": "1",
+    }

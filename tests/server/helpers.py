@@ -1,0 +1,62 @@
+"""What several tests of the server need: idleness, events, and clients without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+
+from jspec.api import Engine
+
+ENDLESS = {"max_new_tokens": 16000, "ignore_eos": True}
+
+
+def wait_idle(engine: Engine, *, seconds: float = 30.0) -> None:
+    """Waits until nothing runs, then asserts that every slot and page came back."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stats = engine.stats
+        if not (stats.num_running or stats.num_queued or stats.num_steps_in_flight):
+            assert stats.num_free_pages == stats.num_pages
+            assert stats.num_leaked_pages == 0
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"not idle after {seconds} s: {engine.stats}")
+
+
+def wait_running(engine: Engine, num_running: int, *, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while engine.stats.num_running != num_running:
+        assert time.monotonic() < deadline, engine.stats
+        time.sleep(0.005)
+
+
+def wait_taken(engine: Engine, num_taken: int, *, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while engine.stats.num_running + engine.stats.num_queued < num_taken:
+        assert time.monotonic() < deadline, engine.stats
+        time.sleep(0.005)
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """The events of a whole stream, which must end with [DONE]."""
+    parts = body.split("\n\n")
+    assert parts[-1] == ""
+    assert parts[-2] == "data: [DONE]"
+    assert all(part.startswith("data: ") for part in parts[:-1])
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def ask(app: Starlette, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request to an application, without a socket."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())

@@ -1,0 +1,196 @@
+"""The table of flags, what argparse makes of it, TOML files, and the docs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.server.flag_table import FLAGS, Flag, FlagClass, FlagKind
+from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
+from jspec.server.server_args import ServerArgs
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
+SAMPLES = {FlagKind.INT: "1", FlagKind.FLOAT: "0.5", FlagKind.TEXT: "x", FlagKind.MANY: "x"}
+
+
+def parse(*argv: str) -> Settings:
+    parser = FlagParser(prog="test", allow_abbrev=False)
+    add_flags(parser)
+    return parse_flags(parser, argv)[1]
+
+
+def words(flag: Flag) -> list[str]:
+    return [flag.name] if flag.kind is FlagKind.SWITCH else [flag.name, SAMPLES[flag.kind]]
+
+
+def test_no_name_appears_twice() -> None:
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("--") and name == name.lower() for name in names)
+
+
+def test_every_argument_has_exactly_one_primary_row() -> None:
+    rows = sorted(flag.argument for flag in FLAGS if flag.argument and flag.is_primary)
+    assert rows == sorted((*EngineArgs.names(), *ServerArgs.names()))
+
+
+def test_engine_and_server_arguments_do_not_overlap() -> None:
+    assert not set(EngineArgs.names()) & set(ServerArgs.names())
+
+
+def test_rows_of_the_three_classes() -> None:
+    for flag in FLAGS:
+        assert bool(flag.argument) == (flag.flag_class is FlagClass.IMPLEMENTED), flag.name
+        assert not flag.neutral or flag.flag_class is FlagClass.REFUSED, flag.name
+        assert flag.text, flag.name
+
+
+@pytest.mark.parametrize(
+    "flag", [f for f in FLAGS if f.flag_class is FlagClass.ACCEPTED], ids=lambda f: f.name
+)
+def test_an_accepted_flag_warns_once_and_sets_nothing(flag: Flag) -> None:
+    settings = parse(*words(flag))
+    assert settings.warnings == (f"{flag.name} has no effect: {flag.text}",)
+    assert settings.engine == {}
+    assert settings.server == ServerArgs()
+
+
+@pytest.mark.parametrize(
+    "flag", [f for f in FLAGS if f.flag_class is FlagClass.REFUSED], ids=lambda f: f.name
+)
+def test_a_refused_flag_says_why_and_its_neutral_values_pass(flag: Flag) -> None:
+    value = [] if flag.kind is FlagKind.SWITCH else ["7"]
+    with pytest.raises(ConfigError) as caught:
+        parse(flag.name, *value)
+    assert flag.name in str(caught.value)
+    assert flag.text in str(caught.value)
+    for neutral in flag.neutral:
+        assert parse(flag.name, neutral).warnings == ()
+
+
+def test_accept_thresholds_must_be_one() -> None:
+    assert parse("--speculative-accept-threshold-single", "1.0").engine == {}
+    with pytest.raises(ConfigError, match="equals the target's own token"):
+        parse("--speculative-accept-threshold-single", "0.95")
+    with pytest.raises(ConfigError, match="p/q rule would bias"):
+        parse("--speculative-use-rejection-sampling")
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (("--model", "m"), "model_path", "m"),
+        (("--tp", "2"), "tp_size", 2),
+        (("--tensor-parallel-size", "2"), "tp_size", 2),
+        (("--disable-overlap-schedule",), "overlap_depth", 0),
+        (("--overlap-depth", "2"), "overlap_depth", 2),
+        (("--dtype", "half"), "dtype", "float16"),
+        (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
+        (("--disable-speculative-draft-noise",), "speculative_draft_noise", False),
+        (("--speculative-num-steps=5",), "speculative_num_steps", 5),
+    ],
+)
+def test_engine_flags(argv: tuple[str, ...], name: str, value: object) -> None:
+    assert getattr(parse(*argv).engine_args, name) == value
+
+
+def test_server_flags() -> None:
+    server = parse(
+        "--host", "::1", "--port", "0", "--api-key", "k", "--stream-interval", "4"
+    ).server
+    assert (server.host, server.port, server.api_key, server.stream_interval) == ("::1", 0, "k", 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--spec-num-steps", "3"), "did you mean '--speculative-num-steps'"),
+        (("--hostt=x",), "did you mean '--host'"),
+        (("--model-pat", "x"), "did you mean '--model-path'"),
+        (("word",), "unexpected argument 'word'"),
+        (("--port", "high"), "--port: invalid int value: 'high'"),
+        (("--port",), "--port: expected one argument"),
+        (("--port", "70000"), "port is 70000; expected an integer from 0 to 65535"),
+        (("--host", ""), "host is empty"),
+        (("--log-level", "loud"), "log_level is 'loud'; expected one of debug"),
+        (("--log-interval", "nan"), "log_interval is nan"),
+        (("--stream-interval", "0"), "stream_interval is 0"),
+        (("--dtype", "int4"), "dtype is 'int4'; expected one of auto"),
+        (("--speculative-algorithm", "MEDUSA"), "speculative_algorithm is 'MEDUSA'"),
+        (("--speculative-algorithm", "NONE", "--speculative-num-steps", "3"), "expected it unset"),
+        (("--model", "m", "--speculative-algorithm", "EAGLE3"), "speculative_draft_model_path"),
+        (("--page-size", "0"), "page_size is 0"),
+        (("--config", "missing.toml"), "config file 'missing.toml': No such file"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert message in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("port = 1234\npage_size = 64\nmem_fraction_static = 1\n", encoding="utf-8")
+    settings = parse("--config", str(path), "--port", "99")
+    assert settings.server.port == 99
+    assert settings.engine == {"page_size": 64, "mem_fraction_static": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pagesize = 1", "unknown key 'pagesize'; did you mean 'page_size'?"),
+        ("[server]\nport = 1", "unknown key 'server'"),
+        ("port = ", "is not TOML"),
+        ('port = "80"', "port is '80'; expected an integer"),
+        ("port = true", "port is True; expected an integer"),
+        ("model_path = 3", "model_path is 3; expected text"),
+        ('mem_fraction_static = "all"', "mem_fraction_static is 'all'; expected a number"),
+        ("speculative_draft_noise = 1", "speculative_draft_noise is 1; expected true or false"),
+        ("max_running_requests = -1", "max_running_requests is -1"),
+    ],
+)
+def test_a_bad_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", str(path))
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        parse("--config", str(path))
+
+
+def test_the_help_shows_implemented_flags_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for flag in FLAGS:
+        is_shown = f"{flag.name} " in text or f"{flag.name}\n" in text or f"{flag.name}," in text
+        assert is_shown == (flag.flag_class is FlagClass.IMPLEMENTED), flag.name
+
+
+def test_defaults_in_the_docs_are_the_defaults() -> None:
+    texts = {flag.argument: flag.text for flag in FLAGS if flag.argument and flag.is_primary}
+    for field in (*fields(EngineArgs), *fields(ServerArgs)):
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            if field.name == "tp_size":
+                continue  # one device needs no words
+            assert f"({field.default:g})" in texts[field.name] or (
+                f"({field.default})" in texts[field.name]
+            ), field.name
+
+
+def test_the_docs_hold_the_table() -> None:
+    message = "docs/server.md is out of date: replace its tables by the output of `jspec flags`"
+    assert markdown_table().strip() in DOCS.read_text(encoding="utf-8"), message

@@ -1,0 +1,378 @@
+"""POST /generate and its neighbours on a live server: answers, streams, refusals, aborts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from jspec.api import Engine
+from jspec.server.app import create_app
+from jspec.server.server_args import ServerArgs
+
+from .helpers import ENDLESS, ask, events_of, wait_idle, wait_running, wait_taken
+
+PROMPTS = ["Hello, my name is", "The president of", "The capital of France is", "The future"]
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+def generate(client: httpx.Client, **body: Any) -> Any:
+    response = client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_one_answer_has_sglangs_shape(client: httpx.Client) -> None:
+    body = generate(client, text="def fib(", sampling_params=GREEDY)
+    meta = body["meta_info"]
+    assert set(body) == {"text", "output_ids", "meta_info"}
+    assert meta["finish_reason"] == {"type": "length", "length": 24}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (8, 24)
+    assert len(body["output_ids"]) == 24
+    assert meta["e2e_latency"] > 0
+    # Every name under which some version of SGLang reports speculation.
+    assert meta["spec_accept_length"] == 24 / meta["spec_verify_ct"]
+    assert meta["spec_num_correct_drafts"] == meta["spec_accept_token_num"]
+    assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+    assert meta["spec_correct_drafts_histogram"] == meta["spec_accept_histogram"]
+
+
+def test_text_and_ids_give_the_same(client: httpx.Client, engine: Engine) -> None:
+    ids = list(engine.tokenizer.encode("def fib("))
+    by_text = generate(client, text="def fib(", sampling_params=GREEDY)
+    by_ids = generate(client, input_ids=ids, sampling_params=GREEDY)
+    assert by_text["output_ids"] == by_ids["output_ids"]
+    assert by_text["text"] == by_ids["text"]
+
+
+def test_a_batch_is_a_list_in_order(client: httpx.Client) -> None:  # C2
+    alone = [generate(client, text=text, sampling_params=GREEDY) for text in PROMPTS]
+    batch = generate(client, text=PROMPTS, sampling_params=GREEDY)
+    assert [r["output_ids"] for r in batch] == [r["output_ids"] for r in alone]
+    tokens = sum(r["meta_info"]["completion_tokens"] for r in batch)
+    assert tokens / sum(r["meta_info"]["spec_verify_ct"] for r in batch) > 1
+
+
+def test_n_choices_are_a_list_and_differ(client: httpx.Client) -> None:
+    params = {"n": 3, "sampling_seed": 5, "max_new_tokens": 12, "ignore_eos": True}
+    choices = generate(client, text="x", sampling_params=params, rid="many")
+    assert [c["meta_info"]["id"] for c in choices] == ["many", "many-1", "many-2"]
+    assert len({tuple(c["output_ids"]) for c in choices}) == 3
+
+
+def test_first_token_finishes(client: httpx.Client) -> None:  # C4
+    params = [{"max_new_tokens": 1 + i % 3} for i in range(8)]
+    results = generate(client, text=["The capital"] * 8, sampling_params=params)
+    for result, given in zip(results, params, strict=True):
+        assert isinstance(result["text"], str)
+        assert 1 <= result["meta_info"]["completion_tokens"] <= given["max_new_tokens"]
+    assert "spec_verify_ct" not in results[0]["meta_info"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_speculation_changes_nothing(  # C5
+    client: httpx.Client, engine_arguments: dict[str, Any], temperature: int
+) -> None:
+    params = {"temperature": temperature, "max_new_tokens": 48, "sampling_seed": 11}
+    speculative = generate(client, text=PROMPTS, sampling_params=params)
+    plain_arguments = {
+        **engine_arguments,
+        "speculative_algorithm": "NONE",
+        "speculative_draft_model_path": None,
+        "max_running_requests": 1,
+    }
+    with Engine(**plain_arguments) as plain:
+        expected = plain.generate(PROMPTS, params)
+    assert [r["output_ids"] for r in speculative] == [r["output_ids"] for r in expected]
+    assert [r["text"] for r in speculative] == [r["text"] for r in expected]
+
+
+def test_a_stream_is_cumulative_and_ends_with_the_answer(client: httpx.Client) -> None:
+    whole = generate(client, text="def fib(", sampling_params=GREEDY)
+    response = client.post(
+        "/generate", json={"text": "def fib(", "sampling_params": GREEDY, "stream": True}
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = events_of(response.text)
+    assert len(events) > 3
+    for before, after in itertools.pairwise(events):
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert before["meta_info"]["finish_reason"] is None
+    assert events[-1]["text"] == whole["text"]
+    assert events[-1]["output_ids"] == whole["output_ids"]
+    assert events[-1]["meta_info"]["spec_verify_ct"] == whole["meta_info"]["spec_verify_ct"]
+
+
+def test_an_incremental_stream_adds_up(client: httpx.Client, engine: Engine) -> None:
+    whole = generate(client, text="def fib(", sampling_params=GREEDY)
+    app = create_app(engine, ServerArgs(incremental_streaming_output=True))
+    body = {"text": "def fib(", "sampling_params": GREEDY, "stream": True}
+    body["return_spec_tokens"] = True
+    events = events_of(ask(app, "POST", "/generate", json=body).text)
+    assert "".join(event["text"] for event in events) == whole["text"]
+    assert [i for event in events for i in event["output_ids"]] == whole["output_ids"]
+    for event in events:
+        assert "".join(p["text"] for p in event["spec_tokens"]) == event["text"]
+    assert events[-1]["meta_info"]["completion_tokens"] == 24
+
+
+def test_stream_interval_makes_fewer_events(engine: Engine) -> None:
+    app = create_app(engine, ServerArgs(stream_interval=10))
+    body = {"text": "def fib(", "sampling_params": GREEDY, "stream": True}
+    events = events_of(ask(app, "POST", "/generate", json=body).text)
+    # 24 tokens: an event at 10 or a few more, at 20 or a few more, and at the end.
+    lens = [len(event["output_ids"]) for event in events]
+    assert len(lens) in (2, 3)
+    assert lens[-1] == 24
+    assert all(b - a >= 10 for a, b in zip([0, *lens[:-2]], lens[:-1], strict=True))
+
+
+def test_a_stream_of_several_has_indices(client: httpx.Client) -> None:
+    whole = generate(client, text=PROMPTS, sampling_params=GREEDY)
+    response = client.post(
+        "/generate", json={"text": PROMPTS, "sampling_params": GREEDY, "stream": True}
+    )
+    last = {event["index"]: event for event in events_of(response.text)}
+    assert sorted(last) == [0, 1, 2, 3]
+    assert [last[i]["output_ids"] for i in range(4)] == [r["output_ids"] for r in whole]
+
+
+def test_spec_tokens_add_up_and_count_the_accepted(client: httpx.Client) -> None:
+    params = {"max_new_tokens": 60, "ignore_eos": True, "sampling_seed": 4}
+    body = {"text": "def fib(", "sampling_params": params, "return_spec_tokens": True}
+    response = client.post("/generate", json={**body, "stream": True})
+    events = events_of(response.text)
+    for event in events:
+        assert "".join(p["text"] for p in event["spec_tokens"]) == event["text"]
+        assert (
+            event["meta_info"]["completion_tokens"] == 1
+            or "acceptance_length" in (event["meta_info"])
+        )
+    accepted = [p["accepted"] for p in events[-1]["spec_tokens"]]
+    assert 0 < sum(accepted) <= events[-1]["meta_info"]["spec_num_correct_drafts"]
+    assert not all(accepted)
+    assert generate(client, **body)["spec_tokens"] == events[-1]["spec_tokens"]
+
+
+def test_stop_strings_and_stop_tokens(client: httpx.Client) -> None:
+    free = generate(client, text="def fib(", sampling_params=GREEDY)
+    stop_id = free["output_ids"][6]
+    by_id = generate(
+        client, text="def fib(", sampling_params={**GREEDY, "stop_token_ids": [stop_id]}
+    )
+    first = free["output_ids"].index(stop_id)
+    assert by_id["output_ids"] == free["output_ids"][: first + 1]
+    assert by_id["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop_id}
+    char = next(c for c in reversed(free["text"]) if c != "\ufffd")
+    by_text = generate(client, text="def fib(", sampling_params={**GREEDY, "stop": char})
+    assert by_text["text"] == free["text"].split(char)[0]
+    assert by_text["meta_info"]["finish_reason"]["matched"] == char
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"text": "x", "return_logprob": True}, "return_logprob is true, which is not implemented"),
+    ({"text": "x", "lora_path": "a"}, "lora_path is 'a', which is not implemented"),
+    ({"text": "x", "samplingparams": {}}, "did you mean 'sampling_params'?"),
+    ({"text": ""}, "the prompt is empty"),
+    ({"input_ids": [5, 320]}, "input_ids holds 320; expected ids from 0 to 319"),
+    ({"input_ids": [-1]}, "input_ids holds -1"),
+    ({"input_ids": [10**30]}, "input_ids holds 1000000000"),
+    ({"input_ids": [1] * 16384}, "fewer than the context length 16384"),
+    ({"text": "y" * 20000}, "fewer than the context length 16384"),
+    ({"text": "x", "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids holds 999"),
+    ({"text": ["x"] * 33}, "33 sequences at once; expected at most max_queued_requests 32"),
+    ({"text": "x", "sampling_params": {"n": 33}}, "33 sequences at once"),
+    ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid is 'a'; expected one that is not in use"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_a_refusal_is_a_400_that_names_the_field(
+    client: httpx.Client, body: dict[str, Any], message: str
+) -> None:
+    for stream in (False, True):
+        response = client.post("/generate", json={**body, "stream": stream})
+        assert response.status_code == 400
+        answer = response.json()
+        assert message in answer["message"].replace("request_id", "rid")
+        assert (answer["object"], answer["code"]) == ("error", 400)
+        assert answer["error"]["message"] == answer["message"]
+
+
+MALFORMED = [
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    (b'{"text": NaN}', "NaN is not a JSON number"),
+    (b'{"text": "x", "rid": 1' + b"0" * 5000 + b"}", "not JSON"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b"null", "expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
+def test_a_malformed_body_is_a_400(
+    client: httpx.Client, path: str, body: bytes, message: str
+) -> None:
+    response = client.post(path, content=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_list_is_refused_as_a_whole(client: httpx.Client, engine: Engine) -> None:
+    before = engine.stats.num_requests
+    long = {"input_ids": [[1], [1] * 16384]}
+    assert client.post("/generate", json=long).status_code == 400
+    assert client.post("/generate", json={"input_ids": [[1], [999]]}).status_code == 400
+    assert engine.stats.num_requests == before
+
+
+def test_a_huge_body_is_a_413(engine: Engine) -> None:
+    app = create_app(engine, ServerArgs(max_request_bytes=1000))
+    response = ask(app, "POST", "/generate", json={"text": "x" * 1000})
+    assert response.status_code == 413
+    assert "more than 1000 bytes" in response.json()["message"]
+
+
+def test_a_full_queue_is_a_503_with_retry_after(client: httpx.Client, engine: Engine) -> None:
+    wait_idle(engine)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        body = {"text": ["x"] * 32, "sampling_params": ENDLESS}
+        filling = pool.submit(generate, client, **body)
+        wait_running(engine, 2)
+        before = engine.stats
+        for path, key in (("/generate", "text"), ("/v1/completions", "prompt")):
+            response = client.post(path, json={key: ["y"] * 3})
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == 503
+        assert engine.stats.num_requests == before.num_requests
+        assert client.get("/health_generate").status_code == 200
+        client.post("/abort_request", json={"abort_all": True}).raise_for_status()
+        assert len(filling.result(timeout=30)) == 32
+    wait_idle(engine)
+
+
+def test_abort_all_ends_everything(client: httpx.Client, engine: Engine) -> None:  # C14
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        body = {"text": "The capital of France is", "sampling_params": ENDLESS}
+        answers = [pool.submit(generate, client, **body) for _ in range(8)]
+        wait_running(engine, 2)
+        wait_taken(engine, 8)
+        response = client.post("/abort_request", json={"abort_all": True})
+        assert (response.status_code, response.json()) == (200, {"num_aborted": 8})
+        for answer in answers:
+            reason = answer.result(timeout=30)["meta_info"]["finish_reason"]
+            assert reason["type"] == "abort"
+    wait_idle(engine)
+    assert client.get("/health").status_code == 200
+
+
+def test_abort_by_rid_ends_all_of_it_and_nothing_else(client: httpx.Client, engine: Engine) -> None:
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        other = pool.submit(
+            generate,
+            client,
+            text="x",
+            rid="r-10",
+            sampling_params={"max_new_tokens": 3000, "ignore_eos": True},
+        )
+        mine = pool.submit(
+            generate, client, text=["x", "y"], rid="r-1", sampling_params={**ENDLESS, "n": 2}
+        )
+        wait_taken(engine, 5)
+        again = client.post("/generate", json={"text": "x", "rid": "r-10"})
+        assert again.status_code == 400
+        assert "not in use" in again.json()["message"]
+        assert client.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 0}
+        assert client.post("/abort_request", json={"rid": "r-1"}).json() == {"num_aborted": 4}
+        reasons = [r["meta_info"]["finish_reason"]["type"] for r in mine.result(timeout=30)]
+        assert reasons == ["abort"] * 4
+        finish = other.result(timeout=60)["meta_info"]["finish_reason"]
+        assert finish["type"] == "length"
+    wait_idle(engine)
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": ""}])
+def test_an_empty_rid_matches_nothing(client: httpx.Client, body: dict[str, Any]) -> None:
+    assert client.post("/abort_request", json=body).status_code == 400
+
+
+def send_and_leave(url: str, path: str, body: dict[str, Any], *, read: int) -> None:
+    """Posts, reads `read` bytes of the answer, and drops the connection."""
+    where = urlsplit(url)
+    assert where.hostname is not None
+    assert where.port is not None
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+        connection.sendall(head.encode() + content)
+        while read > 0:
+            read -= len(connection.recv(read))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "sampling_params": ENDLESS}),
+        ("/generate", {"text": ["x", "y", "z"], "sampling_params": ENDLESS}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 16000, "ignore_eos": True}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_everything(
+    live_url: str, engine: Engine, path: str, body: dict[str, Any], *, stream: bool
+) -> None:
+    wait_idle(engine)
+    before = engine.stats
+    num_sequences = len(body["text"]) if isinstance(body.get("text"), list) else 1
+    leaving = threading.Thread(
+        target=send_and_leave,
+        args=(live_url, path, {**body, "stream": stream}),
+        kwargs={"read": 2000 if stream else 0},
+    )
+    leaving.start()
+    leaving.join(timeout=30)
+    deadline = time.monotonic() + 20
+    while engine.stats.num_aborted < before.num_aborted + num_sequences:
+        assert engine.stats.num_finished == before.num_finished
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    wait_idle(engine)
+
+
+def test_normal_and_impatient_clients_together(live_url: str, engine: Engine) -> None:  # C13
+    params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
+    with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+        expected = generate(client, text=PROMPTS[0], sampling_params=params)["output_ids"]
+
+    def normal(_: int) -> bool:
+        with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+            answers = [generate(client, text=PROMPTS[0], sampling_params=params) for _ in range(3)]
+        return all(answer["output_ids"] == expected for answer in answers)
+
+    def impatient(_: int) -> bool:
+        for _ in range(3):
+            body = {"text": PROMPTS[1], "sampling_params": ENDLESS}
+            with (
+                httpx.Client(base_url=live_url, timeout=0.3, trust_env=False) as client,
+                pytest.raises(httpx.TimeoutException),
+            ):
+                client.post("/generate", json=body)
+        return True
+
+    with ThreadPoolExecutor(max_workers=6) as pool:
+        results = [pool.submit(normal, i) for i in range(3)]
+        results += [pool.submit(impatient, i) for i in range(3)]
+        assert all(result.result(timeout=120) for result in results)
+    wait_idle(engine)

@@ -1,0 +1,116 @@
+"""What POST /v1/completions takes, under OpenAI's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
+from jspec.core.response import Completion
+from jspec.server.openai_schemas import (
+    NEUTRAL_COMPLETION,
+    parse_completion,
+    spec_details,
+    usage_of,
+)
+
+
+def test_names_are_translated() -> None:
+    call = parse_completion(
+        {
+            "prompt": "x",
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "seed": 5,
+            "top_k": 4,
+            "min_p": 0.1,
+            "stop": "\n",
+            "stop_token_ids": [7],
+            "ignore_eos": True,
+            "n": 2,
+            "user": "someone",
+        }
+    )
+    (prompt,) = call.prompts
+    assert prompt.sampling == SamplingParams(
+        max_new_tokens=9,
+        min_new_tokens=2,
+        sampling_seed=5,
+        top_k=4,
+        min_p=0.1,
+        stop=("\n",),
+        stop_token_ids=(7,),
+        ignore_eos=True,
+        n=2,
+    )
+
+
+def test_defaults_are_openais() -> None:
+    sampling = parse_completion({"prompt": "x"}).prompts[0].sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.n) == (16, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts", "ids"),
+    [
+        ("x", ["x"], [None]),
+        (["x", "y"], ["x", "y"], [None, None]),
+        ([1, 2], [None], [(1, 2)]),
+        ([[1], [2, 3]], [None, None], [(1,), (2, 3)]),
+    ],
+)
+def test_four_kinds_of_prompts(prompt: Any, texts: list[Any], ids: list[Any]) -> None:
+    prompts = parse_completion({"prompt": prompt}).prompts
+    assert [p.text for p in prompts] == texts
+    assert [p.input_ids for p in prompts] == ids
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_COMPLETION))
+def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+    for value in (*NEUTRAL_COMPLETION[name], None):
+        assert len(parse_completion({"prompt": "x", name: value}).prompts) == 1
+    with pytest.raises(RequestError, match=f"{name} is .*not implemented"):
+        parse_completion({"prompt": "x", name: 17})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt is null"),
+        ({"prompt": []}, "prompt is []"),
+        ({"prompt": [1, "x"]}, "prompt holds 'x'"),
+        ({"prompt": ["x", 1]}, "prompt is 1; expected text"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0; expected"),
+        ({"prompt": "x", "min_tokens": 20}, "min_tokens is 20; expected"),
+        ({"prompt": "x", "seed": -1}, "seed is -1; expected"),
+        ({"prompt": "x", "max_new_tokens": 3}, "unknown field 'max_new_tokens'"),
+        ({"prompt": "x", "model": 3}, "model is 3"),
+        ({"prompt": "x", "echo": True}, "echo is true, which is not implemented"),
+        ({"prompt": "x", "best_of": 2}, "best_of is 2, which is not implemented"),
+        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias is"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "expected stream true"),
+        ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "unknown field 'usage'"),
+        ({"prompt": "x", "stream": True, "stream_options": []}, "stream_options is []"),
+    ],
+)
+def test_a_bad_request_names_its_field(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_completion(body)
+    assert message in str(caught.value)
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    # Two prompts of 3 and 5 tokens, two choices each, of 1, 2, 3 and 4 tokens.
+    completions = [
+        Completion(request_id="r", prompt_tokens=3 if i < 2 else 5, output_ids=(0,) * (i + 1))
+        for i in range(4)
+    ]
+    usage = usage_of(completions, [0, 0, 1, 1])
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8, 10)
+    assert usage["total_tokens"] == 18
+
+
+def test_no_details_without_a_verification() -> None:
+    assert spec_details([Completion(request_id="r")]) == [None]

@@ -1,0 +1,199 @@
+"""Completions, models, health, information, metrics, the page, keys, and what is not served."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from jspec.api import Engine
+from jspec.server.app import create_app
+from jspec.server.metrics import RateMeter
+from jspec.server.page import PAGE
+from jspec.server.server_args import ServerArgs
+
+from .helpers import ask, events_of, wait_idle
+
+PARAMS = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+NATIVE = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def native(client: httpx.Client, text: Any, **params: Any) -> Any:
+    body = {"text": text, "sampling_params": {**NATIVE, **params}}
+    return client.post("/generate", json=body).raise_for_status().json()
+
+
+def test_a_completion_is_the_native_answer_in_openais_shape(client: httpx.Client) -> None:
+    body = {"model": "target", "prompt": "def fib(", **PARAMS, "return_meta_info": True}
+    body["return_spec_tokens_details"] = True
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    expected = native(client, "def fib(")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "target"
+    (choice,) = answer["choices"]
+    assert choice["text"] == expected["text"]
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    assert choice["meta_info"]["spec_verify_ct"] == expected["meta_info"]["spec_verify_ct"]
+    assert answer["usage"]["total_tokens"] == 20
+    details = answer["sglext"]["spec_tokens_details"]
+    assert details["spec_verify_ct"] == expected["meta_info"]["spec_verify_ct"]
+
+
+def test_choices_are_prompt_major(client: httpx.Client) -> None:
+    params = {"n": 2, "seed": 3, "max_tokens": 8, "ignore_eos": True}
+    answer = client.post("/v1/completions", json={"prompt": ["a", "b"], **params}).json()
+    expected = native(client, ["a", "b"], n=2, sampling_seed=3, max_new_tokens=8, temperature=1.0)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in answer["choices"]] == [r["text"] for r in expected]
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 32,
+        "total_tokens": 34,
+        "prompt_tokens_details": None,
+    }
+
+
+def test_a_completion_stream_is_deltas_and_a_usage(client: httpx.Client) -> None:
+    body = {"prompt": ["a", "b"], **PARAMS, "stream": True}
+    options = {"stream_options": {"include_usage": True}}
+    events = events_of(client.post("/v1/completions", json={**body, **options}).text)
+    texts = {0: "", 1: ""}
+    for event in events[:-1]:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        assert event["usage"] is None
+        assert event["id"] == events[0]["id"]
+    assert [texts[0], texts[1]] == [r["text"] for r in native(client, ["a", "b"])]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 24
+    events = events_of(client.post("/v1/completions", json=body).text)
+    assert all("usage" not in event for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": "a", "model": "gpt-9"})
+    assert response.status_code == 404
+    assert "model is 'gpt-9'; expected one of ['target', 'default'" in response.json()["message"]
+
+
+def test_models(client: httpx.Client, engine: Engine) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("target", "model", 16384)
+    app = create_app(engine, ServerArgs(served_model_name="mine"))
+    assert ask(app, "GET", "/v1/models").json()["data"][0]["id"] == "mine"
+    assert ask(app, "POST", "/v1/completions", json={"prompt": "a", "model": "mine"}).is_success
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_health(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info(client: httpx.Client, path: str) -> None:
+    info = client.get(path).json()
+    assert info["speculative_algorithm"] == "EAGLE3"
+    assert info["speculative_num_steps"] == 3
+    assert info["max_total_num_tokens"] == 40000
+    assert info["port"] == 30000
+    assert info["version"]
+    (state,) = info["internal_states"]
+    assert state["avg_spec_accept_length"] >= 1
+    assert state["speculative_num_steps"] == 3
+    assert "last_gen_throughput" in state
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(client: httpx.Client, path: str, engine: Engine) -> None:
+    info = client.get(path).json()
+    assert info["model_path"] == engine.args.model_path
+    assert info["is_generation"] is True
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    text = client.get("/metrics").text
+    found = re.findall(r'^([a-z]+:\w+)\{model_name="target"\} (\S+)$', text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def test_metrics_are_the_schedulers_counts(client: httpx.Client, engine: Engine) -> None:
+    wait_idle(engine)
+    before = metrics(client)
+    answer = native(client, "def fib(")
+    after = metrics(client)
+    gained = {name: after[name] - before[name] for name in after}
+    meta = answer["meta_info"]
+    assert gained["sglang:num_requests_total"] == 1
+    assert gained["sglang:prompt_tokens_total"] == 8
+    assert gained["sglang:generation_tokens_total"] == 12
+    assert gained["sglang:spec_verify_calls_total"] == meta["spec_verify_ct"]
+    assert gained["jspec:spec_accepted_drafts_total"] == meta["spec_num_correct_drafts"]
+    assert gained["sglang:num_aborted_requests_total"] == 0
+    assert gained["sglang:num_retracted_requests_total"] == 0
+    assert after["sglang:spec_accept_length"] == engine.stats.counters.acceptance_length
+    assert 0 < after["sglang:spec_accept_rate"] < 1
+    assert (after["sglang:spec_num_steps"], after["sglang:spec_num_draft_tokens"]) == (3, 4)
+    assert (after["sglang:num_running_reqs"], after["sglang:num_queue_reqs"]) == (0, 0)
+    assert (after["sglang:token_usage"], after["sglang:kv_available_tokens"]) == (0, 40000)
+    assert after["sglang:gen_throughput"] >= 0
+    assert gained["sglang:time_to_first_token_seconds_count"] == 1
+    assert gained["sglang:inter_token_latency_seconds_count"] == 11
+    assert gained["sglang:e2e_request_latency_seconds_count"] == 1
+
+
+def test_rates_are_of_the_window(engine: Engine) -> None:
+    now = [0.0]
+    params = {"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 1}
+    meter = RateMeter(clock=lambda: now[0])
+    meter.sample(engine.stats)
+    num_tokens = len(engine.generate("x", params)["output_ids"])
+    now[0] = 2.0
+    assert meter.rates(engine.stats).gen_throughput == num_tokens / 2
+    assert meter.rates(engine.stats).acceptance_length > 1
+    for second in range(3, 20):  # idle: the window shrinks to nothing
+        now[0] = float(second)
+        meter.sample(engine.stats)
+    assert meter.rates(engine.stats).gen_throughput == 0
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_cache_says_that_there_is_none(client: httpx.Client, method: str) -> None:
+    response = client.request(method, "/flush_cache")
+    assert response.status_code == 200
+    assert "no prefix cache yet" in response.text
+
+
+def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:
+    response = client.get("/")
+    assert response.text == PAGE
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=\"(?!data:)|https?://|@import|url\(", PAGE)
+
+
+def test_what_is_not_served(client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", json={})
+    assert response.status_code == 404
+    assert "POST /v1/chat/completions is not served" in response.json()["error"]["message"]
+    response = client.get("/generate")
+    assert response.status_code == 405
+    assert response.json()["code"] == 405
+    assert "POST" in response.headers["allow"]
+
+
+def test_a_key_is_asked_for(engine: Engine) -> None:
+    app = create_app(engine, ServerArgs(api_key="s3cret"))
+    for path in ("/", "/health", "/metrics"):
+        assert ask(app, "GET", path).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "s3cret"}):
+        response = ask(app, "GET", "/v1/models", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == 401
+    key = {"Authorization": "Bearer s3cret"}
+    info = ask(app, "GET", "/server_info", headers=key)
+    assert info.status_code == 200
+    assert "s3cret" not in info.text

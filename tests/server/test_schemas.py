@@ -1,0 +1,186 @@
+"""What POST /generate takes, and every way in which it says no."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
+from jspec.server.openai_schemas import COMPLETION_FIELDS, parse_completion
+from jspec.server.schemas import (
+    GENERATE_FIELDS,
+    NEUTRAL_GENERATE,
+    NEUTRAL_SAMPLING,
+    SAMPLING_FIELDS,
+    parse_abort,
+    parse_generate,
+    sampling_params,
+)
+
+
+def test_one_text() -> None:
+    call = parse_generate({"text": "hi", "sampling_params": {"temperature": 0}, "rid": "r"})
+    (prompt,) = call.prompts
+    assert (prompt.text, prompt.input_ids, prompt.rid) == ("hi", None, "r")
+    assert prompt.sampling == SamplingParams(temperature=0)
+    assert (call.is_list, call.stream, call.return_spec_tokens) == (False, False, False)
+
+
+def test_a_list_of_ids_with_params_each() -> None:
+    call = parse_generate(
+        {
+            "input_ids": [[1, 2], [3]],
+            "sampling_params": [{"max_new_tokens": 4}, {"max_new_tokens": 5}],
+            "rid": ["a", "b"],
+        }
+    )
+    assert [p.input_ids for p in call.prompts] == [(1, 2), (3,)]
+    assert [p.sampling.max_new_tokens for p in call.prompts] == [4, 5]
+    assert [p.rid for p in call.prompts] == ["a", "b"]
+    assert call.is_list
+    assert call.group is None
+
+
+def test_one_rid_for_a_list_names_them_all() -> None:
+    call = parse_generate({"text": ["x", "y"], "rid": "r"})
+    assert [p.rid for p in call.prompts] == ["r_0", "r_1"]
+    assert call.group == "r"
+
+
+def test_a_list_of_one_is_a_list() -> None:
+    assert parse_generate({"text": ["x"]}).is_list
+    assert not parse_generate({"input_ids": [1]}).is_list
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_GENERATE))
+def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+    for value in (*NEUTRAL_GENERATE[name], None):
+        assert len(parse_generate({"text": "x", name: value}).prompts) == 1
+    with pytest.raises(RequestError, match=f"{name} is .*not implemented"):
+        parse_generate({"text": "x", name: 17})
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_SAMPLING))
+def test_neutral_sampling_values_pass_and_others_do_not(name: str) -> None:
+    for value in (*NEUTRAL_SAMPLING[name], None):
+        assert sampling_params({name: value}) == SamplingParams()
+    with pytest.raises(RequestError, match=f"{name} is .*not implemented"):
+        sampling_params({name: 17})
+
+
+def test_neutral_values_of_a_list_request() -> None:
+    body = {"text": ["x", "y"], "return_logprob": [False, False], "lora_path": [None, None]}
+    assert len(parse_generate(body).prompts) == 2
+    with pytest.raises(RequestError, match="return_logprob"):
+        parse_generate({**body, "return_logprob": [False, True]})
+
+
+def test_zero_and_false_are_not_the_same() -> None:
+    with pytest.raises(RequestError, match="return_logprob is 0, which"):
+        parse_generate({"text": "x", "return_logprob": 0})
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "expected a JSON object"),
+    ("text", "expected a JSON object"),
+    (None, "expected a JSON object"),
+    ({}, "exactly one of text and input_ids"),
+    ({"text": "x", "input_ids": [1]}, "exactly one of text and input_ids"),
+    ({"text": 3}, "text is 3; expected text"),
+    ({"text": ["x", 3]}, "text is 3; expected text"),
+    ({"text": []}, "text is an empty list"),
+    ({"text": "\ud800"}, "lone surrogate"),
+    ({"input_ids": "abc"}, "expected a list of token ids"),
+    ({"input_ids": []}, "input_ids is an empty list"),
+    ({"input_ids": [1, "2"]}, "input_ids holds '2'"),
+    ({"input_ids": [1.5]}, "input_ids holds 1.5"),
+    ({"input_ids": [True]}, "input_ids holds true"),
+    ({"input_ids": [[1], 2]}, "input_ids is 2; expected a list"),
+    ({"txt": "x"}, "did you mean 'text'?"),
+    ({"text": "x", "temperature": 0}, "unknown field 'temperature'"),
+    ({"text": "x", "stream": "yes"}, "stream is 'yes'; expected true or false"),
+    ({"text": "x", "stream": 1}, "stream is 1; expected true or false"),
+    ({"text": "x", "return_spec_tokens": 1}, "return_spec_tokens is 1"),
+    ({"text": "x", "rid": ""}, "rid has 0 characters"),
+    ({"text": "x", "rid": "r" * 257}, "rid has 257 characters"),
+    ({"text": "x", "rid": 5}, "rid is 5; expected text"),
+    ({"text": "x", "rid": ["a"]}, "rid is a list of 1; expected text"),
+    ({"text": ["x", "y"], "rid": ["a"]}, "rid is a list of 1; expected a list of 2"),
+    ({"text": "x", "sampling_params": [{}]}, "sampling_params is a list of 1; expected one object"),
+    ({"text": ["x"], "sampling_params": [{}, {}]}, "expected a list of 1"),
+    ({"text": "x", "sampling_params": "greedy"}, "sampling_params is 'greedy'"),
+    ({"text": "x", "sampling_params": {"temprature": 1}}, "did you mean 'temperature'?"),
+    ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature is -1"),
+    ({"text": "x", "sampling_params": {"temperature": "0"}}, "temperature is '0'"),
+    ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p is 0"),
+    ({"text": "x", "sampling_params": {"top_k": 0}}, "top_k is 0"),
+    ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
+    ({"text": "x", "sampling_params": {"max_new_tokens": 1e3}}, "max_new_tokens is 1000.0"),
+    ({"text": "x", "sampling_params": {"n": 0}}, "n is 0"),
+    ({"text": "x", "sampling_params": {"sampling_seed": 2**64}}, "sampling_seed is"),
+    ({"text": "x", "sampling_params": {"stop": ""}}, "stop holds ''"),
+    ({"text": "x", "sampling_params": {"stop": "\udfff"}}, "stop holds a lone surrogate"),
+    ({"text": "x", "sampling_params": {"stop": 3}}, "stop is 3"),
+    ({"text": "x", "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids is -1"),
+    ({"text": "x", "sampling_params": {"ignore_eos": 1}}, "ignore_eos is 1"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_request_names_its_field(body: Any, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_generate(body)
+    assert message in str(caught.value)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = sorted(GENERATE_FIELDS | COMPLETION_FIELDS | set(NEUTRAL_GENERATE) | {"abort_all"})
+PARAMS = st.dictionaries(st.sampled_from(sorted(SAMPLING_FIELDS)), ANY_JSON, max_size=3)
+
+
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), ANY_JSON, max_size=4),
+    st.sampled_from([{}, {"text": "x"}, {"input_ids": [[1], [2]]}, {"prompt": "x"}]),
+    st.none() | PARAMS,
+)
+def test_any_json_is_taken_or_refused_and_nothing_else(
+    body: dict[str, Any], base: dict[str, Any], params: dict[str, Any] | None
+) -> None:
+    whole = {**base, **body} | ({} if params is None else {"sampling_params": params})
+    for parse in (parse_generate, parse_completion, parse_abort):
+        with contextlib.suppress(RequestError):
+            parse(whole)
+
+
+def test_abort() -> None:
+    assert parse_abort({"rid": "r"}).rid == "r"
+    assert parse_abort({"abort_all": True}).rid is None
+    assert parse_abort({"abort_all": True, "rid": ""}).rid is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "expected rid, or abort_all true"),
+        ({"rid": ""}, "rid has 0 characters"),
+        ({"rid": None, "abort_all": False}, "expected rid, or abort_all true"),
+        ({"rid": "a", "abort_all": True}, "expected one of them"),
+        ({"abort_all": "true"}, "abort_all is 'true'"),
+        ({"id": "a"}, "did you mean 'rid'?"),
+    ],
+)
+def test_a_bad_abort(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_abort(body)
+    assert message in str(caught.value)

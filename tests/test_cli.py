@@ -1,0 +1,224 @@
+"""The command line: painting, prompts, exit statuses, and the real commands in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import pytest
+
+from jspec.api import Engine
+from jspec.cli import Painter, Style, choose_style, generate, main, read_prompt
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
+from jspec.server.spec_tokens import SpecToken
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN, DRAFT = SpecToken(text="a", accepted=False), SpecToken(text="b", accepted=True)
+
+
+class Terminal(io.StringIO):
+    """Text that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def flags(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One slot, so three programs; kept on disk, so compiled once for all processes."""
+    return [
+        *("--model-path", str(pair.target_path), "--speculative-algorithm", "EAGLE3"),
+        *("--speculative-draft-model-path", str(pair.draft_path)),
+        *("--max-running-requests", "1", "--chunked-prefill-size", "32"),
+        *("--context-length", "16384", "--max-total-tokens", "20000"),
+        *("--compilation-cache-dir", str(tmp_path_factory.mktemp("programs"))),
+    ]
+
+
+def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_paint_in_three_styles() -> None:
+    steps = [[OWN], [DRAFT, DRAFT, OWN], [DRAFT]]
+    expected = {
+        Style.NONE: "abbab",
+        Style.MARKS: "a‹bb›a‹b›",
+        Style.COLOR: "a\x1b[32mbb\x1b[0ma\x1b[32mb\x1b[0m",
+    }
+    for style, text in expected.items():
+        painter = Painter(style)
+        assert "".join(painter.paint(step) for step in steps) + painter.close() == text
+        assert painter.close() == ""
+
+
+def test_a_run_of_accepted_pieces_is_one_run_across_steps() -> None:
+    painter = Painter(Style.MARKS)
+    assert painter.paint([DRAFT]) + painter.paint([DRAFT, OWN]) == "‹bb›a"
+
+
+def test_style_follows_the_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert choose_style(Terminal(), plain_marks=False) is Style.COLOR
+    assert choose_style(io.StringIO(), plain_marks=False) is Style.NONE
+    assert choose_style(Terminal(), plain_marks=True) is Style.MARKS
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert choose_style(Terminal(), plain_marks=False) is Style.NONE
+
+
+def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
+    assert read_prompt("x", Terminal()) == "x"
+    assert read_prompt(None, io.StringIO("def f\n\n")) == "def f\n"
+    for given, source in ((None, Terminal()), (None, io.StringIO("")), ("", io.StringIO("x"))):
+        with pytest.raises(RequestError, match="there is no prompt"):
+            read_prompt(given, source)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "a command is missing"),
+        (["sreve"], "unknown command 'sreve'"),
+        (["serve", "--prot", "1"], "did you mean '--port'?"),
+        (["serve", "--pp-size", "2"], "--pp-size '2' is refused"),
+        (["serve", "--model-path", "nowhere"], "model_path is 'nowhere'"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["generate", "x", "--port", "1"], "unknown flag '--port'"),
+        (["generate", "x", "y"], "unexpected argument 'y'"),
+        (["generate", "x", "--seed", "-1"], "sampling_seed is -1"),
+    ],
+)
+def test_what_was_asked_wrongly_is_one_line_and_a_status(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = ["--port", "0"] if argv[:1] == ["serve"] else []
+    assert main([*argv, *port]) == (1 if "nowhere" in message else 2)
+    assert message in capsys.readouterr().err
+
+
+def test_words_that_only_print(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, text in (("version", "jspec 0."), ("--help", "usage: jspec"), ("flags", "### Model")):
+        assert main([word]) == 0
+        assert text in capsys.readouterr().out
+
+
+@pytest.fixture
+def engine(flags: list[str]) -> Iterator[Engine]:
+    names = [word.removeprefix("--").replace("-", "_") for word in flags[::2]]
+    values = [int(word) if word.isdigit() else word for word in flags[1::2]]
+    arguments: dict[str, Any] = dict(zip(names, values, strict=True))
+    with Engine(**arguments) as engine:
+        yield engine
+
+
+def test_generate_streams_marks_and_sums_up(engine: Engine) -> None:
+    out, notes = io.StringIO(), io.StringIO()
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, sampling_seed=1)
+    summary = asyncio.run(
+        generate(engine, "def fib(", params, painter=Painter(Style.MARKS), out=out, notes=notes)
+    )
+    text = out.getvalue()
+    assert text.startswith("def fib(")
+    assert text.endswith("\n")
+    assert text.count("‹") == text.count("›") > 3
+    assert "‹›" not in text
+    assert summary.num_tokens == 200
+    assert notes.getvalue() == f"{summary}\n"
+    assert re.fullmatch(
+        r"200 tokens in \d+\.\d\d s, \d+\.\d tokens/s, acceptance length \d\.\d\d", str(summary)
+    )
+    assert engine.is_closed
+
+
+def read_until(stream: IO[str] | None, text: str) -> str:
+    """Lines up to the one that holds `text`."""
+    assert stream is not None
+    seen = []
+    for line in stream:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError("".join(seen))
+
+
+def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
+    process = start("run_server.py", *flags, "--port", "0", "--enable-metrics")
+    try:
+        read_until(process.stderr, "--enable-metrics has no effect")
+        read_until(process.stderr, "loading ")
+        read_until(process.stderr, "compiled 3/3: ")
+        ready = read_until(process.stderr, "ready: ")
+        found = re.search(r"ready: (http://127\.0\.0\.1:\d+) after \d+\.\d s", ready)
+        assert found
+        with httpx.Client(base_url=found[1], timeout=60, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            body = {"text": "x", "sampling_params": {"max_new_tokens": 16000, "ignore_eos": True}}
+            with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                process.send_signal(signal.SIGINT)
+                rest = [line for line in lines if line]
+        assert '"code": 503' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert "stopped" in process.communicate(timeout=30)[1]
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = start("-m", "jspec.cli", "serve", *flags, "--port", port)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert f"cannot listen on host 127.0.0.1, port {port}" in errors
+    assert "loading" not in errors
+
+
+def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> None:
+    words = ["-m", "jspec.cli", "generate", *flags]
+    process = start(*words, "--max-new-tokens", "8", "--plain-marks", stdin=subprocess.PIPE)
+    out, errors = process.communicate("def fib(\n", timeout=120)
+    assert process.returncode == 0, errors
+    assert out.startswith("def fib(")
+    assert "tokens/s" in errors
+    process = start(*words, "def fib(", "--max-new-tokens", "16000", "--seed", "2")
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(8) == "def fib("
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "tokens/s" in errors
+        assert "interrupted" in errors
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.communicate()

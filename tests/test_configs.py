@@ -1,0 +1,41 @@
+"""Every file under configs/ is one that `jspec serve --config` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
+
+CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.toml"))
+
+
+def load(path: Path) -> Settings:
+    parser = FlagParser(prog="test")
+    add_flags(parser)
+    return parse_flags(parser, ["--config", str(path)])[1]
+
+
+def test_there_are_examples_for_each_kind_of_machine() -> None:
+    assert {path.stem for path in CONFIGS} >= {
+        "bundled-cpu",
+        "bundled-tree",
+        "llama-3.1-8b-eagle3-h200",
+        "llama-3.1-8b-eagle3-v5e-4",
+    }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_loads_and_says_what_it_is_for(path: Path) -> None:
+    settings = load(path)
+    assert settings.engine
+    assert settings.engine_args.speculative.num_steps > 0
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_tree_is_a_tree_and_v5e_has_four_chips() -> None:
+    by_name = {path.stem: load(path).engine_args for path in CONFIGS}
+    tree = by_name["bundled-tree"].speculative
+    assert (tree.num_steps, tree.topk, tree.num_draft_tokens) == (4, 4, 16)
+    assert by_name["llama-3.1-8b-eagle3-v5e-4"].tp_size == 4
