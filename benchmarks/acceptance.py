@@ -1,0 +1,125 @@
+"""Acceptance of the bundled pair on held-out modules, through the engine.
+
+    python -m benchmarks.acceptance [--prompts 100] [--out benchmarks/results/acceptance.json]
+
+100 prompts of 256 tokens, 128 generated; chain 3/1/4, chain 5/1/6, tree 4/4/16; temperature 0 and
+1; drafts ranked with shared noise and by plain top-k side by side. Acceptance length counts the
+bonus and leaves out prefill's token and the last, truncated step. The interval is a bootstrap over
+prompts. Looping outputs (more than half of the 8-grams seen before) are also reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import write_result
+from benchmarks.heldout import bootstrap_interval, heldout_prompts, repeated_share
+from jspec import Engine
+
+SHAPES = ((3, 1, 4), (5, 1, 6), (4, 4, 16))
+LOOPING = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
+    args = parser.parse_args()
+    rows = []
+    for steps, topk, nodes in SHAPES:
+        for noise in (True, False):
+            with Engine(
+                speculative_num_steps=steps,
+                speculative_eagle_topk=topk,
+                speculative_num_draft_tokens=nodes,
+                speculative_draft_noise=noise,
+                max_running_requests=args.batch,
+                dtype=args.dtype,
+                max_queued_requests=4 * args.prompts,
+            ) as engine:
+                prompts = heldout_prompts(
+                    engine.tokenizer, count=args.prompts, length=args.prompt_tokens
+                )
+                for temperature in (0.0, 1.0) if noise else (1.0,):
+                    row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
+                    row |= {"shape": f"{steps}/{topk}/{nodes}", "shared_noise": noise}
+                    rows.append(row)
+                    show(row)
+    write_result(args.out, {"settings": settings(args), "rows": rows})
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name != "out"}
+
+
+def measure(
+    engine: Engine, prompts: list[tuple[int, ...]], temperature: float, *, new_tokens: int
+) -> dict[str, Any]:
+    """One cell of the table. At temperature 0 shared noise and top-k are the same drafts."""
+    params = [
+        {
+            "temperature": temperature,
+            "max_new_tokens": new_tokens,
+            "sampling_seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(len(prompts))
+    ]
+    results = engine.generate(input_ids=prompts, sampling_params=params)
+    pairs, looping, free = [], [], []
+    for result in results:
+        meta = result["meta_info"]
+        full = meta["spec_verify_ct"] - 1  # the last step is usually cut by max_new_tokens
+        pair = (meta["acceptance_length"] * full, full)
+        pairs.append(pair)
+        (looping if repeated_share(result["output_ids"]) > LOOPING else free).append(pair)
+    histogram = [
+        sum(r["meta_info"]["spec_correct_drafts_histogram"][i] for r in results)
+        for i in range(engine.limits.spec.num_steps + 1)
+    ]
+    mean, low, high = bootstrap_interval(pairs)
+    return {
+        "temperature": temperature,
+        "acceptance_length": round(mean, 3),
+        "interval_95": [round(low, 3), round(high, 3)],
+        "histogram": histogram,
+        "agreement_by_depth": agreement(histogram),
+        "repeated_8gram_share": round(
+            sum(repeated_share(r["output_ids"]) for r in results) / len(results), 3
+        ),
+        "num_looping": len(looping),
+        "acceptance_length_looping": round(bootstrap_interval(looping)[0], 3) if looping else None,
+        "acceptance_length_free": round(bootstrap_interval(free)[0], 3) if free else None,
+    }
+
+
+def agreement(histogram: list[int]) -> list[float]:
+    """P(level d accepted | levels before it accepted): the drafts' agreement per depth."""
+    out = []
+    for depth in range(1, len(histogram)):
+        reached = sum(histogram[depth - 1 :])
+        out.append(round(sum(histogram[depth:]) / reached, 3) if reached else 0.0)
+    return out
+
+
+def show(row: dict[str, Any]) -> None:
+    low, high = row["interval_95"]
+    noise = "shared noise" if row["shared_noise"] else "plain top-k"
+    print(
+        f"{row['shape']:8} T={row['temperature']:g} {noise:13} "
+        f"{row['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]  by depth "
+        f"{row['agreement_by_depth']}  8-grams repeated {row['repeated_8gram_share']:.2f}, "
+        f"looping {row['num_looping']} ({row['acceptance_length_looping']}), "
+        f"others {row['acceptance_length_free']}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

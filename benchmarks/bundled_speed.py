@@ -1,0 +1,150 @@
+"""Speculation against plain decoding on this machine: the bundled pair at batch 1, and start-up.
+
+    python -m benchmarks.bundled_speed [--out benchmarks/results/bundled_speed_cpu.json]
+
+Engines for plain decoding and for each S/K/N live side by side and take turns prompt by prompt, so
+that whatever else the machine does hits all of them alike; the median ratio is what counts. The
+text must be the same: it is asserted. The host gap is the time between a result's arrival and the
+next dispatch's end, by overlap depth, from the recorded trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import write_result
+from benchmarks.heldout import heldout_prompts
+from jspec import Engine
+from jspec.scheduler.loop import TraceEvent, TraceKind
+
+SHAPES = {"plain": None, "3/1/4": (3, 1, 4), "5/1/6": (5, 1, 6), "4/4/16": (4, 4, 16)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/bundled_speed_cpu.json")
+    )
+    args = parser.parse_args()
+    engines = {name: make_engine(shape, args.dtype) for name, shape in SHAPES.items()}
+    prompts = heldout_prompts(
+        engines["plain"].tokenizer, count=args.prompts, length=args.prompt_tokens, seed=1
+    )
+    tables = {}
+    for temperature in args.temperatures:
+        tables[f"temperature {temperature:g}"] = compare(
+            engines, prompts, temperature, new_tokens=args.new_tokens
+        )
+    startup = {name: round(engine.startup_seconds, 2) for name, engine in engines.items()}
+    for engine in engines.values():
+        engine.shutdown()
+    gaps = {f"depth {depth}": host_gap(depth, prompts[0], args.dtype) for depth in (0, 1, 2)}
+    for name, gap in gaps.items():
+        print(f"host gap, {name}: {gap}")
+    write_result(args.out, {"speed": tables, "startup_seconds": startup, "host_gap": gaps})
+
+
+def make_engine(shape: tuple[int, int, int] | None, dtype: str, **more: Any) -> Engine:
+    if shape is None:
+        return Engine(speculative_algorithm="NONE", max_running_requests=1, dtype=dtype, **more)
+    steps, topk, nodes = shape
+    return Engine(
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+        max_running_requests=1,
+        dtype=dtype,
+        **more,
+    )
+
+
+def compare(
+    engines: dict[str, Engine],
+    prompts: list[tuple[int, ...]],
+    temperature: float,
+    *,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Median decode tokens/s by engine and the median of per-prompt ratios to plain."""
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    lengths: dict[str, list[float]] = {name: [] for name in engines}
+    same = dict.fromkeys(engines, 0)
+    for i, prompt in enumerate(prompts):
+        params = {
+            "temperature": temperature,
+            "max_new_tokens": new_tokens,
+            "sampling_seed": i,
+            "ignore_eos": True,
+        }
+        texts = {}
+        for name, engine in engines.items():
+            seconds, result = decode_seconds(engine, prompt, params)
+            texts[name] = result["output_ids"]
+            speeds[name].append((new_tokens - 1) / seconds)
+            lengths[name].append(result["meta_info"].get("acceptance_length", 1.0))
+            same[name] += texts[name] == texts["plain"]
+    table = {}
+    for name in engines:
+        ratios = [a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)]
+        table[name] = {
+            "tokens_per_second": round(statistics.median(speeds[name]), 1),
+            "ratio_to_plain": round(statistics.median(ratios), 3),
+            "acceptance_length": round(statistics.mean(lengths[name]), 3),
+            "same_text_as_plain": f"{same[name]} of {len(prompts)}",
+        }
+        print(f"T={temperature:g} {name:7} {table[name]}", flush=True)
+    return table
+
+
+def decode_seconds(
+    engine: Engine, prompt: tuple[int, ...], params: dict[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """Seconds from the first token to the last, and the finished result."""
+    stream = engine.generate(input_ids=prompt, sampling_params=params, stream=True)
+    result: dict[str, Any] = next(stream)
+    first = time.perf_counter()
+    for chunk in stream:
+        result = chunk
+    return time.perf_counter() - first, result
+
+
+def host_gap(depth: int, prompt: tuple[int, ...], dtype: str) -> dict[str, float]:
+    """Median milliseconds of a decode step, and of it what the host adds.
+
+    Gap: from the end of collecting step t to the end of the next dispatch behind it. At depth 0
+    the device idles for all of it; at depth 1 and 2 it has work queued.
+    """
+    trace: list[TraceEvent] = []
+    with make_engine((3, 1, 4), dtype, overlap_depth=depth, trace=trace) as engine:
+        params = {"temperature": 0, "max_new_tokens": 256, "ignore_eos": True}
+        engine.generate(input_ids=prompt, sampling_params=params)
+        trace.clear()
+        engine.generate(input_ids=prompt, sampling_params=params)
+    collects = [e for e in trace if e.kind is TraceKind.COLLECT]
+    dispatches = [e for e in trace if e.kind is TraceKind.DISPATCH]
+    steps = [b.ended - a.ended for a, b in itertools.pairwise(collects)]
+    gaps = []
+    for collect in collects[:-1]:
+        behind = [d.ended for d in dispatches if d.ended > collect.ended]
+        if behind:
+            gaps.append(min(behind) - collect.ended)
+    waits = [e.ended - e.started for e in collects]
+    return {
+        "step_ms": round(1e3 * statistics.median(steps), 3),
+        "host_gap_ms": round(1e3 * statistics.median(gaps), 3),
+        "collect_wait_ms": round(1e3 * statistics.median(waits), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What a result must say about where it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+import jspec
+
+
+def describe() -> dict[str, Any]:
+    """Command, chip, versions, commit."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    ).stdout.strip()
+    device = jax.devices()[0]
+    return {
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "chip": device.device_kind if device.platform != "cpu" else cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "jspec": jspec.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "cpu"
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """One JSON file: the environment and the numbers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"environment": describe(), **result}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
