@@ -19,8 +19,10 @@ import jax
 
 from jspec import __version__
 from jspec.core.config import ServeLimits
+from jspec.core.config_io import load_transformer_config
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.protocols import TextStream
 from jspec.core.request import Request, StreamChunk
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
@@ -30,8 +32,8 @@ from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_if_open, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler, SchedulerStats
-from jspec.text.intake import Intake, Params
-from jspec.text.stream import TokenizedStream
+from jspec.text.intake import NO_TOKENIZER, Intake, Params
+from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
 
 
@@ -56,20 +58,37 @@ class Engine:
         started = time.monotonic()
         self.args = EngineArgs.from_mapping(arguments)
         paths = resolve_paths(self.args)
-        self.tokenizer = Tokenizer.from_directory(paths.tokenizer)
+        self._tokenizer: Tokenizer | None = None
+        if self.args.skip_tokenizer_init:
+            self.eos_token_ids = load_transformer_config(paths.target).eos_token_ids
+        else:
+            self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
+            self.eos_token_ids = self._tokenizer.eos_token_ids
         runner = build_runner(self.args, progress=progress)
         self._limits = runner.limits
         self._runner = runner
         self._intake = Intake(
-            self.tokenizer, vocab_size=runner.vocab_size, random_seed=self.args.random_seed
+            self._tokenizer,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            random_seed=self.args.random_seed,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
         self._loop = EngineLoop(self._scheduler, runner, trace=trace)
         self._home = HomeLoop()
         self.startup_seconds = time.monotonic() - started
 
-    def _make_stream(self, request: Request) -> TokenizedStream:
-        return TokenizedStream(self.tokenizer, stop=request.sampling.stop)
+    def _make_stream(self, request: Request) -> TextStream:
+        if self._tokenizer is None:
+            return IdsOnlyStream()
+        return TokenizedStream(self._tokenizer, stop=request.sampling.stop)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError if the engine was started with skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise RequestError(f"text was asked for; {NO_TOKENIZER} token ids only")
+        return self._tokenizer
 
     @property
     def limits(self) -> ServeLimits:
@@ -78,6 +97,11 @@ class Engine:
     @property
     def stats(self) -> SchedulerStats:
         return self._loop.stats
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which a step was in flight, idle time left out."""
+        return self._loop.busy_seconds
 
     @property
     def is_closed(self) -> bool:

@@ -10,13 +10,15 @@ import asyncio
 import enum
 import io
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
+from jspec.core.config_io import load_default_temperature
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.server.flag_table import GROUPS
@@ -32,7 +34,9 @@ USAGE = """usage: jspec COMMAND [flags]
   generate    complete a prompt in the terminal; jspec generate --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
+  help        print this
 """
+SEED_BITS = 32  # of a seed drawn here: enough not to meet again, few enough to type
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
 
 
@@ -46,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),
+        "help": lambda _: _say(USAGE.rstrip()),
         "--help": lambda _: _say(USAGE.rstrip()),
         "-h": lambda _: _say(USAGE.rstrip()),
     }
@@ -158,18 +163,28 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What one generation came to. seconds: prompt included."""
+    """What one generation came to, and how to repeat it.
+
+    seconds: prompt included; first_seconds: until the prompt was read and its token was there.
+    """
 
     num_tokens: int
     seconds: float
+    first_seconds: float
     counters: SpecCounters
+    temperature: float
+    seed: int
 
     def __str__(self) -> str:
-        rate = self.num_tokens / self.seconds if self.seconds else 0.0
-        line = f"{self.num_tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"
+        plural = "" if self.num_tokens == 1 else "s"
+        line = f"{self.num_tokens} token{plural} in {self.seconds:.2f} s"
+        if self.num_tokens > 1:
+            rate = (self.num_tokens - 1) / (self.seconds - self.first_seconds)
+            line += f", {rate:.1f} tokens/s after the first"
         if self.counters.verify_ct:
             line += f", acceptance length {self.counters.acceptance_length:.2f}"
-        return line
+        seed = f", seed {self.seed}" if self.temperature else ""
+        return f"{line}, temperature {self.temperature:g}{seed}"
 
 
 def run_generate(argv: Sequence[str]) -> int:
@@ -180,18 +195,25 @@ def run_generate(argv: Sequence[str]) -> int:
         description="Completes a prompt in the terminal; accepted draft tokens stand out.",
     )
     parser.add_argument("prompt", nargs="?", help="Text to continue; unset: standard input")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="Most new tokens (128)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 is greedy; unset: the model's own, 0.7 for the bundled pair "
+        "(generation_config.json), 1 if it has none",
+    )
+    parser.add_argument("--max-new-tokens", type=int, help="Most new tokens (128)")
     parser.add_argument("--seed", type=int, help="The same seed gives the same text")
     parser.add_argument(
         "--plain-marks", action="store_true", help="‹ and › around accepted drafts, no colour"
     )
     add_flags(parser, groups=ENGINE_GROUPS)
     options, settings = parse_flags(parser, argv)
-    sampling = SamplingParams(
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        sampling_seed=options.seed,
+    sampling = SamplingParams.from_mapping(
+        {
+            "temperature": options.temperature,
+            "max_new_tokens": options.max_new_tokens,
+            "sampling_seed": options.seed,
+        }
     )
     prompt = read_prompt(options.prompt, sys.stdin)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -199,8 +221,14 @@ def run_generate(argv: Sequence[str]) -> int:
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
     from jspec.api import Engine
+    from jspec.engine.loading import resolve_paths
 
-    with Engine(progress=_show_progress(sys.stderr), **settings.engine) as engine:
+    if options.temperature is None:
+        paths = resolve_paths(settings.engine_args)
+        sampling = replace(sampling, temperature=load_default_temperature(paths.target))
+    if options.seed is None and settings.engine_args.random_seed is None:
+        sampling = replace(sampling, sampling_seed=secrets.randbits(SEED_BITS))
+    with Engine(progress=_show_progress(sys.stderr), **one_stream(settings.engine)) as engine:
         style = choose_style(sys.stdout, plain_marks=options.plain_marks)
         asyncio.run(
             generate(
@@ -208,6 +236,15 @@ def run_generate(argv: Sequence[str]) -> int:
             )
         )
     return 0
+
+
+def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments with which as little is compiled as one sequence needs, unless `given`.
+
+    One row, and one size of prefill chunk: a first start waits for three programs. A small chunk
+    costs a long prompt more steps, which are short beside another compilation.
+    """
+    return {"max_running_requests": 1, "chunked_prefill_size": 32, **given}
 
 
 def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:
@@ -250,19 +287,27 @@ async def generate(
     (request,) = engine.requests(prompt=prompt, sampling_params=sampling)
     tracker = SpecTokenTracker(engine.tokenizer)
     started, num_tokens, counters = time.monotonic(), 0, SpecCounters()
+    first = started
     (stream,) = await engine.submit((request,))
     out.write(painter.prompt(prompt))
     out.flush()
     try:
         async for chunk in stream:
+            first = time.monotonic() if num_tokens == 0 else first
             num_tokens += len(chunk.new_ids)
             counters = chunk.counters
             out.write(painter.paint(tracker.push(chunk)))
             out.flush()
     finally:
         await stream.aclose()
-        seconds = time.monotonic() - started
-        summary = Summary(num_tokens=num_tokens, seconds=seconds, counters=counters)
+        summary = Summary(
+            num_tokens=num_tokens,
+            seconds=time.monotonic() - started,
+            first_seconds=first - started,
+            counters=counters,
+            temperature=sampling.temperature,
+            seed=request.seed,
+        )
         out.write(painter.close() + "\n")
         out.flush()
         notes.write(f"{summary}\n")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,9 +19,11 @@ import httpx
 import pytest
 
 from jspec.api import Engine
-from jspec.cli import Painter, Style, choose_style, generate, main, read_prompt
+from jspec.cli import Painter, Style, Summary, choose_style, generate, main, one_stream, read_prompt
+from jspec.core.config_io import load_default_temperature
 from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams
+from jspec.core.request import SamplingParams, SpecCounters
+from jspec.engine.loading import BUNDLED
 from jspec.server.spec_tokens import SpecToken
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
@@ -37,12 +40,12 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
 
 
 @pytest.fixture(scope="module")
 def flags(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """One slot, so three programs; kept on disk, so compiled once for all processes."""
+    """What `jspec generate` chooses, said for `serve` too; on disk, so compiled once for all."""
     return [
         *("--model-path", str(pair.target_path), "--speculative-algorithm", "EAGLE3"),
         *("--speculative-draft-model-path", str(pair.draft_path)),
@@ -109,7 +112,9 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["serve", "--model-path", "nowhere"], "model_path is 'nowhere'"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["generate", "x", "--port", "1"], "unknown flag '--port'"),
-        (["generate", "x", "y"], "unexpected argument 'y'"),
+        (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
+        (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
+        (["serve", "y"], "unexpected argument 'y'; expected flags\n"),
         (["generate", "x", "--seed", "-1"], "sampling_seed is -1"),
     ],
 )
@@ -122,7 +127,9 @@ def test_what_was_asked_wrongly_is_one_line_and_a_status(
 
 
 def test_words_that_only_print(capsys: pytest.CaptureFixture[str]) -> None:
-    for word, text in (("version", "jspec 0."), ("--help", "usage: jspec"), ("flags", "### Model")):
+    usage = "usage: jspec"
+    words = {"version": "jspec 0.", "--help": usage, "help": usage, "flags": "### Model"}
+    for word, text in words.items():
         assert main([word]) == 0
         assert text in capsys.readouterr().out
 
@@ -134,6 +141,23 @@ def engine(flags: list[str]) -> Iterator[Engine]:
     arguments: dict[str, Any] = dict(zip(names, values, strict=True))
     with Engine(**arguments) as engine:
         yield engine
+
+
+def test_one_stream_compiles_three_programs_and_flags_win(engine: Engine) -> None:
+    assert engine.get_server_info()["num_programs"] == 3
+    assert one_stream({}) == {"max_running_requests": 1, "chunked_prefill_size": 32}
+    given = {"max_running_requests": 4, "page_size": 64}
+    assert one_stream(given) == {**given, "chunked_prefill_size": 32}
+
+
+def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "0 is greedy; unset: the model's own, 0.7 for the bundled pair" in text
+    assert load_default_temperature(BUNDLED / "target") == 0.7
+    assert "Most new tokens (128)" in text
+    assert SamplingParams().wanted_tokens == 128
 
 
 def test_generate_streams_marks_and_sums_up(engine: Engine) -> None:
@@ -150,7 +174,9 @@ def test_generate_streams_marks_and_sums_up(engine: Engine) -> None:
     assert summary.num_tokens == 200
     assert notes.getvalue() == f"{summary}\n"
     assert re.fullmatch(
-        r"200 tokens in \d+\.\d\d s, \d+\.\d tokens/s, acceptance length \d\.\d\d", str(summary)
+        r"200 tokens in \d+\.\d\d s, \d+\.\d tokens/s after the first, acceptance length \d\.\d\d, "
+        r"temperature 1, seed 1",
+        str(summary),
     )
     assert engine.is_closed
 
@@ -164,6 +190,20 @@ def read_until(stream: IO[str] | None, text: str) -> str:
         if text in line:
             return line
     raise AssertionError("".join(seen))
+
+
+def test_the_rate_leaves_the_prompt_out() -> None:
+    summary = Summary(
+        num_tokens=21,
+        seconds=12.0,
+        first_seconds=10.0,
+        counters=SpecCounters(),
+        temperature=0,
+        seed=7,
+    )
+    assert str(summary) == "21 tokens in 12.00 s, 10.0 tokens/s after the first, temperature 0"
+    alone = replace(summary, num_tokens=1, seconds=10.0)
+    assert str(alone) == "1 token in 10.00 s, temperature 0"
 
 
 def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
@@ -208,7 +248,10 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
     out, errors = process.communicate("def fib(\n", timeout=120)
     assert process.returncode == 0, errors
     assert out.startswith("def fib(")
-    assert "tokens/s" in errors
+    found = re.search(r"^\d+ tokens? in .* temperature 1, seed (\d+)$", errors, re.M)
+    assert found, errors
+    again = ("--max-new-tokens", "8", "--plain-marks", "--seed", found[1])
+    assert start(*words, "def fib(", *again).communicate(timeout=120)[0] == out
     process = start(*words, "def fib(", "--max-new-tokens", "16000", "--seed", "2")
     try:
         assert process.stdout is not None
@@ -216,7 +259,7 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 130
-        assert "tokens/s" in errors
+        assert "temperature 1, seed 2\n" in errors
         assert "interrupted" in errors
         assert "Traceback" not in errors
     finally:

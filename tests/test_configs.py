@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
 
-CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.toml"))
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 def load(path: Path) -> Settings:
@@ -32,6 +34,13 @@ def test_a_config_loads_and_says_what_it_is_for(path: Path) -> None:
     assert settings.engine
     assert settings.engine_args.speculative.num_steps > 0
     assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_example_says_how_long_the_recorded_recipe_took() -> None:
+    result = ROOT / "benchmarks" / "results" / "bundled_pair_training.json"
+    seconds = json.loads(result.read_text(encoding="utf-8"))["stage_seconds"]
+    text = (ROOT / "examples" / "train_bundled_pair.py").read_text(encoding="utf-8")
+    assert f"{sum(seconds.values()) / 60:.1f} minutes" in " ".join(text.split())
 
 
 def test_the_tree_is_a_tree_and_v5e_has_four_chips() -> None:

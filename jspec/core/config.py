@@ -23,19 +23,27 @@ class Algorithm(enum.Enum):
 class SpeculativeConfig:
     """S/K/N: num_steps levels, topk branches a level, num_draft_tokens nodes, root included.
 
-    Plain decoding is 0/1/1: a tree of one node.
+    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
+    every verification emits this many tokens on average, whatever the target chose; the text is
+    then not the model's.
     """
 
     algorithm: Algorithm = Algorithm.NONE
     num_steps: int = 0
     topk: int = 1
     num_draft_tokens: int = 1
+    simulate_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
         if self.algorithm is Algorithm.NONE:
             if (self.num_steps, self.topk, self.num_draft_tokens) != (0, 1, 1):
                 raise ConfigError(f"{spec} without a draft model; expected 0/1/1")
+            if self.simulate_acceptance is not None:
+                raise ConfigError(
+                    f"simulate_acceptance is {self.simulate_acceptance}, but "
+                    f"speculative_algorithm is NONE; expected it unset"
+                )
             return
         if self.num_steps < 1:
             raise ConfigError(f"speculative_num_steps is {self.num_steps}; expected at least 1")
@@ -51,6 +59,18 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{spec}: the tree has K + (S-1)*K*K = {self.pool_size} candidates, so "
                 f"speculative_num_draft_tokens must be from 2 to {most}"
+            )
+        self._check_simulation()
+
+    def _check_simulation(self) -> None:
+        value, most = self.simulate_acceptance, self.max_emitted
+        if value is None:
+            return
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 1.0 <= value <= most:  # NaN is not
+            raise ConfigError(
+                f"simulate_acceptance is {value!r}; expected a number from 1 to S + 1 = {most}, "
+                f"tokens emitted a verification, bonus included"
             )
 
     @classmethod

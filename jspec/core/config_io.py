@@ -110,6 +110,20 @@ def load_transformer_config(path: Path) -> TransformerConfig:
     return config
 
 
+def load_default_temperature(path: Path) -> float:
+    """What `path`/generation_config.json samples at: 0 if it does not sample, 1 if it is silent.
+
+    Raises CheckpointError.
+    """
+    generation = path / "generation_config.json"
+    if not generation.exists():
+        return 1.0
+    fields = _read_json(generation)
+    if fields.get("do_sample") is False or fields.get("temperature") == 0:
+        return 0.0
+    return fields.number("temperature", 1.0)
+
+
 def load_eagle3_config(
     path: Path, *, target: TransformerConfig, draft_rope_theta: float | None = None
 ) -> Eagle3Config:

@@ -16,6 +16,7 @@ from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,12 @@ class EngineArgs:
     speculative_draft_rope_theta: overrides the draft checkpoint's rope theta.
     speculative_draft_noise: False drafts plain top-k instead of with shared noise (same text,
         fewer accepted drafts; for measurements).
+    simulate_acceptance: every verification emits this many tokens on average, bonus included,
+        whatever the target chose, at the cost of real steps; for measurements, the text means
+        nothing.
+    load_format: "auto" reads safetensors; "dummy" makes random weights on the devices, at the
+        shapes of config.json.
+    skip_tokenizer_init: no tokenizer; token ids in, token ids out.
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
     max_total_tokens: size of the KV pool in tokens. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
@@ -48,6 +55,9 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = None
     speculative_draft_rope_theta: float | None = None
     speculative_draft_noise: bool = True
+    simulate_acceptance: float | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
     dtype: str = "auto"
     page_size: int | None = None
     max_running_requests: int | None = None
@@ -63,6 +73,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
         for name in ("page_size", "max_running_requests", "context_length", "max_total_tokens"):
             _check_positive(name, getattr(self, name))
         _check_positive("chunked_prefill_size", self.chunked_prefill_size)
@@ -130,10 +141,11 @@ class EngineArgs:
         for name, value in given.items():
             _check_positive(name, value)
         if self.algorithm is Algorithm.NONE:
-            for name, value in given.items():
-                if value is not None:
+            unset = {**given, "simulate_acceptance": self.simulate_acceptance}
+            for name, found in unset.items():
+                if found is not None:
                     raise ConfigError(
-                        f"{name} is {value}, but speculative_algorithm is NONE; expected it unset"
+                        f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
             return SpeculativeConfig.plain()
         steps, topk, nodes = given.values()
@@ -143,7 +155,11 @@ class EngineArgs:
             pool = topk + (steps - 1) * topk * topk
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
         return SpeculativeConfig(
-            algorithm=self.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
+            algorithm=self.algorithm,
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=nodes,
+            simulate_acceptance=self.simulate_acceptance,
         )
 
 

@@ -51,5 +51,10 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """Text still held back, once no more ids will come."""
+        """Text still held back, once no more ids will come; it may complete a stop string."""
+        ...
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, whether push or flush completed it."""
         ...

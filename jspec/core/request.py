@@ -12,6 +12,7 @@ from typing import Any
 
 from jspec.core.errors import RequestError
 
+DEFAULT_NEW_TOKENS = 128  # SGLang's
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 # The device masks stop tokens while fewer than min_new_tokens are out; one row holds this many.
@@ -22,6 +23,7 @@ MAX_MASKED_STOP_IDS = 16
 class SamplingParams:
     """How one request is sampled and when it stops.
 
+    max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them.
     temperature: 0 means greedy; any other value divides the logits before filtering.
     top_k (-1 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
     frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
@@ -29,7 +31,7 @@ class SamplingParams:
     stop: strings that end the text (trimmed from it); stop_token_ids: ids that end it.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_k: int = -1
@@ -44,8 +46,13 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, low=1, high=MAX_INT)
-        _check_int("min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
+        _check_int("max_new_tokens", self.wanted_tokens, low=1, high=MAX_INT)
+        _check_int("min_new_tokens", self.min_new_tokens, low=0)
+        if self.min_new_tokens > self.wanted_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
+                f"is {self.wanted_tokens}"
+            )
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
         _check_int("top_k", self.top_k, low=-1)
         if self.top_k == 0:
@@ -88,6 +95,11 @@ class SamplingParams:
         return cls(**cleaned)
 
     @property
+    def wanted_tokens(self) -> int:
+        """max_new_tokens, or its default."""
+        return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+    @property
     def needs_full_sampling(self) -> bool:
         """Whether the row needs filters, penalties or a minimum length (the `full` programs)."""
         return (
@@ -100,13 +112,17 @@ class SamplingParams:
         )
 
 
-def unknown_field(where: str, name: str, known: set[str]) -> str:
-    """The message for a field that is not in `known`, with the nearest name suggested."""
+def unknown_field(where: str, name: str, known: set[str], *, hint: str = "") -> str:
+    """The message for a field that is not in `known`.
+
+    hint: what was meant, if that is known; else the nearest name is suggested.
+    """
     import difflib
 
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{where} has the unknown field {name!r}; {hint}expected one of {sorted(known)}"
+    if not hint:
+        hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
+    did_you_mean = f"did you mean {hint}? " if hint else ""
+    return f"{where} has the unknown field {name!r}; {did_you_mean}expected one of {sorted(known)}"
 
 
 def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints onto devices: configs, weights, and the static models that go with them."""
+"""Checkpoints onto devices: configs, weights, and the static models that go with them.
+
+With `load_format` "dummy" only the configs are read, and random weights are made on the devices.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jspec.core import sharding
-from jspec.core.config import Algorithm, TransformerConfig
+from jspec.core.config import Algorithm, Eagle3Config, TransformerConfig
 from jspec.core.config_io import load_eagle3_config, load_transformer_config
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.engine.dummy_weights import dummy_params
 from jspec.layers.linear import Shard
 from jspec.models.hf_eagle3 import load_eagle3
 from jspec.models.hf_llama import load_llama
+from jspec.models.llama import Params
 from jspec.models.paged import PagedEagle3, PagedLlama
 from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
 
@@ -78,45 +83,84 @@ def load_models(
     target_config = load_transformer_config(paths.target)
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     check_divisible(target_config, shards=mesh.size)
-    host_dtype = np.dtype(dtype)
-    weights = load_llama(paths.target, target_config, dtype=host_dtype, shards=mesh.size)
-    placed = place(mesh, {"target": weights})["target"]
     if paths.draft is None:
-        target, _ = PagedLlama.create(target_config, shard=shard, dtype=dtype)
+        target, abstract = PagedLlama.create(target_config, shard=shard, dtype=dtype)
+        placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
         return LoadedModels(
             target=target,
             drafter=NoDrafter(),
             params={"target": placed, "draft": {}},
             target_config=target_config,
         )
+    draft_config = _draft_config(args, paths.draft, target_config, shards=mesh.size)
+    target, abstract = PagedLlama.create(
+        target_config, shard=shard, dtype=dtype, aux_layer_ids=draft_config.aux_layer_ids
+    )
+    placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
+    head, abstract = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
+    draft = _draft_params(args, paths.draft, draft_config, abstract, placed, mesh=mesh)
+    drafter = EagleDrafter(head, args.speculative, draft_noise=args.speculative_draft_noise)
+    return LoadedModels(
+        target=target,
+        drafter=drafter,
+        params={"target": placed, "draft": draft},
+        target_config=target_config,
+        draft_layer=draft_config.layer,
+    )
+
+
+def _draft_config(
+    args: EngineArgs, path: Path, target_config: TransformerConfig, *, shards: int
+) -> Eagle3Config:
+    """The head's config, checked against the arguments that it must fit."""
     draft_config = load_eagle3_config(
-        paths.draft, target=target_config, draft_rope_theta=args.speculative_draft_rope_theta
+        path, target=target_config, draft_rope_theta=args.speculative_draft_rope_theta
     )
     if args.speculative.topk > draft_config.draft_vocab_size:
         raise ConfigError(
             f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
             f"{draft_config.draft_vocab_size}, the draft vocabulary"
         )
-    if draft_config.draft_vocab_size % mesh.size:
+    if draft_config.draft_vocab_size % shards:
         raise ConfigError(
-            f"tp_size is {mesh.size}; expected a divisor of the draft vocabulary "
+            f"tp_size is {shards}; expected a divisor of the draft vocabulary "
             f"{draft_config.draft_vocab_size}"
         )
-    draft_weights = load_eagle3(
-        paths.draft, draft_config, target_params=placed, dtype=host_dtype, shards=mesh.size
+    return draft_config
+
+
+def _target_params(
+    args: EngineArgs, path: Path, config: TransformerConfig, abstract: Params, *, mesh: Mesh
+) -> Params:
+    """The target's params on the mesh, in the dtype of `abstract`: read, or made."""
+    if args.load_format == "dummy":
+        made = dummy_params({"target": abstract}, mesh=mesh, vocab_size=config.vocab_size)
+        return made["target"]
+    dtype = abstract["embed"]["table"].dtype
+    weights = load_llama(path, config, dtype=np.dtype(dtype), shards=mesh.size)
+    return place(mesh, {"target": weights})["target"]
+
+
+def _draft_params(
+    args: EngineArgs,
+    path: Path,
+    config: Eagle3Config,
+    abstract: Params,
+    target_params: Params,
+    *,
+    mesh: Mesh,
+) -> Params:
+    """The head's params on the mesh; a dummy head reads the target's embedding, as most do."""
+    if args.load_format == "dummy":
+        own = {name: value for name, value in abstract.items() if name != "embed"}
+        vocab_size = config.layer.vocab_size
+        made = dummy_params({"draft": own}, mesh=mesh, vocab_size=vocab_size)["draft"]
+        return {**made, "embed": target_params["embed"]}
+    dtype = abstract["fc"]["kernel"].dtype
+    weights = load_eagle3(
+        path, config, target_params=target_params, dtype=np.dtype(dtype), shards=mesh.size
     )
-    target, _ = PagedLlama.create(
-        target_config, shard=shard, dtype=dtype, aux_layer_ids=draft_config.aux_layer_ids
-    )
-    head, _ = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
-    drafter = EagleDrafter(head, args.speculative, draft_noise=args.speculative_draft_noise)
-    return LoadedModels(
-        target=target,
-        drafter=drafter,
-        params={"target": placed, "draft": place(mesh, {"draft": draft_weights})["draft"]},
-        target_config=target_config,
-        draft_layer=draft_config.layer,
-    )
+    return place(mesh, {"draft": weights})["draft"]
 
 
 def place(mesh: Mesh, params: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def resolve_limits(
     """
     platform = devices[0].platform
     is_cpu = platform == "cpu"
-    context = args.context_length or target.max_position
+    context = _context_length(args, target)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
     page_size = args.page_size or 16
     chunk = args.chunked_prefill_size or (256 if is_cpu else 2048)
@@ -74,6 +74,17 @@ def resolve_limits(
         overlap_depth=args.overlap_depth,
         max_queued_requests=args.max_queued_requests,
     )
+
+
+def _context_length(args: EngineArgs, target: TransformerConfig) -> int:
+    """The argument, or all of the model's; beyond the model's the text would be nonsense."""
+    most = target.max_position
+    if args.context_length is not None and args.context_length > most:
+        raise ConfigError(
+            f"context_length is {args.context_length}; expected at most {most}, "
+            f"max_position_embeddings in the model's config.json"
+        )
+    return args.context_length or most
 
 
 def _few(num_slots: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import RequestError
+from jspec.core.request import DEFAULT_NEW_TOKENS
 
 # A newcomer beside running rows must leave them pages for this many more steps, else the next
 # few steps would retract it again and its prefill would be wasted.
@@ -58,15 +59,17 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
     return pages_for_decode(limits, goal, unread_steps=0)
 
 
-def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int) -> int:
-    """max_new_tokens, bounded by the context and by what the whole pool can hold.
+def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:
+    """max_new_tokens, bounded by what the whole pool can hold; None: the default, bounded by both.
 
     A sequence that reaches the bound finishes with "length". At least 1, because the prefill
-    alone emits one token and needs no scratch.
+    alone emits one token and needs no scratch. As SGLang does: what was asked for beyond the
+    context is an error, what was not asked for is clipped, and a small pool clips both.
 
     Raises:
-        RequestError: the prompt is empty, leaves no room for a token in the context, or is longer
-            than the whole pool: what can never run. Everything else runs, if need be alone.
+        RequestError: the prompt is empty, leaves no room for a token or for max_new_tokens in the
+            context, or is longer than the whole pool: what can never run. Everything else runs,
+            if need be alone.
     """
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")
@@ -81,5 +84,11 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
             f"of the whole KV pool (max_total_tokens)"
         )
     in_context = limits.context_length - prompt_len
+    if max_new_tokens is not None and max_new_tokens > in_context:
+        raise RequestError(
+            f"max_new_tokens is {max_new_tokens} after a prompt of {prompt_len} tokens; expected "
+            f"at most {in_context}, which is left of the context length {limits.context_length}"
+        )
+    wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     in_pool = capacity(limits) - limits.spec.num_scratch_rows - prompt_len + 2
-    return min(max_new_tokens, in_context, max(in_pool, 1))
+    return min(wanted, in_context, max(in_pool, 1))

@@ -45,6 +45,24 @@ class TraceEvent:
     ended: float
 
 
+class BusyClock:
+    """Seconds during which it ran, the current run included. Readable from any thread."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)  # before this run, its start
+
+    @property
+    def seconds(self) -> float:
+        before, started = self._state
+        return before if started is None else before + time.monotonic() - started
+
+    def start(self) -> None:
+        self._state = (self.seconds, time.monotonic())
+
+    def stop(self) -> None:
+        self._state = (self.seconds, None)
+
+
 class ChunkStream(AsyncIterator[StreamChunk]):
     """The chunks of one request, up to and including the one with the finish reason.
 
@@ -114,6 +132,12 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._cause: BaseException | None = None
+        self._busy = BusyClock()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which a step was in flight, idle time left out."""
+        return self._busy.seconds
 
     @property
     def stats(self) -> SchedulerStats:
@@ -174,12 +198,15 @@ class EngineLoop:
         self._engine_thread.shutdown(wait=False)
 
     async def _run(self) -> None:
+        self._busy.start()
         try:
             while not self._is_closing:
                 self._wake.clear()
                 plan = self._scheduler.plan()
                 if plan is None and not self._in_flight:
+                    self._busy.stop()
                     await self._wake.wait()
+                    self._busy.start()
                 else:
                     await self._turn(plan)
             self._end_streams("it was closed")
@@ -190,6 +217,7 @@ class EngineLoop:
             self._end_streams("its loop died")
         finally:  # also when the event loop is torn down and cancels this task
             self._is_closing = True
+            self._busy.stop()
             self._end_streams("its event loop ended")
             self._engine_thread.shutdown(wait=False)
 

@@ -117,7 +117,7 @@ class Scheduler:
     # Requests in, and out before their time.
 
     def submit(self, request: Request) -> None:
-        """Queues a request. max_new_tokens is clipped to the context and to the pool.
+        """Queues a request. max_new_tokens is bounded (budget.clip_max_new_tokens).
 
         Raises:
             RequestError: its id is in use, or it can never run (budget.clip_max_new_tokens).

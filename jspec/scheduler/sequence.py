@@ -146,26 +146,29 @@ class Sequence:
         """Cuts one step's ids once and appends what is left to the output.
 
         Order of the rules: a stop string, then a stop token or EOS, then the length. A stop token
-        on the last token allowed is a stop. A stop token is kept as an id and has no text. Neither
-        a stop token nor a stop string counts among the first min_new_tokens tokens.
+        on the last token allowed is a stop. A stop token is kept as an id and has no text, unless
+        the text before it, flushed, ends in a stop string. Neither a stop token nor a stop string
+        counts among the first min_new_tokens tokens.
         """
         num_out, low = len(self.emitted_ids), self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.stop_ids, begin=low - num_out)
         text = self._push(kept[:stop], num_barred=low - num_out)
-        if text.matched is not None:
+        is_last = stop < len(kept) or len(kept) == self.num_tokens_left
+        # After a stop string nothing may follow; otherwise what was held back is now final.
+        held_back = self.text_stream.flush() if is_last and text.matched is None else ""
+        matched = self.text_stream.matched
+        if matched is not None:
             kept = kept[: text.num_ids]
-            finish = FinishReason(kind=FinishKind.STOP, matched=text.matched)
+            finish = FinishReason(kind=FinishKind.STOP, matched=matched)
         elif stop < len(kept):
             kept = kept[: stop + 1]
             finish = FinishReason(kind=FinishKind.STOP, matched=kept[stop])
-        elif len(kept) == self.num_tokens_left:
+        elif is_last:
             finish = FinishReason(kind=FinishKind.LENGTH, length=num_out + len(kept))
         else:
             finish = None
         self.emitted_ids.extend(kept)
-        # After a stop string nothing may follow; otherwise what was held back is now final.
-        held_back = self.text_stream.flush() if finish and text.matched is None else ""
         return Cut(ids=kept, text=text.text + held_back, finish=finish)
 
     def _push(self, ids: tuple[int, ...], *, num_barred: int) -> TextCut:

@@ -160,7 +160,8 @@ class Endpoints:
             created=int(time.time()),
             model=call.model or self.service.model_name,
         )
-        work = await self.service.submit(call.prompts, group=call.group)
+        with openai_schemas.openai_names():
+            work = await self.service.submit(call.prompts, group=call.group)
         if call.stream:
             return self._completion_stream(call, head, work)
         await self._finish(request, work)
@@ -257,7 +258,7 @@ class Endpoints:
                 "served_model_name": self.service.model_name,
                 "is_generation": True,
                 "context_length": engine.limits.context_length,
-                "eos_token_ids": list(engine.tokenizer.eos_token_ids),
+                "eos_token_ids": list(engine.eos_token_ids),
                 "weight_version": "default",
                 "version": __version__,
             }

@@ -6,6 +6,7 @@ or an error that names it. Nothing is ignored.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from jspec.core.request import unknown_field
 
 JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]
+Hints = Mapping[str, str]
+NO_HINTS: Hints = {}
 MAX_RID_CHARS = 256
 
 
@@ -24,13 +27,19 @@ def as_object(body: object, where: str) -> JsonObject:
     return body
 
 
-def check_fields(where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral) -> None:
-    """Raises RequestError for a field that is unknown, or known but not implemented."""
+def check_fields(
+    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
+) -> None:
+    """Raises RequestError for a field that is unknown, or known but not implemented.
+
+    hints: what is meant by names that other APIs have, or that belong elsewhere.
+    """
     for name, value in body.items():
         if name in read or (name in neutral and _is_neutral(value, neutral[name])):
             continue
         if name not in neutral:
-            raise RequestError(unknown_field(where, name, set(read) | set(neutral)))
+            hint = hints.get(name) or _near(name, read=read, neutral=neutral)
+            raise RequestError(unknown_field(where, name, set(read), hint=hint))
         allowed = " or ".join(dict.fromkeys(to_json(v) for v in neutral[name]))
         raise RequestError(
             f"{name} is {shorten(value)}, which is not implemented; expected {allowed}, "
@@ -38,11 +47,18 @@ def check_fields(where: str, body: JsonObject, *, read: frozenset[str], neutral:
         )
 
 
+def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
+    """The nearest name; one that is not read is said to be so, lest it be tried next."""
+    for near in difflib.get_close_matches(name, sorted({*read, *neutral}), n=1):
+        return repr(near) if near in read else f"{near!r}, which is not implemented"
+    return ""
+
+
 def without_neutral(
-    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral
+    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
 ) -> dict[str, Any]:
     """The fields that are read, after `check_fields`."""
-    check_fields(where, body, read=read, neutral=neutral)
+    check_fields(where, body, read=read, neutral=neutral, hints=hints)
     return {name: value for name, value in body.items() if name in read}
 
 

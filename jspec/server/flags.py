@@ -96,11 +96,13 @@ def parse_flags(
 
 def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if not word.startswith("--"):
-        return f"unexpected argument {word!r}; expected flags (quote a prompt of several words)"
+        takes_prompt = any(not action.option_strings for action in parser._actions)
+        hint = " (quote a prompt of several words)" if takes_prompt else ""
+        return f"unexpected argument {word!r}; expected flags{hint}"
     name = word.split("=", 1)[0]
     known = [name for action in parser._actions for name in action.option_strings]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown flag {name!r}; did you mean {near[0]!r}?"
+    return f"unknown flag {name!r}; did you mean {near[0]!r}? {parser.prog} --help lists the flags"
 
 
 def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ the same inside `error`, where OpenAI's own clients look.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +30,10 @@ from jspec.core.errors import (
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("jspec.server")
+# How much of a body that is too long is still taken, so that its client reads the answer.
+DRAIN_BYTES = 256 * 2**20
+DRAIN_SECONDS = 10.0
+# Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/metrics"})
 
 
@@ -97,22 +102,54 @@ HANDLERS: Mapping[Any, Any] = {
 
 async def read_json(request: Request, *, max_bytes: int) -> object:
     """The body as JSON. Raises RequestError if it is none, HTTPException 413 if it is too long."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the request body has more than {max_bytes} bytes; expected at most that "
-                f"(--max-request-bytes)",
-                {"Connection": "close"},
-            )
+    body = await _read_body(request, max_bytes)
+    if not body:
+        raise RequestError("the request body is empty; expected a JSON object")
     try:
-        return json.loads(bytes(body), parse_constant=_refuse_constant)
+        return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
         raise RequestError("the request body is nested too deeply; expected plain JSON") from None
     except ValueError as error:
         raise RequestError(f"the request body is not JSON: {error}") from None
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    parts = request.stream()
+    body = bytearray()
+    declared = request.headers.get("content-length", "")
+    is_too_long = declared.isdecimal() and int(declared) > max_bytes
+    if not is_too_long:
+        async for part in parts:
+            body += part
+            if len(body) > max_bytes:
+                is_too_long = True
+                break
+    if not is_too_long:
+        return bytes(body)
+    # Who asked whether to send it, and was not told yet, sends nothing.
+    if body or request.headers.get("expect", "").lower() != "100-continue":
+        await _drain(parts)
+    raise HTTPException(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the request body has more than {max_bytes} bytes; expected at most that "
+        f"(--max-request-bytes)",
+        {"Connection": "close"},
+    )
+
+
+async def _drain(parts: AsyncIterator[bytes]) -> None:
+    """Reads on and forgets, within bounds.
+
+    Closing a connection with unread bytes resets it, and a client that sends its whole body before
+    it reads would never see the answer.
+    """
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for part in parts:
+                num_bytes += len(part)
+                if num_bytes > DRAIN_BYTES:
+                    return
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -143,21 +180,30 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class BearerAuth:
-    """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY`."""
+    """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY` or `X-API-Key: KEY`.
+
+    The paths and the two headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                response = error_response(
-                    "the API key is missing or wrong; expected Authorization: Bearer KEY",
-                    HTTPStatus.UNAUTHORIZED,
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await response(scope, receive, send)
-                return
+        if scope["type"] == "http" and not self._may_pass(scope):
+            response = error_response(
+                "the API key is missing or wrong; expected Authorization: Bearer KEY",
+                HTTPStatus.UNAUTHORIZED,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b""), token if scheme.lower() == b"bearer" else b""]
+        return any(hmac.compare_digest(key, self._key) for key in keys)

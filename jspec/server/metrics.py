@@ -23,23 +23,33 @@ TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0
 ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
 WINDOW_SECONDS = 10.0
+MAX_SAMPLES = 1000  # a clock that often stands still would make a window of very many
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last window. gen_throughput: output tokens a second; the others as in SGLang's log."""
+    """Of the last window. gen_throughput: output tokens a second; the others as in SGLang's log.
 
-    gen_throughput: float
-    acceptance_length: float
-    accept_rate: float
+    has_tokens, has_verifications: whether the window holds any; without, the numbers mean nothing.
+    """
+
+    gen_throughput: float = 0.0
+    acceptance_length: float = 0.0
+    accept_rate: float = 0.0
+    has_tokens: bool = False
+    has_verifications: bool = False
 
 
 class RateMeter:
-    """Turns running totals into rates over the last WINDOW_SECONDS."""
+    """Turns running totals into rates over the last WINDOW_SECONDS of `clock`.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    A clock that stands still while nothing runs (Engine.busy_seconds) leaves idle time out.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._samples: deque[tuple[float, SchedulerStats]] = deque()
+        self._samples: deque[tuple[float, SchedulerStats]] = deque(maxlen=MAX_SAMPLES)
 
     def sample(self, stats: SchedulerStats) -> None:
         """Remembers `stats` as of now; call it about once a second."""
@@ -54,7 +64,7 @@ class RateMeter:
     def rates(self, stats: SchedulerStats) -> Rates:
         """Rates between the oldest sample and `stats`; zeros where nothing happened."""
         if not self._samples:
-            return Rates(gen_throughput=0.0, acceptance_length=0.0, accept_rate=0.0)
+            return Rates()
         began, then = self._samples[0]
         seconds = self._clock() - began
         new, old = stats.counters, then.counters
@@ -67,7 +77,26 @@ class RateMeter:
             accept_rate=_ratio(
                 new.num_accepted - old.num_accepted, new.num_proposed - old.num_proposed
             ),
+            has_tokens=stats.num_emitted > then.num_emitted,
+            has_verifications=new.full_verify_ct > old.full_verify_ct,
         )
+
+    def seconds_until_left(self, stats: SchedulerStats, num_sequences: int) -> float:
+        """About how long until that many sequences more have ended, at the window's pace.
+
+        A window in which none ended stands for one that will end in as long again. From 1 to 60:
+        a client that comes back is refused again at worst, one that waits for long is idle.
+        """
+        if not self._samples:
+            return MIN_RETRY_SECONDS
+        began, then = self._samples[0]
+        num_ended = _num_ended(stats) - _num_ended(then)
+        seconds = num_sequences * (self._clock() - began) / max(num_ended, 1)
+        return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+def _num_ended(stats: SchedulerStats) -> int:
+    return stats.num_finished + stats.num_aborted
 
 
 def _is_idle(old: SchedulerStats, new: SchedulerStats) -> bool:
@@ -151,7 +180,7 @@ class ServerMetrics(Collector):
             ),
             "gen_throughput": (
                 self._meter.rates(stats).gen_throughput,
-                f"Output tokens a second over the last {WINDOW_SECONDS:g} s",
+                f"Output tokens a second over the last {WINDOW_SECONDS:g} s in which steps ran",
             ),
         }
         totals: dict[str, tuple[float, str]] = {

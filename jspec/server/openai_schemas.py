@@ -6,7 +6,9 @@ It does not tokenize and it asks no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from jspec.core.errors import RequestError
 from jspec.core.request import FinishReason, SamplingParams
 from jspec.core.response import Completion, spec_fields
 from jspec.server.fields import (
+    Hints,
     JsonObject,
     Neutral,
     as_object,
@@ -75,6 +78,14 @@ NEUTRAL_COMPLETION: Neutral = {
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
 }
+COMPLETION_HINTS: Hints = {
+    **{inner: repr(outer) for outer, inner in SAMPLING_NAMES.items() if inner != outer},
+    "max_completion_tokens": "'max_tokens'",
+    "sampling_params": "its fields beside 'prompt'",
+    "text": "'prompt'",
+    "input_ids": "'prompt'",
+    "messages": "'prompt'",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +105,11 @@ def parse_completion(body: object) -> CompletionCall:
     """Raises RequestError naming the field, its value and what was expected."""
     where = "the request body"
     values = without_neutral(
-        where, as_object(body, where), read=COMPLETION_FIELDS, neutral=NEUTRAL_COMPLETION
+        where,
+        as_object(body, where),
+        read=COMPLETION_FIELDS,
+        neutral=NEUTRAL_COMPLETION,
+        hints=COMPLETION_HINTS,
     )
     for name in ("model", "user"):
         if values.get(name) is not None:
@@ -118,7 +133,6 @@ def parse_completion(body: object) -> CompletionCall:
 
 
 def _sampling(values: JsonObject) -> SamplingParams:
-    """Errors speak of the client's names: max_tokens, not max_new_tokens."""
     check_stop(values.get("stop"))
     given = {
         inner: values[outer]
@@ -126,14 +140,22 @@ def _sampling(values: JsonObject) -> SamplingParams:
         if values.get(outer) is not None
     }
     given.setdefault("max_new_tokens", DEFAULT_MAX_TOKENS)
-    try:
+    with openai_names():
         return SamplingParams.from_mapping(given)
+
+
+@contextmanager
+def openai_names() -> Iterator[None]:
+    """Lets a RequestError that begins with a field's name speak of the client's name for it."""
+    try:
+        yield
     except RequestError as error:
         message = str(error)
+        if message.split(" ", 1)[0] not in SAMPLING_NAMES.values():
+            raise
         for outer, inner in SAMPLING_NAMES.items():
-            if message.startswith(f"{inner} "):
-                raise RequestError(outer + message.removeprefix(inner)) from None
-        raise
+            message = re.sub(rf"\b{inner}\b", outer, message)
+        raise RequestError(message) from None
 
 
 def _sources(prompt: object) -> list[dict[str, Any]]:

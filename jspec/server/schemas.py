@@ -11,6 +11,7 @@ from typing import Any
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams
 from jspec.server.fields import (
+    Hints,
     JsonObject,
     Neutral,
     as_object,
@@ -69,6 +70,18 @@ NEUTRAL_SAMPLING: Neutral = {
     "logit_bias": (None, {}),
     "custom_params": (None, {}),
 }
+# OpenAI's names for what is called otherwise here.
+SAMPLING_HINTS: Hints = {
+    "max_tokens": "'max_new_tokens'",
+    "max_completion_tokens": "'max_new_tokens'",
+    "min_tokens": "'min_new_tokens'",
+    "seed": "'sampling_seed'",
+}
+GENERATE_HINTS: Hints = {
+    **{name: f"{name!r} in sampling_params" for name in SAMPLING_FIELDS},
+    **{name: f"{meant} in sampling_params" for name, meant in SAMPLING_HINTS.items()},
+    "prompt": "'text'",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +112,9 @@ def parse_generate(body: object) -> GenerateCall:
     """Raises RequestError naming the field, its value and what was expected."""
     values = as_object(body, "the request body")
     where = "the request body"
-    values = without_neutral(where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE)
+    values = without_neutral(
+        where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS
+    )
     sources, is_list = _sources(values)
     sampling = _sampling(values.get("sampling_params"), len(sources), is_list=is_list)
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
@@ -154,7 +169,11 @@ def sampling_params(value: object) -> SamplingParams:
         return SamplingParams()
     where = "sampling_params"
     values = without_neutral(
-        where, as_object(value, where), read=SAMPLING_FIELDS, neutral=NEUTRAL_SAMPLING
+        where,
+        as_object(value, where),
+        read=SAMPLING_FIELDS,
+        neutral=NEUTRAL_SAMPLING,
+        hints=SAMPLING_HINTS,
     )
     check_stop(values.get("stop"))
     return SamplingParams.from_mapping(values)

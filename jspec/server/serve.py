@@ -14,6 +14,7 @@ from collections.abc import Callable
 import uvicorn
 
 from jspec.api import Engine
+from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.engine.compilation import Progress
 from jspec.server.app import create_app
@@ -84,10 +85,25 @@ def describe(engine: Engine) -> str:
     """The engine in one line."""
     spec, limits = engine.limits.spec, engine.limits
     shape = f" {spec.num_steps}/{spec.topk}/{spec.num_draft_tokens}" if spec.num_steps else ""
+    if spec.simulate_acceptance is not None:
+        shape += f" with SIMULATED acceptance {spec.simulate_acceptance:g}"
     return (
         f"{spec.algorithm.value}{shape}, {limits.num_slots} slots, "
         f"context {limits.context_length}, KV pool {limits.num_pages * limits.page_size} tokens"
     )
+
+
+def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
+    """What makes this engine's text meaningless, one line each; empty for an ordinary one."""
+    warnings = []
+    if args.simulate_acceptance is not None:
+        warnings.append(
+            f"simulate_acceptance is {args.simulate_acceptance:g}: drafts are accepted whatever "
+            f"the target chose; the text is not the model's"
+        )
+    if args.load_format == "dummy":
+        warnings.append("load_format is dummy: the weights are random, the text means nothing")
+    return tuple(warnings)
 
 
 def serve(settings: Settings) -> None:
@@ -108,6 +124,8 @@ def serve(settings: Settings) -> None:
         LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
         with Engine(progress=log_progress(LOGGER.info), **settings.engine) as engine:
             LOGGER.info("%s", describe(engine))
+            for warning in measurement_warnings(settings.engine_args):
+                LOGGER.warning("%s", warning)
 
             def on_ready() -> None:
                 seconds = time.monotonic() - started

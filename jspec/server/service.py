@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jspec.api import Engine
-from jspec.core.errors import EngineClosedError, RequestError
+from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion
+from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.scheduler import SchedulerStats
 from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
@@ -62,7 +63,7 @@ class Service:
         self.engine = engine
         self.args = args
         self.started = time.time()
-        self.meter = RateMeter()
+        self.meter = RateMeter(clock=lambda: engine.busy_seconds)
         self.metrics = ServerMetrics(
             model_name=self.model_name,
             limits=engine.limits,
@@ -70,6 +71,7 @@ class Service:
             meter=self.meter,
         )
         self._groups: dict[str, tuple[str, ...]] = {}
+        self._is_cut_said = False
 
     @property
     def model_name(self) -> str:
@@ -97,6 +99,7 @@ class Service:
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
         started = time.monotonic()
+        tokenizer = self.engine.tokenizer if return_spec_tokens else None
         num_chars = sum(len(prompt.text or "") for prompt in prompts)
         if num_chars > INLINE_CHARS:
             indexed = await asyncio.to_thread(self._requests, prompts)
@@ -109,14 +112,20 @@ class Service:
         self._groups |= names  # before the await, so that nobody else takes a name meanwhile
         try:
             streams = await self.engine.submit([request for _, request in indexed])
+        except QueueFullError as error:
+            self.forget(names)
+            seconds = self._retry_after(len(indexed))
+            raise QueueFullError(str(error), retry_after_seconds=seconds) from None
         except BaseException:
             self.forget(names)
             raise
+        for _, request in indexed:
+            self._say_if_cut(request)
         folds = tuple(
             SequenceFold(
                 request.request_id,
                 clock=self.metrics.clock(started=started),
-                tracker=SpecTokenTracker(self.engine.tokenizer) if return_spec_tokens else None,
+                tracker=None if tokenizer is None else SpecTokenTracker(tokenizer),
             )
             for _, request in indexed
         )
@@ -139,6 +148,23 @@ class Service:
                 request_id=prompt.rid or uuid.uuid4().hex,
             )
         ]
+
+    def _retry_after(self, num_sequences: int) -> float:
+        """Seconds until the queue may hold that many more."""
+        stats, bound = self.engine.stats, self.engine.limits.max_queued_requests
+        return self.meter.seconds_until_left(stats, stats.num_queued + num_sequences - bound)
+
+    def _say_if_cut(self, request: Request) -> None:
+        """One warning, for the first request that asks for more than the KV pool can hold."""
+        wanted, prompt_len = request.sampling.max_new_tokens, len(request.prompt_ids)
+        most = budget.clip_max_new_tokens(self.engine.limits, prompt_len, wanted)
+        if wanted is not None and most < wanted and not self._is_cut_said:
+            self._is_cut_said = True
+            LOGGER.warning(
+                "max_new_tokens %d was cut to %d after a prompt of %d tokens: the KV pool holds "
+                "max_total_tokens %d; finish_reason says length (said once)",
+                *(wanted, most, prompt_len, budget.capacity(self.engine.limits)),
+            )
 
     def forget(self, names: Iterable[str]) -> None:
         """Those requests are over."""
@@ -200,14 +226,24 @@ class Service:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def decode_line(self, stats: SchedulerStats) -> str:
-        """A log line in SGLang's words; rates are of the last seconds."""
+        """A log line in SGLang's words; rates are of the last seconds in which steps ran.
+
+        While nothing has come out yet (a long prompt) there are no rates to speak of.
+        """
         rates = self.meter.rates(stats)
-        return (
-            f"Decode batch, #running-req: {stats.num_running}, "
-            f"#queue-req: {stats.num_queued}, token usage: {token_usage(stats):.2f}, "
-            f"accept len: {rates.acceptance_length:.2f}, accept rate: {rates.accept_rate:.2f}, "
-            f"gen throughput (token/s): {rates.gen_throughput:.1f}"
+        load = (
+            f"#running-req: {stats.num_running}, #queue-req: {stats.num_queued}, "
+            f"token usage: {token_usage(stats):.2f}"
         )
+        if not rates.has_tokens:
+            return f"Prefill batch, {load}"
+        accepted = (
+            f"accept len: {rates.acceptance_length:.2f}, accept rate: {rates.accept_rate:.2f}, "
+            if rates.has_verifications
+            else ""
+        )
+        throughput = f"gen throughput (token/s): {rates.gen_throughput:.1f}"
+        return f"Decode batch, {load}, {accepted}{throughput}"
 
 
 def _names(indexed: Sequence[tuple[int, Request]], group: str | None) -> dict[str, tuple[str, ...]]:

@@ -2,14 +2,19 @@
 
 score   runs the target over all N nodes of every row at once
 settle  chooses the target's token at each node, walks the tree, compacts the accepted path
+
+Simulated acceptance, a static option for measurements of speed alone, cuts or lengthens that walk
+behind everything a real step computes; no request can ask for it.
 """
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core import shapes
+from jspec.core import noise, shapes
 from jspec.core.batch import DraftTree, Verified
 from jspec.core.config import SpeculativeConfig
 from jspec.core.state import SamplingRows
@@ -103,6 +108,10 @@ def settle(
 ) -> tuple[KVPool, Verified]:
     """Walks the tree and moves the accepted path's KV to the front (a chain is there already)."""
     node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
+    if spec.simulate_acceptance is not None:
+        forced = simulated_drafts(rows, mean_emitted=spec.simulate_acceptance)
+        node_path = forced_path(tree, node_path, num_accepted, forced)
+        num_accepted = forced
     if spec.topk > 1:
         kv = tuple(
             compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
@@ -115,6 +124,45 @@ def settle(
         node_path=node_path,
         hidden=on_path,
     )
+
+
+def simulated_drafts(rows: RowsInStep, *, mean_emitted: float) -> Int[Array, "B"]:
+    """Drafts to accept in each row, one less than the tokens emitted: `mean_emitted` on average.
+
+    A fraction is rounded up with that probability, by a hash of the row's seed and its L.
+    """
+    whole = math.floor(mean_emitted)
+    odds = math.floor((mean_emitted - whole) * 2**32)
+    bits, _ = noise.position_key(rows.sampling.seed, rows.seq_lens)
+    return (whole - 1) + (bits < jnp.uint32(odds)).astype(jnp.int32)
+
+
+def forced_path(
+    tree: DraftTree,
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    forced: Int[Array, "B"],
+) -> Int[Array, "B M"]:
+    """The real walk, cut or lengthened to `forced` drafts; 0 behind them.
+
+    Where the real walk ends, the path goes on with each node's first child. A node without one
+    (the tree may be shallower than S) is followed by the next node, or the last one by itself. The
+    result depends on the real walk, so no compiler can leave that out.
+
+    In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
+    Out: [0 2 3]
+    """
+    last_node = tree.parents.shape[1] - 1
+    current = node_path[:, 0]
+    path = [current]
+    for i in range(1, node_path.shape[1]):
+        children = tree.parents == current[:, None]
+        first = jnp.argmax(children, axis=1).astype(jnp.int32)
+        following = jnp.minimum(current + 1, last_node)
+        onward = jnp.where(jnp.any(children, axis=1), first, following)
+        current = jnp.where(i <= num_accepted, node_path[:, i], onward)
+        path.append(jnp.where(i <= forced, current, 0))
+    return jnp.stack(path, axis=1)
 
 
 def target_logits_at(

@@ -347,7 +347,7 @@ class FakeRunner:
         admission = row.admission
         before = len(admission.fill_ids) - admission.prompt_len
         known = before + max(row.num_read, 1) + row.unread_decodes
-        most = admission.request.sampling.max_new_tokens
+        most = admission.request.sampling.wanted_tokens
         _require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
 
     def _num_owned(self, row: FakeRow) -> int:

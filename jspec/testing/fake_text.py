@@ -35,6 +35,7 @@ class FakeTextStream:
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
         self._stop = stop
+        self.matched: str | None = None
         self._text = ""
         self._num_sent = 0
         self._search_start = 0
@@ -52,7 +53,7 @@ class FakeTextStream:
             for stop in self._stop:
                 begin = len(self._text) - len(stop)
                 if self._text.endswith(stop) and begin >= self._search_start:
-                    self._text = self._text[:begin]
+                    self._text, self.matched = self._text[:begin], stop
                     return TextCut(num_ids=num_ids, text=self._send(begin), matched=stop)
         return TextCut(num_ids=len(ids), text=self._send(len(self._text) - self._num_held()))
 

@@ -38,7 +38,9 @@ class TinyPair:
     draft_params: Params
 
 
-def tiny_target_config(*, num_layers: int = 3, num_kv_heads: int = 2) -> TransformerConfig:
+def tiny_target_config(
+    *, num_layers: int = 3, num_kv_heads: int = 2, max_position: int = 256
+) -> TransformerConfig:
     """A Llama small enough to compile in a second; V = 320 leaves ids beyond the bytes."""
     return TransformerConfig(
         vocab_size=320,
@@ -48,7 +50,7 @@ def tiny_target_config(*, num_layers: int = 3, num_kv_heads: int = 2) -> Transfo
         num_heads=4,
         num_kv_heads=num_kv_heads,
         head_dim=8,
-        max_position=256,
+        max_position=max_position,
         eos_token_ids=(NUM_BYTES,),
         bos_token_id=NUM_BYTES,
     )
@@ -85,9 +87,11 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write_tiny_pair(directory: Path, *, seed: int = 0, num_layers: int = 3) -> TinyPair:
+def write_tiny_pair(
+    directory: Path, *, seed: int = 0, num_layers: int = 3, max_position: int = 256
+) -> TinyPair:
     """Writes `directory/target` and `directory/draft`; the same seed gives the same bytes."""
-    target_config = tiny_target_config(num_layers=num_layers)
+    target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)
     draft_config = tiny_draft_config(target_config)
     _, target = split(Llama(target_config, dtype=jnp.float32, rngs=nnx.Rngs(seed)))
     _, draft = split(Eagle3(draft_config, dtype=jnp.float32, rngs=nnx.Rngs(seed + 1)))

@@ -14,17 +14,27 @@ from jspec.core.errors import RequestError
 from jspec.core.request import Request, SamplingParams, choice_seed
 from jspec.text.tokenizer import Tokenizer
 
+NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
 Params = Mapping[str, Any] | SamplingParams | None
 
 
 class Intake:
-    """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order."""
+    """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order.
+
+    tokenizer: None takes ids only, and refuses prompts as text and stop strings.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, random_seed: int | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        random_seed: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._random_seed = random_seed
         self._arrivals = itertools.count()
         self._names = itertools.count()
@@ -46,6 +56,8 @@ class Intake:
         ids = self._prompt_ids(prompt, input_ids)
         for token_id in sampling.stop_token_ids:
             self._check_id("stop_token_ids", token_id)
+        if self._tokenizer is None and sampling.stop:
+            raise RequestError(f"stop is {sampling.stop!r}; {NO_TOKENIZER} stop_token_ids")
         name = request_id if request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
         return tuple(
@@ -61,7 +73,7 @@ class Intake:
             prompt_ids=ids,
             sampling=sampling,
             seed=seed,
-            eos_token_ids=self._tokenizer.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
         )
 
     def _prompt_ids(self, prompt: str | None, input_ids: Sequence[int] | None) -> tuple[int, ...]:
@@ -70,6 +82,8 @@ class Intake:
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
+            if self._tokenizer is None:
+                raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
             ids = self._tokenizer.encode(prompt)
             if not ids:
                 raise RequestError("the prompt is empty; expected at least one token")

@@ -14,6 +14,24 @@ from jspec.text.stop_matcher import StopAutomaton, StopMatcher
 from jspec.text.tokenizer import Tokenizer
 
 
+class IdsOnlyStream:
+    """A TextStream without text, for an engine without a tokenizer: every id is kept."""
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        """Keeps all ids."""
+        del allow_stop
+        return TextCut(num_ids=len(ids), text="")
+
+    def flush(self) -> str:
+        """Nothing is ever held back."""
+        return ""
+
+    @property
+    def matched(self) -> str | None:
+        """Nothing to match in."""
+        return None
+
+
 class TokenizedStream:
     """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
 

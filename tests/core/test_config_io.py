@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jspec.core.config import RopeConfig, TransformerConfig
 from jspec.core.config_io import (
+    load_default_temperature,
     load_engine_toml,
     load_transformer_config,
     transformer_config_json,
@@ -133,6 +134,32 @@ def test_generation_config_overrides_end_of_sequence(
     if generation is not None:
         write(tmp_path, generation, name="generation_config.json")
     assert load_transformer_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, 1.0),
+        ({}, 1.0),
+        ({"temperature": None}, 1.0),
+        ({"temperature": 0.6}, 0.6),
+        ({"temperature": 0.6, "do_sample": True}, 0.6),
+        ({"temperature": 0.6, "do_sample": False}, 0.0),
+        ({"temperature": 0}, 0.0),
+    ],
+)
+def test_the_default_temperature_is_the_checkpoints(
+    generation: Any, expected: float, tmp_path: Path
+) -> None:
+    if generation is not None:
+        write(tmp_path, generation, name="generation_config.json")
+    assert load_default_temperature(tmp_path) == expected
+
+
+def test_a_default_temperature_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, {"temperature": "hot"}, name="generation_config.json")
+    with pytest.raises(CheckpointError, match="temperature is 'hot'"):
+        load_default_temperature(tmp_path)
 
 
 def test_mistral_without_a_window(tmp_path: Path) -> None:

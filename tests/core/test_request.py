@@ -27,7 +27,10 @@ NAN, INF = float("nan"), float("inf")
         ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an integer of at least 1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; expected an integer"),
         ({"max_new_tokens": True}, "max_new_tokens is True; expected an integer"),
-        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens is 4; .* at most 3"),
+        (
+            {"max_new_tokens": 3, "min_new_tokens": 4},
+            "min_new_tokens is 4; expected at most max_new_tokens, which is 3",
+        ),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"temperature": -0.1}, "temperature is -0.1; expected a number from 0 to 100"),
         ({"temperature": NAN}, "temperature is nan"),

@@ -29,10 +29,17 @@ def test_the_last_token_needs_no_scratch() -> None:
     assert budget.clip_max_new_tokens(EXAMPLE, 24, 100) == 1
 
 
-def test_max_new_tokens_is_clipped_to_the_context() -> None:
+def test_max_new_tokens_beyond_the_context_is_refused_and_the_default_is_clipped() -> None:
     limits = small_limits(context_length=32)
-    assert budget.clip_max_new_tokens(limits, 30, 100) == 2
-    assert budget.clip_max_new_tokens(limits, 30, 1) == 1
+    assert [budget.clip_max_new_tokens(limits, 30, most) for most in (1, 2)] == [1, 2]
+    with pytest.raises(
+        RequestError, match=r"^max_new_tokens is 3 .* 30 tokens; expected at most 2"
+    ):
+        budget.clip_max_new_tokens(limits, 30, 3)
+    assert budget.clip_max_new_tokens(limits, 30, None) == 2
+    assert budget.clip_max_new_tokens(small_limits(num_pages=1000), 10, None) == 118
+    roomy = small_limits(context_length=500, num_pages=1000)
+    assert budget.clip_max_new_tokens(roomy, 10, None) == 128
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,10 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
 ) -> None:
     limits = small_limits(**knobs)
     if prompt_len > budget.capacity(limits):
+        return
+    if prompt_len + wanted > limits.context_length:
+        with pytest.raises(RequestError, match="left of the context length 128"):
+            budget.clip_max_new_tokens(limits, prompt_len, wanted)
         return
     most = budget.clip_max_new_tokens(limits, prompt_len, wanted)
     assert 1 <= most <= wanted

@@ -100,7 +100,8 @@ class Interleavings(RuleBasedStateMachine):
         try:
             self.scheduler.submit(request)
         except RequestError:
-            assert not 1 <= prompt_len < min(100, capacity(self.limits) + 1)
+            fits = 1 <= prompt_len <= min(100 - max_new_tokens, capacity(self.limits))
+            assert not fits
         except QueueFullError:
             assert self.scheduler.stats.num_queued >= 4
         else:

@@ -54,7 +54,7 @@ async def until_idle(loop: EngineLoop) -> None:
 
 
 def check_output(request: Request, chunks: list[StreamChunk]) -> None:
-    expected = expected_output(request, hash_token, max_new_tokens=request.sampling.max_new_tokens)
+    expected = expected_output(request, hash_token, max_new_tokens=request.sampling.wanted_tokens)
     assert tuple(token_id for chunk in chunks for token_id in chunk.new_ids) == expected.ids
     assert "".join(chunk.text for chunk in chunks) == expected.text
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [expected.finish]
@@ -124,6 +124,28 @@ def test_the_event_loop_goes_on_while_the_device_works() -> None:
             num_ticks += 1
         assert num_ticks >= 10
         await loop.close()
+
+    run(main())
+
+
+def test_idle_time_is_not_busy_time() -> None:
+    async def main() -> None:
+        limits = small_limits()
+        loop = make_loop(limits, FakeRunner(limits, step_seconds=0.01))
+        assert loop.busy_seconds == 0.0
+        for name in ("a", "b"):
+            before = loop.busy_seconds
+            await read(loop.submit(make_request(name)))
+            await until_idle(loop)
+            await asyncio.sleep(0)  # the loop sees that there is nothing to do
+            at_idle = loop.busy_seconds
+            assert at_idle - before >= 0.02  # a prefill and a decode at the least
+            await asyncio.sleep(0.05)
+            assert loop.busy_seconds == at_idle
+        await loop.close()
+        at_end = loop.busy_seconds
+        await asyncio.sleep(0.02)
+        assert loop.busy_seconds == at_end
 
     run(main())
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.core.config import SpeculativeConfig
+from jspec.core.protocols import TextCut
 from jspec.core.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
 from jspec.scheduler.sequence import (
     Sequence,
@@ -32,7 +33,7 @@ def make_sequence(sampling: SamplingParams, *, max_new_tokens: int | None = None
     return Sequence(
         request=request,
         arrival=0,
-        max_new_tokens=max_new_tokens or sampling.max_new_tokens,
+        max_new_tokens=max_new_tokens or sampling.wanted_tokens,
         text_stream=FakeTextStream.for_request(request),
         counters=empty_counters(CHAIN),
     )
@@ -161,7 +162,7 @@ def test_the_cut_does_not_depend_on_the_steps(
     sampling = SamplingParams.from_mapping({**knobs, "min_new_tokens": low})
     sequence = make_sequence(sampling)
     token_at = scripted_tokens({"r": tuple(script)})
-    expected = expected_output(sequence.request, token_at, max_new_tokens=sampling.max_new_tokens)
+    expected = expected_output(sequence.request, token_at, max_new_tokens=sampling.wanted_tokens)
     rest, text = script, ""
     for step_len in lens:
         cut = sequence.absorb(tuple(rest[:step_len]))
@@ -171,6 +172,45 @@ def test_the_cut_does_not_depend_on_the_steps(
     assert tuple(sequence.emitted_ids) == expected.ids
     assert text == expected.text
     assert cut.finish == expected.finish
+
+
+class LateStream:
+    """Text that becomes final only at the flush, as a run of byte tokens does; stops at "b"."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self.matched: str | None = None
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        self._text += text_of(ids) if allow_stop else ""
+        return TextCut(num_ids=len(ids), text="")
+
+    def flush(self) -> str:
+        text, stop, _ = self._text.partition("b")
+        self.matched = stop or None
+        return text
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept", "text", "finish"),
+    [
+        (["ab", "cd"], "cd", "a", stop_at("b")),  # the length ends it, on the 4th token
+        (["ab", "cz"], "c", "a", stop_at("b")),  # EOS ends it, and is not kept behind a stop string
+        (["ab", "z"], "", "a", stop_at("b")),
+        (["ac", "dz"], "dz", "acd", stop_at(Z)),
+        (["ac", "de"], "de", "acde", length(4)),
+    ],
+)
+def test_a_stop_string_that_the_flush_completes_is_a_stop(
+    steps: list[str], kept: str, text: str, finish: FinishReason
+) -> None:
+    sampling = SamplingParams(max_new_tokens=4)
+    sequence = dataclasses.replace(make_sequence(sampling), text_stream=LateStream())
+    cuts = [sequence.absorb(ids_of(step)) for step in steps]
+    assert "".join(cut.text for cut in cuts) == text
+    assert text_of(cuts[-1].ids) == kept
+    assert cuts[-1].finish == finish
+    assert text_of(tuple(sequence.emitted_ids)) == "".join(steps[:-1]) + kept
 
 
 @pytest.mark.parametrize(

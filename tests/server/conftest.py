@@ -25,7 +25,7 @@ from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
 
 
 @pytest.fixture(scope="session")

@@ -188,6 +188,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [10**30]}, "input_ids holds 1000000000"),
     ({"input_ids": [1] * 16384}, "fewer than the context length 16384"),
     ({"text": "y" * 20000}, "fewer than the context length 16384"),
+    (
+        {"text": "xy", "sampling_params": {"max_new_tokens": 16383}},
+        "max_new_tokens is 16383 after a prompt of 2 tokens; expected at most 16382",
+    ),
     ({"text": "x", "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids holds 999"),
     ({"text": ["x"] * 33}, "33 sequences at once; expected at most max_queued_requests 32"),
     ({"text": "x", "sampling_params": {"n": 33}}, "33 sequences at once"),
@@ -208,40 +212,12 @@ def test_a_refusal_is_a_400_that_names_the_field(
         assert answer["error"]["message"] == answer["message"]
 
 
-MALFORMED = [
-    (b"", "not JSON"),
-    (b"{", "not JSON"),
-    (b"\xff\xfe", "not JSON"),
-    (b'{"text": NaN}', "NaN is not a JSON number"),
-    (b'{"text": "x", "rid": 1' + b"0" * 5000 + b"}", "not JSON"),
-    (b"[" * 100_000, "nested too deeply"),
-    (b"null", "expected a JSON object"),
-]
-
-
-@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
-def test_a_malformed_body_is_a_400(
-    client: httpx.Client, path: str, body: bytes, message: str
-) -> None:
-    response = client.post(path, content=body)
-    assert response.status_code == 400
-    assert message in response.json()["error"]["message"]
-
-
 def test_a_list_is_refused_as_a_whole(client: httpx.Client, engine: Engine) -> None:
     before = engine.stats.num_requests
     long = {"input_ids": [[1], [1] * 16384]}
     assert client.post("/generate", json=long).status_code == 400
     assert client.post("/generate", json={"input_ids": [[1], [999]]}).status_code == 400
     assert engine.stats.num_requests == before
-
-
-def test_a_huge_body_is_a_413(engine: Engine) -> None:
-    app = create_app(engine, ServerArgs(max_request_bytes=1000))
-    response = ask(app, "POST", "/generate", json={"text": "x" * 1000})
-    assert response.status_code == 413
-    assert "more than 1000 bytes" in response.json()["message"]
 
 
 def test_a_full_queue_is_a_503_with_retry_after(client: httpx.Client, engine: Engine) -> None:
@@ -254,7 +230,7 @@ def test_a_full_queue_is_a_503_with_retry_after(client: httpx.Client, engine: En
         for path, key in (("/generate", "text"), ("/v1/completions", "prompt")):
             response = client.post(path, json={key: ["y"] * 3})
             assert response.status_code == 503
-            assert int(response.headers["retry-after"]) >= 1
+            assert 1 <= int(response.headers["retry-after"]) <= 60
             assert response.json()["error"]["code"] == 503
         assert engine.stats.num_requests == before.num_requests
         assert client.get("/health_generate").status_code == 200

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from jspec.api import Engine
+from jspec.core.request import SpecCounters
+from jspec.scheduler.scheduler import SchedulerStats
 from jspec.server.app import create_app
 from jspec.server.metrics import RateMeter
 from jspec.server.page import PAGE
 from jspec.server.server_args import ServerArgs
+from jspec.server.service import Service
 
 from .helpers import ask, events_of, wait_idle
 
@@ -71,6 +76,43 @@ def test_a_completion_stream_is_deltas_and_a_usage(client: httpx.Client) -> None
     events = events_of(client.post("/v1/completions", json=body).text)
     assert all("usage" not in event for event in events)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_error_of_the_engine_speaks_of_the_clients_names(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": "xy", "max_tokens": 16383})
+    assert response.status_code == 400
+    expected = "max_tokens is 16383 after a prompt of 2 tokens; expected at most 16382"
+    assert response.json()["message"].startswith(expected)
+
+
+def test_the_default_length_ends_at_the_context(client: httpx.Client) -> None:
+    ids = [1] * 16380
+    params = {"ignore_eos": True, "sampling_seed": 1}
+    body = {"input_ids": ids, "sampling_params": params}
+    meta = client.post("/generate", json=body).raise_for_status().json()["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+
+
+def test_a_length_cut_by_the_pool_is_said_once(
+    engine_arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {
+        **engine_arguments,
+        "speculative_algorithm": "NONE",
+        "speculative_draft_model_path": None,
+        "max_running_requests": 1,
+        "max_total_tokens": 64,
+    }
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+    with Engine(**arguments) as small, caplog.at_level("WARNING", "jspec.server"):
+        small.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})  # its own thread
+        app = create_app(small, ServerArgs())
+        for sampling in ({"ignore_eos": True}, body["sampling_params"], body["sampling_params"]):
+            answer = ask(app, "POST", "/generate", json={**body, "sampling_params": sampling})
+            assert answer.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 64}
+    (record,) = [r for r in caplog.records if r.name == "jspec.server"]
+    assert "max_new_tokens 100 was cut to 64" in record.getMessage()
+    assert "max_total_tokens" in record.getMessage()
 
 
 def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
@@ -159,6 +201,63 @@ def test_rates_are_of_the_window(engine: Engine) -> None:
     assert meter.rates(engine.stats).gen_throughput == 0
 
 
+def stats_of(engine: Engine, **totals: Any) -> SchedulerStats:
+    """Statistics of an engine that has one running request and these totals."""
+    zero = dataclasses.replace(
+        engine.stats, num_running=1, num_emitted=0, num_finished=0, counters=SpecCounters()
+    )
+    return dataclasses.replace(zero, **totals)
+
+
+def test_the_log_line_says_what_ran(engine: Engine) -> None:
+    now = [0.0]
+    service = Service(engine, ServerArgs())
+    service.meter = RateMeter(clock=lambda: now[0])
+    service.meter.sample(stats_of(engine, num_running=0))
+    now[0] = 2.0
+    line = service.decode_line(stats_of(engine))
+    assert line.startswith("Prefill batch, #running-req: 1, #queue-req: 0, token usage: ")
+    assert "throughput" not in line
+    assert "accept" not in line
+    plain = service.decode_line(stats_of(engine, num_emitted=30))
+    assert plain.endswith(", gen throughput (token/s): 15.0")
+    assert "accept" not in plain
+    counters = SpecCounters(
+        verify_ct=10, num_accepted=20, num_proposed=30, full_verify_ct=10, full_num_emitted=30
+    )
+    line = service.decode_line(stats_of(engine, num_emitted=31, counters=counters))
+    assert line.startswith("Decode batch, #running-req: 1, ")
+    assert line.endswith("accept len: 3.00, accept rate: 0.67, gen throughput (token/s): 15.5")
+
+
+def test_rates_do_not_count_idle_time(engine: Engine) -> None:
+    params = {"max_new_tokens": 400, "ignore_eos": True, "sampling_seed": 1}
+    meter = RateMeter(clock=lambda: engine.busy_seconds)
+    wait_idle(engine)
+    meter.sample(engine.stats)
+    time.sleep(1.0)
+    started = time.monotonic()
+    engine.generate("x", params)
+    at_most = 400 / (time.monotonic() - started)
+    wait_idle(engine)
+    assert meter.rates(engine.stats).gen_throughput >= at_most
+    time.sleep(0.5)
+    assert meter.rates(engine.stats).gen_throughput >= at_most
+
+
+def test_retry_after_follows_the_queue(engine: Engine) -> None:
+    now = [0.0]
+    meter = RateMeter(clock=lambda: now[0])
+    assert meter.seconds_until_left(stats_of(engine), 5) == 1.0  # nothing is known yet
+    meter.sample(stats_of(engine))
+    now[0] = 4.0
+    assert meter.seconds_until_left(stats_of(engine, num_finished=8), 1) == 1.0  # at least
+    assert meter.seconds_until_left(stats_of(engine, num_finished=8), 5) == 2.5
+    assert meter.seconds_until_left(stats_of(engine, num_finished=6), 6) == 4.0
+    assert meter.seconds_until_left(stats_of(engine), 2) == 8.0  # none left in 4 s
+    assert meter.seconds_until_left(stats_of(engine), 100) == 60.0  # at most
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_flush_cache_says_that_there_is_none(client: httpx.Client, method: str) -> None:
     response = client.request(method, "/flush_cache")
@@ -186,13 +285,19 @@ def test_what_is_not_served(client: httpx.Client) -> None:
 
 def test_a_key_is_asked_for(engine: Engine) -> None:
     app = create_app(engine, ServerArgs(api_key="s3cret"))
-    for path in ("/", "/health", "/metrics"):
+    for path in ("/", "/health", "/health_generate", "/metrics"):
         assert ask(app, "GET", path).status_code == 200
-    for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "s3cret"}):
-        response = ask(app, "GET", "/v1/models", headers=headers)
+    assert ask(app, "OPTIONS", "/generate").status_code == 405
+    for value in ("", "Bearer no", "s3cret", "Bearer  s3cret", "Basic s3cret", "Bearer é"):
+        response = ask(app, "GET", "/v1/models", headers={"Authorization": value.encode()})
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == 401
+    for header in ({}, {"X-API-Key": "no"}, {"X-API-Key": ""}):
+        for path in ("/v1/models", "/healthy", "/metrics/x", "/nothing"):
+            assert ask(app, "GET", path, headers=header).status_code == 401
+    for name, value in (("Authorization", "bearer s3cret"), ("X-API-Key", "s3cret")):
+        assert ask(app, "GET", "/v1/models", headers={name: value}).status_code == 200
     key = {"Authorization": "Bearer s3cret"}
     info = ask(app, "GET", "/server_info", headers=key)
     assert info.status_code == 200

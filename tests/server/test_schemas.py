@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,7 +103,14 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": [True]}, "input_ids holds true"),
     ({"input_ids": [[1], 2]}, "input_ids is 2; expected a list"),
     ({"txt": "x"}, "did you mean 'text'?"),
-    ({"text": "x", "temperature": 0}, "unknown field 'temperature'"),
+    ({"text": "x", "temperature": 0}, "did you mean 'temperature' in sampling_params?"),
+    ({"text": "x", "max_tokens": 9}, "did you mean 'max_new_tokens' in sampling_params?"),
+    ({"text": "x", "seed": 9}, "did you mean 'sampling_seed' in sampling_params?"),
+    ({"prompt": "x"}, "unknown field 'prompt'; did you mean 'text'?"),
+    ({"text": "x", "return_logprobs": True}, "did you mean 'return_logprob', which is not impl"),
+    ({"text": "x", "sampling_params": {"max_tokens": 9}}, "did you mean 'max_new_tokens'?"),
+    ({"text": "x", "sampling_params": {"seed": 9}}, "did you mean 'sampling_seed'?"),
+    ({"text": "x", "sampling_params": {"stream": True}}, "unknown field 'stream'; expected one of"),
     ({"text": "x", "stream": "yes"}, "stream is 'yes'; expected true or false"),
     ({"text": "x", "stream": 1}, "stream is 1; expected true or false"),
     ({"text": "x", "return_spec_tokens": 1}, "return_spec_tokens is 1"),
@@ -121,6 +129,10 @@ BAD: list[tuple[Any, str]] = [
     ({"text": "x", "sampling_params": {"top_k": 0}}, "top_k is 0"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 1e3}}, "max_new_tokens is 1000.0"),
+    (
+        {"text": "x", "sampling_params": {"min_new_tokens": 200}},
+        "min_new_tokens is 200; expected at most max_new_tokens, which is 128",
+    ),
     ({"text": "x", "sampling_params": {"n": 0}}, "n is 0"),
     ({"text": "x", "sampling_params": {"sampling_seed": 2**64}}, "sampling_seed is"),
     ({"text": "x", "sampling_params": {"stop": ""}}, "stop holds ''"),
@@ -136,6 +148,22 @@ def test_a_bad_request_names_its_field(body: Any, message: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_generate(body)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "accepted"),
+    [
+        (parse_generate, {"text": "x"}, GENERATE_FIELDS),
+        (sampling_params, {}, SAMPLING_FIELDS),
+        (parse_completion, {"prompt": "x"}, COMPLETION_FIELDS),
+    ],
+)
+def test_what_is_listed_for_an_unknown_field_is_what_is_accepted(
+    parse: Callable[[Any], object], body: dict[str, Any], accepted: frozenset[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse({**body, "qqqq": 1})
+    assert str(caught.value).endswith(f"expected one of {sorted(accepted)}")
 
 
 ANY_JSON = st.recursive(

@@ -1,0 +1,38 @@
+"""The static sizes of an engine: what follows from the model, and what contradicts it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.core.config import ServeLimits
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.engine.memory import resolve_limits
+from jspec.testing.tiny_models import tiny_target_config
+
+
+def limits_of(*, context_length: int | None) -> ServeLimits:
+    return resolve_limits(
+        EngineArgs(
+            model_path="m",
+            speculative_algorithm="NONE",
+            context_length=context_length,
+            page_size=16,
+        ),
+        tiny_target_config(max_position=256),
+        devices=jax.devices()[:1],
+        dtype=jnp.float32,
+        draft=None,
+    )
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 256), (256, 256), (100, 100)])
+def test_the_context_is_the_models_unless_it_is_shortened(given: int | None, expected: int) -> None:
+    assert limits_of(context_length=given).context_length == expected
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"context_length is 257; .* 256, max_position_embedd"):
+        limits_of(context_length=257)
