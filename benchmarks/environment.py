@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,43 @@ import jspec
 
 def describe() -> dict[str, Any]:
     """Command, chip, versions, commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
     device = jax.devices()[0]
     return {
-        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(
+            ["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *without_paths(sys.argv[1:])]
+        ),
         "chip": device.device_kind if device.platform != "cpu" else cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "jspec": jspec.__version__,
-        "commit": commit or "unknown",
+        "commit": commit(),
     }
+
+
+def without_paths(words: Sequence[str]) -> list[str]:
+    """Of an absolute path only the name is kept: in which folder it was does not matter.
+
+    In:  --out /home/x/a.json cache=/home/x/c
+    Out: --out a.json cache=c
+    """
+    return ["=".join(Path(p).name if p[:1] == "/" else p for p in w.split("=")) for w in words]
+
+
+def commit() -> str:
+    """The short hash of the checkout, or "unknown" where there is no git or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
+        )
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def cpu_name() -> str:

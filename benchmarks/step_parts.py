@@ -1,0 +1,335 @@
+"""The parts of one decode step as loops of their own, each with the least time it could take.
+
+A part runs with the step's own functions, shapes and weights inside one compiled loop; what goes
+around the loop depends on what came out of it, so that nothing can be hoisted or left out. The
+floors count bytes and operations and know nothing of programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core import shapes
+from jspec.core.batch import DraftTree, Verified
+from jspec.core.state import EngineState, take_rows
+from jspec.models.llama import bind, trunk
+from jspec.pallas_kernels.paged_attention import paged_attention
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.speculative.draft import RowsInStep
+from jspec.speculative.step import StepProgram
+from jspec.speculative.tree import ancestors, pack_bits
+from jspec.speculative.verify import choose_at_nodes, settle
+
+# One H200, measured; source: performance.md of the design notes.
+READ_BYTES_PER_SECOND = 4.49e12
+COPY_BYTES_PER_SECOND = 4.3e12  # read plus written
+FLOPS_PER_SECOND = 790e12  # bfloat16 matrix products
+
+PRODUCTS, ATTENTION, KV_WRITES = "target products", "target attention", "KV writes"
+PROPOSE, EXTEND = "draft propose", "draft extend"
+ACCEPT, SAMPLING = "accept and compaction", "sampling"
+ATTENTION_AND_WRITES = "target attention with KV writes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One decode step at rest: B rows of L committed tokens, a tree of N nodes each."""
+
+    program: StepProgram
+    params: dict[str, Any]
+    rows: RowsInStep
+    tree: DraftTree
+
+    @property
+    def batch(self) -> int:
+        return self.tree.tokens.shape[0]
+
+    @property
+    def num_queries(self) -> int:
+        """T = B * N."""
+        return self.tree.tokens.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """body(carry, rows, tree, arrays) -> carry: one run of the part.
+
+    The loop only reads rows, tree and `arrays`. All of them come as arguments: what a function
+    closes over would be a constant of the program, for the compiler to fold.
+    """
+
+    name: str
+    body: Callable[[Any, RowsInStep, DraftTree, Any], Any]
+    carry: Any
+    arrays: Any
+
+
+def rows_of(state: EngineState, slots: jax.Array) -> RowsInStep:
+    """What propose sees of the rows in `slots`."""
+    rows = state.rows
+    return RowsInStep(
+        root_ids=take_rows(rows.root_ids, slots),
+        seq_lens=take_rows(rows.seq_lens, slots),
+        page_table=take_rows(rows.page_table, slots),
+        sampling=take_rows(rows.sampling, slots),
+    )
+
+
+def nudge(x: jax.Array, by: jax.Array) -> jax.Array:
+    """x, but dependent on `by` in a way that no compiler can fold."""
+    return x + (by.reshape(-1)[0].astype(jnp.float32) * 1e-30).astype(x.dtype)
+
+
+def parts(step: Step, state: EngineState) -> Iterator[Part]:
+    """Every part of the step, in order; each yields fresh arrays only when it is asked for."""
+    yield products_part(step)
+    yield attention_part(step, state, writes=False)
+    yield attention_part(step, state, writes=True)
+    if step.program.spec.num_steps:
+        yield propose_part(step, state)
+        yield extend_part(step, state)
+        yield accept_part(step, state)
+    yield sampling_part(step)
+
+
+def products_part(step: Step) -> Part:
+    """The target without attention: products, norms, RoPE, activations, lm_head."""
+    target, config = step.program.target, step.program.target.config
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return q + jnp.repeat(k + v, q.shape[-2] // k.shape[-2], axis=-2)
+
+    def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
+        logits, _ = carry
+        model = bind(target.definition, params)
+        positions = shapes.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
+
+        def layer(i: int, x: jax.Array) -> jax.Array:
+            module = bind(target.layer_definition, params["layers"][i])
+            return module(x, positions, attend)
+
+        x = nudge(model.embed(tree.tokens.reshape(-1)), logits)
+        stack = [partial(layer, i) for i in range(config.num_layers)]
+        hidden, aux = trunk(stack, x, aux_layer_ids=target.aux_layer_ids)
+        return target.logits(params, model.norm(hidden)), aux
+
+    params = step.params["target"]
+    width = len(target.aux_layer_ids) * config.hidden_size
+    carry = (
+        jnp.zeros((step.num_queries, params["lm_head"]["kernel"].shape[1]), jnp.float32),
+        jnp.zeros((step.num_queries, width), params["embed"]["table"].dtype),
+    )
+    return Part(name=PRODUCTS, body=body, carry=carry, arrays=params)
+
+
+def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
+    """Attention of all layers over their own pools, with or without writing the N new rows."""
+    program, config = step.program, step.program.target.config
+    nodes = step.tree.tokens.shape[1]
+
+    def call(q: jax.Array, pages: jax.Array, where: AttentionRows) -> tuple[jax.Array, jax.Array]:
+        new = q[:, : config.num_kv_heads] if writes else None
+        return paged_attention(
+            q,
+            new,
+            new,
+            pages,
+            where.page_table,
+            where.prefix_lens,
+            where.cu_q_lens,
+            where.tail_mask,
+            where.q_positions,
+            where.tail_positions,
+            scale=config.head_dim**-0.5,
+            queries_per_row=nodes,
+            backend=program.backend,
+        )
+
+    def body(carry: Any, rows: RowsInStep, tree: DraftTree, read: Any) -> Any:
+        q, kv = carry
+        pools, where = list(kv or read), verified_rows(program, rows, tree)
+        for i in range(config.num_layers):
+            q, pools[i] = call(q, pools[i], where)
+        return q, tuple(pools) if writes else ()
+
+    dtype = state.kv[0].dtype
+    q = jnp.ones((step.num_queries, config.num_heads, config.head_dim), dtype)
+    name = ATTENTION_AND_WRITES if writes else ATTENTION
+    carry = (q, fresh(state.kv) if writes else ())
+    return Part(name=name, body=body, carry=carry, arrays=() if writes else state.kv)
+
+
+def verified_rows(program: StepProgram, rows: RowsInStep, tree: DraftTree) -> AttentionRows:
+    """What verify.score passes to every layer."""
+    batch, nodes = tree.tokens.shape
+    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
+    is_chain = program.spec.topk == 1
+    mask = None if is_chain else pack_bits(ancestors(tree, num_levels=program.spec.num_steps))
+    return AttentionRows(
+        page_table=rows.page_table,
+        prefix_lens=rows.seq_lens,
+        cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * nodes,
+        q_positions=positions.reshape(-1),
+        tail_mask=None if mask is None else mask.reshape(batch * nodes, -1),
+        tail_positions=None if is_chain else positions,
+    )
+
+
+def propose_part(step: Step, state: EngineState) -> Part:
+    """S - 1 draft forwards and the building of the tree."""
+    topk = step.program.spec.topk
+    draft = take_rows(state.draft, jnp.arange(1, step.batch + 1))
+
+    def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
+        (kv, tree), (params, draft) = carry, arrays
+        # The last tree's first candidates: other ids each time, as good as any.
+        start = replace(draft, level1_ids=tree.tokens[:, 1 : 1 + topk])
+        return step.program.drafter.propose(params, kv, start, rows)
+
+    carry = (fresh(state.draft_kv), fresh(step.tree))
+    return Part(name=PROPOSE, body=body, carry=carry, arrays=(step.params["draft"], draft))
+
+
+def extend_part(step: Step, state: EngineState) -> Part:
+    """The draft over what was emitted, M rows always, with the target's features."""
+    spec, batch = step.program.spec, step.batch
+    most = spec.max_emitted
+    emitted = min(most, round(spec.simulate_acceptance or most))
+    head = step.program.drafter.head  # type: ignore[attr-defined]
+    width = len(head.config.aux_layer_ids) * head.config.target_hidden_size
+    draft = take_rows(state.draft, jnp.arange(1, batch + 1))
+    features = jnp.ones((batch * most, width), draft.hidden.dtype)
+
+    def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
+        (kv, before), (params, features) = carry, arrays
+        row = jnp.arange(most, dtype=jnp.int32)
+        where = AttentionRows(
+            page_table=rows.page_table,
+            prefix_lens=rows.seq_lens,
+            cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * emitted,
+            q_positions=shapes.extend_position(rows.seq_lens[:, None], row).reshape(-1),
+        )
+        return step.program.drafter.extend(
+            params,
+            kv,
+            token_ids=jnp.broadcast_to(before.level1_ids[:, :1], (batch, most)).reshape(-1),
+            features=nudge(features, before.hidden),
+            rows=where,
+            queries_per_row=most,
+            last=jnp.arange(batch, dtype=jnp.int32) * most + emitted - 1,
+            next_position=shapes.chosen_position(rows.seq_lens + emitted, 0),
+            sampling=rows.sampling,
+        )
+
+    carry = (fresh(state.draft_kv), draft)
+    return Part(name=EXTEND, body=body, carry=carry, arrays=(step.params["draft"], features))
+
+
+def accept_part(step: Step, state: EngineState) -> Part:
+    """The walk down the tree, compaction of all pools, gathering of ids and features."""
+    spec, nodes = step.program.spec, step.tree.tokens.shape[1]
+    config = step.program.target.config
+    width = len(step.program.target.aux_layer_ids) * config.hidden_size
+    hidden = jnp.ones((step.batch, nodes, width), state.kv[0].dtype)
+
+    def body(carry: Any, rows: RowsInStep, tree: DraftTree, hidden: Any) -> Any:
+        kv, before = carry
+        target_ids = jnp.where(before.emitted_ids[:, :1] < -1, 0, tree.tokens)
+        return settle(tree, target_ids, hidden, kv, rows, spec=spec)
+
+    most = spec.max_emitted
+    verified = Verified(
+        emitted_ids=jnp.zeros((step.batch, most), jnp.int32),
+        num_accepted=jnp.zeros((step.batch,), jnp.int32),
+        node_path=jnp.zeros((step.batch, most), jnp.int32),
+        hidden=jnp.zeros((step.batch, most, width), hidden.dtype),
+    )
+    return Part(name=ACCEPT, body=body, carry=(fresh(state.kv), verified), arrays=hidden)
+
+
+def sampling_part(step: Step) -> Part:
+    """The target's token at every node, from float32 logits in memory."""
+    vocab = step.params["target"]["lm_head"]["kernel"].shape[1]
+    logits = jnp.ones((*step.tree.tokens.shape, vocab), jnp.float32)
+
+    def body(ids: jax.Array, rows: RowsInStep, tree: DraftTree, logits: jax.Array) -> jax.Array:
+        return choose_at_nodes(
+            step.program.target,
+            nudge(logits, ids),
+            tree,
+            rows,
+            spec=step.program.spec,
+            prompt_lens=rows.seq_lens,
+            output_counts=None,
+        )
+
+    return Part(name=SAMPLING, body=body, carry=fresh(step.tree.tokens), arrays=logits)
+
+
+def fresh(tree: Any) -> Any:
+    """Copies, to be given away (a loop's carry is donated)."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+# Floors.
+
+
+def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
+    """Milliseconds that each part takes at least on one H200, rows of `committed` tokens."""
+    spec, config = step.program.spec, step.program.target.config
+    target = step.params["target"]
+    kv_row = _row_bytes(config, target)
+    layers, rows = config.num_layers, step.num_queries
+    seen = committed + step.tree.tokens.shape[1]
+    attention_flops = 4 * rows * seen * config.num_heads * config.head_dim * layers
+    found = {
+        PRODUCTS: _products_ms(target, rows),
+        ATTENTION: 1e3
+        * max(
+            step.batch * seen * kv_row * layers / READ_BYTES_PER_SECOND,
+            attention_flops / FLOPS_PER_SECOND,
+        ),
+        KV_WRITES: 1e3 * rows * kv_row * layers / READ_BYTES_PER_SECOND,
+        SAMPLING: 1e3 * rows * target["lm_head"]["kernel"].shape[1] * 4 / READ_BYTES_PER_SECOND,
+    }
+    if spec.num_steps:
+        draft = step.params["draft"]
+        inner = {name: draft[name] for name in ("layer", "lm_head")}
+        read = step.batch * committed * kv_row / READ_BYTES_PER_SECOND
+        forward = _products_ms(inner, step.batch * spec.topk) + 1e3 * read
+        most = step.batch * spec.max_emitted
+        body = {name: draft[name] for name in ("fc", "layer")}
+        found[PROPOSE] = (spec.num_steps - 1) * forward
+        found[EXTEND] = (
+            _products_ms(body, most)
+            + _products_ms({"lm_head": draft["lm_head"]}, step.batch)
+            + 1e3 * read
+        )
+        moved = step.batch * spec.num_steps * kv_row * layers * 2 if spec.topk > 1 else 0
+        found[ACCEPT] = 1e3 * moved / COPY_BYTES_PER_SECOND
+    return found
+
+
+def _row_bytes(config: Any, target: Any) -> int:
+    """Bytes of one token's K and V in one layer."""
+    itemsize = target["embed"]["table"].dtype.itemsize
+    return 2 * config.num_kv_heads * config.head_dim * itemsize
+
+
+def _products_ms(params: Any, rows: int) -> float:
+    """Reading every matrix once, or multiplying `rows` rows by it, whichever takes longer."""
+    matrices = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if jax.tree_util.keystr(path).endswith("['kernel']")
+    ]
+    return 1e3 * sum(
+        max(m.nbytes / READ_BYTES_PER_SECOND, 2 * rows * m.size / FLOPS_PER_SECOND)
+        for m in matrices
+    )

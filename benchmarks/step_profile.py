@@ -1,0 +1,344 @@
+"""Where the milliseconds of one decode step go, part by part, beside what each takes at least.
+
+    python -m benchmarks.step_profile [--cells chain/1 tree/64] [--trace]
+    python -m benchmarks.step_profile --model tiny         (a smoke test on a CPU)
+
+Each part is timed alone, at the step's real shapes, as a loop inside one compiled program; the
+whole step by dispatching its own program back to back; the host gap is what a step takes through
+scheduler and loop beyond that. Parts timed alone do not overlap and share no cache, so their sum
+need not be the whole: the difference is printed. A profiler's trace (`--trace`) lists the largest
+operations of the real program beside them; it is no substitute, because one fusion may hold two
+parts and operations inside a CUDA graph carry no name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.environment import write_result
+from benchmarks.h200_table import describe_error, engine_arguments
+from benchmarks.step_parts import (
+    ATTENTION,
+    ATTENTION_AND_WRITES,
+    KV_WRITES,
+    Step,
+    floors_ms,
+    parts,
+    rows_of,
+)
+from benchmarks.step_timing import largest_operations, on_mesh, part_ms
+from benchmarks.workloads import MODES, WORKLOADS, Workload
+from jspec.core import sharding
+from jspec.core.config import ServeLimits
+from jspec.core.engine_args import EngineArgs
+from jspec.core.plan import StepKind
+from jspec.core.request import Request, SamplingParams
+from jspec.core.state import EngineState, take_rows
+from jspec.engine.compilation import compile_all, enable_persistent_cache
+from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.runner import DeviceRunner, init_state, place_state
+from jspec.engine.transfer import layout_of
+from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
+from jspec.scheduler.scheduler import Scheduler
+from jspec.speculative.step import StepProgram
+from jspec.text.stream import IdsOnlyStream
+
+ROOT = Path(__file__).resolve().parent.parent
+WHOLE_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One mode at one batch, loaded and compiled. committed: L of every row."""
+
+    workload: Workload
+    models: LoadedModels
+    program: StepProgram
+    limits: ServeLimits
+    mesh: jax.sharding.Mesh
+    dtype: Any
+    executables: dict[Any, Any]
+    committed: int
+
+    def state(self) -> EngineState:
+        """Every slot full: L committed tokens in pages of its own."""
+        empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
+        state = place_state(empty, self.mesh)
+        slots, width = state.rows.page_table.shape
+        each = min(self.limits.num_pages // self.limits.num_slots, width)
+        table = np.zeros((slots, width), np.int32)
+        table[1:, :each] = 1 + np.arange((slots - 1) * each).reshape(slots - 1, each)
+        lens = np.full((slots,), self.committed, np.int32)
+        lens[0] = 0
+        rows = replace(
+            state.rows,
+            page_table=jnp.asarray(table),
+            seq_lens=jnp.asarray(lens),
+            root_ids=jnp.ones((slots,), jnp.int32),
+        )
+        return place_state(replace(state, rows=rows), self.mesh)
+
+
+def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any) -> Bench:
+    """Makes dummy weights; compiles nothing yet."""
+    workload.write_configs(folder)
+    arguments = workload.arguments(mode, folder, acceptance=3.0)
+    arguments |= {"max_running_requests": batch, **engine}
+    args = EngineArgs.from_mapping(arguments)
+    cache = args.compilation_cache_dir
+    if cache != "":
+        enable_persistent_cache(Path(cache or Path.home() / ".cache" / "jspec" / "programs"))
+    devices = jax.devices()[:1]
+    mesh = sharding.make_mesh(devices)
+    dtype = resolve_dtype(args.dtype, devices[0].platform)
+    models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
+    limits = resolve_limits(
+        args, models.target_config, devices=devices, dtype=dtype, draft=models.draft_layer
+    )
+    limits = replace(
+        limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
+    )
+    program = StepProgram(
+        target=models.target, drafter=models.drafter, spec=args.speculative, full=False
+    )
+    return Bench(
+        workload=workload,
+        models=models,
+        program=program,
+        limits=limits,
+        mesh=mesh,
+        dtype=dtype,
+        executables={},
+        committed=workload.prompt_len + workload.long_run // 2,
+    )
+
+
+def compiled(bench: Bench) -> Bench:
+    """With the one decode program, plain, and the one prefill program that it needs."""
+    program, limits = bench.program, bench.limits
+    state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
+    keys = (
+        (StepKind.PREFILL, limits.chunk_size, True),
+        (StepKind.DECODE, limits.num_slots, False),
+    )
+    executables = compile_all(
+        {False: program, True: replace(program, full=True)},
+        limits,
+        mesh=bench.mesh,
+        params=bench.models.params,
+        state=state,
+        keys=keys,
+    )
+    return replace(bench, executables=executables)
+
+
+def step_of(bench: Bench, state: EngineState) -> Step:
+    """The step that would come next; its tree is the drafter's own."""
+    slots = jnp.arange(1, bench.limits.num_slots + 1, dtype=jnp.int32)
+    rows, draft = rows_of(state, slots), take_rows(state.draft, slots)
+    propose = jax.jit(on_mesh(bench.program.drafter.propose, bench.mesh))
+    _, tree = propose(bench.models.params["draft"], state.draft_kv, draft, rows)
+    return Step(program=bench.program, params=bench.models.params, rows=rows, tree=tree)
+
+
+# Times.
+
+
+def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
+    """Milliseconds of the step's own program, dispatched back to back; and a way to run more."""
+    batch = bench.limits.num_slots
+    key = (StepKind.DECODE, batch, False)
+    packed = layout_of(key, bench.limits)
+    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][:] = np.arange(1, batch + 1)
+    flat = jnp.asarray(packed.pack(fields))
+    state = bench.state()
+
+    def run(count: int) -> None:
+        nonlocal state
+        for _ in range(count):
+            state, _ = bench.executables[key](bench.models.params, state, flat)
+        jax.block_until_ready(state)
+
+    run(2)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        run(WHOLE_STEPS)
+        times.append((time.perf_counter() - started) / WHOLE_STEPS)
+    return 1e3 * statistics.median(times), run
+
+
+def engine_step_ms(bench: Bench) -> float:
+    """Milliseconds between two results through scheduler, loop and runner, all rows decoding."""
+    batch, workload = bench.limits.num_slots, bench.workload
+    runner = DeviceRunner(
+        limits=bench.limits,
+        params=bench.models.params,
+        state=place_state(
+            init_state(bench.program, bench.limits, shards=1, kv_dtype=bench.dtype), bench.mesh
+        ),
+        executables=bench.executables,
+        mesh=bench.mesh,
+        vocab_size=workload.target.vocab_size,
+    )
+    rng = np.random.default_rng(0)
+    new = SamplingParams(max_new_tokens=workload.long_run, temperature=0.0, ignore_eos=True)
+    requests = []
+    for i in range(batch):
+        prompt = rng.integers(0, workload.target.vocab_size, workload.prompt_len).tolist()
+        requests.append(Request(request_id=str(i), prompt_ids=tuple(prompt), sampling=new, seed=i))
+    trace: list[TraceEvent] = []
+
+    async def serve() -> None:
+        scheduler = Scheduler(bench.limits, make_stream=lambda _: IdsOnlyStream())
+        loop = EngineLoop(scheduler, runner, trace=trace)
+        streams = [loop.submit(request) for request in requests]
+
+        async def drain(stream: Any) -> None:
+            async for _ in stream:
+                pass
+
+        await asyncio.gather(*(drain(stream) for stream in streams))
+        await loop.close()
+
+    asyncio.run(serve())
+    ends = [event.ended for event in trace if event.kind is TraceKind.COLLECT]
+    # Prefill steps alternate with decode steps; then all rows decode, until the first one is done.
+    num_prefills = -(-batch * workload.prompt_len // bench.limits.chunk_size)
+    spec = bench.program.spec
+    num_decodes = workload.long_run / (spec.simulate_acceptance or 1.0) - num_prefills
+    first = min(2 * num_prefills + 2, len(ends) - 3)
+    gaps = [
+        b - a for a, b in itertools.pairwise(ends[first : first + max(int(num_decodes / 2), 3)])
+    ]
+    return 1e3 * statistics.median(gaps)
+
+
+# One cell, and the table.
+
+
+def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None]) -> None:
+    """Times everything, handing `put` what is known after each part."""
+    found: dict[str, Any] = {"committed": bench.committed, "parts": {}}
+    batch = bench.limits.num_slots
+    whole, run = whole_step(bench)
+    put(found := {**found, "whole_ms": round(whole, 4)})
+    state = bench.state()
+    step = step_of(bench, state)
+    floors = floors_ms(step, committed=bench.committed)
+    times: dict[str, float] = {}
+    for part in parts(step, state):
+        cell: dict[str, Any] = {}
+        try:
+            times[part.name] = part_ms(part, step, bench.mesh, floor_ms=floors.get(part.name, 0.0))
+            cell = {"ms": round(times[part.name], 4)}
+        except Exception as error:  # the other parts are still wanted
+            cell = {"error": describe_error(error)}
+        found["parts"][part.name] = {**cell, "floor_ms": round(floors.get(part.name, 0.0), 4)}
+        put(found)
+    if {ATTENTION, ATTENTION_AND_WRITES} <= set(times):
+        both = times.pop(ATTENTION_AND_WRITES)
+        times[KV_WRITES] = both - times[ATTENTION]
+        del found["parts"][ATTENTION_AND_WRITES]
+        found["parts"][KV_WRITES] = {
+            "ms": round(times[KV_WRITES], 4),
+            "floor_ms": round(floors[KV_WRITES], 4),
+        }
+    through = engine_step_ms(bench)
+    found |= {
+        "sum_of_parts_ms": round(sum(times.values()), 4),
+        "floor_ms": round(sum(floors.values()), 4),
+        "engine_step_ms": round(through, 4),
+        "host_gap_ms": round(through - whole, 4),
+    }
+    put(found)
+    if trace:
+        text = bench.executables[StepKind.DECODE, batch, False].as_text()
+        put(found | {"largest_operations": largest_operations(text, run)})
+
+
+def profile_cell(
+    workload: Workload,
+    mode: str,
+    batch: int,
+    options: argparse.Namespace,
+    put: Callable[[dict[str, Any]], None],
+) -> None:
+    """One cell; nothing of it stays on the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = prepare(workload, mode, batch, Path(folder), engine_arguments(options.engine))
+        profile(compiled(bench), trace=options.trace, put=put)
+
+
+def table(name: str, cell: dict[str, Any]) -> str:
+    """Markdown: each part's milliseconds, its floor, and how many times the floor it takes."""
+    lines = [f"| {name} | ms | floor | times |", "|---|---|---|---|"]
+    rows = [(part, row.get("ms"), row["floor_ms"]) for part, row in cell["parts"].items()]
+    rows.append(("sum of parts", cell.get("sum_of_parts_ms"), cell.get("floor_ms", 0.0)))
+    rows.append(("whole step, device", cell.get("whole_ms"), cell.get("floor_ms", 0.0)))
+    rows.append(("host gap", cell.get("host_gap_ms"), 0.0))
+    rows.append(("whole step, engine", cell.get("engine_step_ms"), cell.get("floor_ms", 0.0)))
+    for part, ms, floor in rows:
+        times = f"{ms / floor:.2f}" if ms is not None and floor else ""
+        lines.append(
+            f"| {part} | {'failed' if ms is None else f'{ms:.4f}'} | {floor:.4f} | {times} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0 if every cell was profiled."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
+    parser.add_argument("--cells", nargs="+", metavar="MODE/B", help="chain/8 tree/64; unset: all")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts behind this")
+    parser.add_argument("--trace", action="store_true", help="list the largest operations too")
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "step_profile.json"
+    )
+    options = parser.parse_args(argv)
+    workload = WORKLOADS[options.model]
+    every = [f"{mode}/{batch}" for mode in MODES for batch in workload.batches]
+    cells: dict[str, Any] = {}
+    deadline = time.monotonic() + options.seconds
+    for name in options.cells or every:
+        mode, _, batch = name.partition("/")
+
+        def put(cell: dict[str, Any], name: str = name) -> None:
+            cells[name] = dict(cell)
+            write_result(options.output, {"cells": cells})
+
+        print(f"profiling {name}", flush=True)
+        try:
+            if time.monotonic() > deadline:
+                raise TimeoutError("out of time")
+            profile_cell(workload, mode, int(batch), options, put)
+            print(table(name, cells[name]), flush=True)
+        except Exception as error:  # the other cells are still wanted
+            put({**cells.get(name, {}), "error": describe_error(error)})
+            print(f"{name}: {describe_error(error)}", flush=True)
+    return 0 if all("error" not in cell for cell in cells.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

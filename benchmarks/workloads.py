@@ -1,0 +1,146 @@
+"""What the H200 table runs: model shapes as config.json files, engine arguments, batch sizes.
+
+Two workloads: Llama-3.1-8B with an EAGLE-3 head of its width, and a tiny pair of the same build
+for a smoke test on a CPU. Weights are random (load_format "dummy"), so no checkpoint is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jspec.core.config import Eagle3Config, RopeConfig, TransformerConfig
+from jspec.core.config_io import eagle3_config_json, transformer_config_json
+
+# S/K/N of each mode; None decodes plainly.
+MODES: Mapping[str, tuple[int, int, int] | None] = {
+    "plain": None,
+    "chain": (3, 1, 4),
+    "tree": (3, 4, 16),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One model pair and what is measured on it. prefills: (prompts, tokens of each)."""
+
+    name: str
+    target: TransformerConfig
+    draft: Eagle3Config
+    dtype: str
+    batches: tuple[int, ...]
+    prompt_len: int
+    long_run: int
+    short_run: int
+    prefills: tuple[tuple[int, int], ...]
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def cells(self) -> list[str]:
+        """Names of all cells: plain/1, ..., prefill/1x128, ..., startup/plain, ..."""
+        return [
+            *(f"{mode}/{batch}" for mode in MODES for batch in self.batches),
+            *(f"prefill/{rows}x{length}" for rows, length in self.prefills),
+            *(f"startup/{mode}" for mode in MODES),
+        ]
+
+    def write_configs(self, directory: Path) -> None:
+        """`directory`/target and `directory`/draft, each with nothing but its config.json."""
+        for name, config in (
+            ("target", transformer_config_json(self.target, dtype=self.dtype)),
+            ("draft", eagle3_config_json(self.draft, dtype=self.dtype)),
+        ):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+            text = json.dumps(config, indent=1)
+            (directory / name / "config.json").write_text(text, encoding="utf-8")
+
+    def arguments(self, mode: str, directory: Path, *, acceptance: float) -> dict[str, Any]:
+        """Engine arguments of `mode` for the configs in `directory`."""
+        shared = {
+            "model_path": str(directory / "target"),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "max_running_requests": max(self.batches),
+            **self.engine,
+        }
+        shape = MODES[mode]
+        if shape is None:
+            return {**shared, "speculative_algorithm": "NONE"}
+        steps, topk, nodes = shape
+        return {
+            **shared,
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(directory / "draft"),
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": nodes,
+            "simulate_acceptance": acceptance,
+        }
+
+
+def _draft_of(target: TransformerConfig, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
+    return Eagle3Config(
+        layer=replace(target, num_layers=1),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layer_ids=aux,
+    )
+
+
+LLAMA_8B = TransformerConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(theta=500000.0, factor=8.0),
+    max_position=131072,
+    eos_token_ids=(128001,),
+)
+TINY = TransformerConfig(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=512,
+    eos_token_ids=(319,),
+)
+WORKLOADS: Mapping[str, Workload] = {
+    "llama-3.1-8b": Workload(
+        name="llama-3.1-8b",
+        target=LLAMA_8B,
+        draft=_draft_of(
+            LLAMA_8B,
+            draft_vocab_size=32000,
+            aux=Eagle3Config.default_aux_layer_ids(LLAMA_8B.num_layers),
+        ),
+        dtype="bfloat16",
+        batches=(1, 8, 32, 64),
+        prompt_len=1024,
+        long_run=288,
+        short_run=32,
+        prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
+        # 64 rows of 1,024 + 288 tokens and their scratch; one row of 8,192.
+        engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
+    ),
+    "tiny": Workload(
+        name="tiny",
+        target=TINY,
+        draft=_draft_of(TINY, draft_vocab_size=160, aux=(0, 2, 3)),
+        dtype="float32",
+        batches=(1, 2),
+        prompt_len=24,
+        long_run=25,
+        short_run=7,
+        prefills=((1, 8), (2, 24)),
+        engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
+    ),
+}
