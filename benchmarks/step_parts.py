@@ -241,11 +241,13 @@ def accept_part(step: Step, state: EngineState) -> Part:
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, hidden: Any) -> Any:
         kv, before = carry
         target_ids = jnp.where(before.emitted_ids[:, :1] < -1, 0, tree.tokens)
-        return settle(tree, target_ids, hidden, kv, rows, spec=spec)
+        backend = step.program.backend
+        return settle(tree, target_ids, hidden, kv, rows, spec=spec, backend=backend)
 
     most = spec.max_emitted
     verified = Verified(
         emitted_ids=jnp.zeros((step.batch, most), jnp.int32),
+        bonus_ids=jnp.zeros((step.batch,), jnp.int32),
         num_accepted=jnp.zeros((step.batch,), jnp.int32),
         node_path=jnp.zeros((step.batch, most), jnp.int32),
         hidden=jnp.zeros((step.batch, most, width), hidden.dtype),

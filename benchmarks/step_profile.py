@@ -56,6 +56,7 @@ from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
+from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.step import StepProgram
@@ -117,7 +118,11 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
     )
     program = StepProgram(
-        target=models.target, drafter=models.drafter, spec=args.speculative, full=False
+        target=models.target,
+        drafter=models.drafter,
+        spec=args.speculative,
+        full=False,
+        backend=choose_backend(mesh.devices.flat[0].platform),
     )
     return Bench(
         workload=workload,

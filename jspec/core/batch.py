@@ -58,6 +58,7 @@ class Verified:
     """
 
     emitted_ids: jax.Array  # i32[B, M], accepted drafts and then the bonus token
+    bonus_ids: jax.Array  # i32[B], the last of each row's emitted ids
     num_accepted: jax.Array  # i32[B], in [0, S]
     node_path: jax.Array  # i32[B, M], node_path[:, 0] = 0
     hidden: jax.Array  # [B, M, .], the target's features at the path's nodes

@@ -13,6 +13,7 @@ from jspec.engine.compilation import Progress, enable_persistent_cache
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
 from jspec.engine.runner import DeviceRunner
+from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.speculative.step import StepProgram
 
 
@@ -41,7 +42,13 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         dtype=dtype,
         draft=models.draft_layer,
     )
-    program = StepProgram(target=models.target, drafter=models.drafter, spec=spec, full=False)
+    program = StepProgram(
+        target=models.target,
+        drafter=models.drafter,
+        spec=spec,
+        full=False,
+        backend=choose_backend(devices[0].platform),
+    )
     return DeviceRunner.create(
         program=program,
         limits=limits,

@@ -25,6 +25,7 @@ from jspec.models.hf_eagle3 import load_eagle3
 from jspec.models.hf_llama import load_llama
 from jspec.models.llama import Params
 from jspec.models.paged import PagedEagle3, PagedLlama
+from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -99,7 +100,12 @@ def load_models(
     placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
     head, abstract = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
     draft = _draft_params(args, paths.draft, draft_config, abstract, placed, mesh=mesh)
-    drafter = EagleDrafter(head, args.speculative, draft_noise=args.speculative_draft_noise)
+    drafter = EagleDrafter(
+        head,
+        args.speculative,
+        choose_backend(mesh.devices.flat[0].platform),
+        draft_noise=args.speculative_draft_noise,
+    )
     return LoadedModels(
         target=target,
         drafter=drafter,

@@ -12,9 +12,17 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.paged_attention import (
+    Backend,
+    choose_backend,
+    is_tpu_kernel,
+    pool_width,
+)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
+# The TPU kernels start one copy a page and keep page tables in scalar memory: few, larger pages.
+TPU_PAGE_SIZE = 64
 
 
 def resolve_dtype(name: str, platform: str) -> DTypeLike:
@@ -24,10 +32,13 @@ def resolve_dtype(name: str, platform: str) -> DTypeLike:
     return jnp.dtype(name)
 
 
-def kv_bytes_per_token(config: TransformerConfig, *, shards: int, dtype: DTypeLike) -> int:
+def kv_bytes_per_token(
+    config: TransformerConfig, *, shards: int, dtype: DTypeLike, backend: Backend = "xla"
+) -> int:
     """Bytes of one token in all layers of all shards; kv heads are replicated if shards > G."""
     heads = kv_heads_per_shard(config.num_kv_heads, Shard(shards)) * shards
-    return 2 * config.num_layers * heads * config.head_dim * jnp.dtype(dtype).itemsize
+    width = pool_width(config.head_dim, backend)
+    return 2 * config.num_layers * heads * width * jnp.dtype(dtype).itemsize
 
 
 def resolve_limits(
@@ -47,13 +58,15 @@ def resolve_limits(
     is_cpu = platform == "cpu"
     context = _context_length(args, target)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
-    page_size = args.page_size or 16
+    backend = choose_backend(platform)
+    page_size = args.page_size or (TPU_PAGE_SIZE if is_tpu_kernel(backend) else 16)
     chunk = args.chunked_prefill_size or (256 if is_cpu else 2048)
     total = args.max_total_tokens
     if total is None:
         pools = [target] if draft is None else [target, draft]
         per_token = sum(
-            kv_bytes_per_token(config, shards=len(devices), dtype=dtype) for config in pools
+            kv_bytes_per_token(config, shards=len(devices), dtype=dtype, backend=backend)
+            for config in pools
         )
         room = _pool_bytes(devices, args.mem_fraction_static)
         total = min(room // per_token, num_slots * (context + 64))

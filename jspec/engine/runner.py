@@ -136,6 +136,7 @@ def init_state(
             page_size=limits.page_size,
             shards=shards,
             dtype=kv_dtype,
+            backend=program.backend,
         )
     return EngineState(
         kv=empty_pool(
@@ -145,6 +146,7 @@ def init_state(
             page_size=limits.page_size,
             shards=shards,
             dtype=kv_dtype,
+            backend=program.backend,
         ),
         draft_kv=draft_kv,
         draft=drafter.init_state(num_slots, dtype=kv_dtype),

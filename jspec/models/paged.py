@@ -21,7 +21,7 @@ from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard, logits_of
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Llama, Params, bind, split, trunk
-from jspec.pallas_kernels.paged_attention import Backend, paged_attention
+from jspec.pallas_kernels.paged_attention import Backend, paged_attention, pool_width
 from jspec.pallas_kernels.rows import AttentionRows
 
 KVPool = tuple[jax.Array, ...]
@@ -60,7 +60,7 @@ class PagedAttend:
             queries_per_row=self._settings.queries_per_row,
             backend=self._settings.backend,
         )
-        return out
+        return out[..., : v.shape[-1]]  # a pool may be wider than a head
 
 
 @partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
@@ -220,11 +220,12 @@ def empty_pool(
     page_size: int,
     shards: int,
     dtype: DTypeLike,
+    backend: Backend = "xla",
 ) -> KVPool:
     """One zeroed array a layer, [num_pages, page_size, 2G, D] with the heads of all shards.
 
     `num_pages` includes the dummy page 0.
     """
     heads = kv_heads_per_shard(config.num_kv_heads, Shard(shards)) * shards
-    shape = (num_pages, page_size, 2 * heads, config.head_dim)
+    shape = (num_pages, page_size, 2 * heads, pool_width(config.head_dim, backend))
     return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

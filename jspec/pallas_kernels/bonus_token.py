@@ -6,7 +6,7 @@ Arrays stay two-dimensional, by node [B, N] or by path [B, M]; there is no strid
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 def gather_path(
@@ -27,3 +27,21 @@ def gather_bonus(emitted_ids: Int[Array, "B M"], num_accepted: Int[Array, "B"]) 
     """The bonus token of each row: the last emitted id, emitted_ids[b, num_accepted[b]]."""
     last = num_accepted[:, None]
     return jnp.take_along_axis(emitted_ids, last, axis=1, mode="clip")[:, 0]
+
+
+def gather_emitted(
+    target_ids: Int[Array, "B N"],
+    hidden: Float[Array, "B N A"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
+    """(emitted ids, bonus token, hidden rows along the path), 0 behind each path.
+
+    What a settled verification hands on, all at once; `bonus_token_tpu` does it in one launch.
+    """
+    emitted_ids = gather_path(target_ids, node_path, num_accepted)
+    valid = jnp.arange(node_path.shape[1], dtype=jnp.int32) <= num_accepted[:, None]
+    index = jnp.where(valid, node_path, 0)
+    rows = jnp.take_along_axis(hidden, index[:, :, None], axis=1, mode="clip")
+    on_path = jnp.where(valid[:, :, None], rows, 0)
+    return emitted_ids, gather_bonus(emitted_ids, num_accepted), on_path

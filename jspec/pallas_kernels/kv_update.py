@@ -49,6 +49,32 @@ def write_rows(
     return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")
 
 
+def path_moves(
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    page_size: int,
+) -> tuple[
+    tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
+    tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
+    Bool[Array, "B M1"],
+]:
+    """((from page, offset), (to page, offset), valid) of nodes 1.. of each path, [B, M - 1].
+
+    What is not valid, behind num_accepted, goes from the dummy page to the dummy page.
+    """
+    batch, num_path = node_path.shape
+    step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
+    row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)
+    valid = step <= num_accepted[:, None]
+    source = seq_lens[:, None] + jnp.where(valid, node_path[:, 1:], 0)
+    target = seq_lens[:, None] + step
+    from_slots = page_slots(page_table, row_idx, source, valid, page_size=page_size)
+    return from_slots, page_slots(page_table, row_idx, target, valid, page_size=page_size), valid
+
+
 def compact_path(
     pages: Float[Array, "NP S G2 D"],
     page_table: Int[Array, "B P"],
@@ -64,15 +90,8 @@ def compact_path(
     In:  L = 7, node_path = [0, 1, 3], num_accepted = 2
     Out: slot 8 -> 8, slot 10 -> 9
     """
-    page_size = pages.shape[1]
-    batch, num_path = node_path.shape
-    step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
-    row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)
-    valid = step <= num_accepted[:, None]
-    source = seq_lens[:, None] + jnp.where(valid, node_path[:, 1:], 0)
-    from_page, from_offset = page_slots(page_table, row_idx, source, valid, page_size=page_size)
-    to_page, to_offset = page_slots(
-        page_table, row_idx, seq_lens[:, None] + step, valid, page_size=page_size
+    (from_page, from_offset), (to_page, to_offset), _ = path_moves(
+        page_table, seq_lens, node_path, num_accepted, page_size=pages.shape[1]
     )
     moved = pages.at[from_page, from_offset].get(mode="promise_in_bounds")
     # The barrier orders the reads before the write, so XLA never keeps a copy of the pool.

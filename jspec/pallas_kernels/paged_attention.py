@@ -20,15 +20,19 @@ c * tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.pallas_kernels import reference, streaming
+from jspec.pallas_kernels import paged_attention_tpu, paged_prefill_tpu, reference, streaming
 from jspec.pallas_kernels.rows import AttentionRows
 
-Backend = Literal["reference", "xla"]
+# What runs the contract: the definition; XLA, on anything; the Mosaic kernels, on a TPU, or in an
+# interpreter on anything (for tests: it is thousands of times slower).
+Backend = Literal["reference", "xla", "tpu", "tpu_interpret"]
+LANES = 128  # of a TPU
 
 
 def paged_attention(
@@ -63,6 +67,23 @@ def paged_attention(
         tail_positions=tail_positions,
     )
     _check(q, kv_pages, rows, queries_per_row=queries_per_row)
+    many = queries_per_row is not None and (
+        queries_per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW
+    )
+    if is_tpu_kernel(backend) and not many:
+        return _attend_tpu(
+            q,
+            k_new,
+            v_new,
+            kv_pages,
+            rows,
+            queries_per_row=queries_per_row,
+            interpret=backend == "tpu_interpret",
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            soft_cap=soft_cap,
+        )
     kind = reference.attend if backend == "reference" else streaming.attend
     if k_new is not None and v_new is not None:
         kv_pages = reference.write_new(
@@ -79,6 +100,56 @@ def paged_attention(
         soft_cap=soft_cap,
     )
     return out, kv_pages
+
+
+def choose_backend(platform: str) -> Backend:
+    """What runs attention on jax devices of `platform`."""
+    return "tpu" if platform == "tpu" else "xla"
+
+
+def is_tpu_kernel(backend: Backend) -> bool:
+    return backend in ("tpu", "tpu_interpret")
+
+
+def pool_width(head_dim: int, backend: Backend) -> int:
+    """D of the pool. The TPU kernels read whole vectors, and a TPU pads the last axis to them.
+
+    In:  64, "tpu"     Out: 128
+    """
+    return -(-head_dim // LANES) * LANES if is_tpu_kernel(backend) else head_dim
+
+
+def _attend_tpu(
+    q: jax.Array,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    queries_per_row: int | None,
+    interpret: bool,
+    **settings: Any,
+) -> tuple[jax.Array, jax.Array]:
+    if queries_per_row is None:
+        return paged_prefill_tpu.attend_packed(
+            q,
+            k_new,
+            v_new,
+            kv_pages,
+            rows,
+            interpret=pltpu.InterpretParams() if interpret else False,
+            **settings,
+        )
+    return paged_attention_tpu.attend_rows(
+        q,
+        k_new,
+        v_new,
+        kv_pages,
+        rows,
+        queries_per_row=queries_per_row,
+        interpret=interpret,
+        **settings,
+    )
 
 
 def _check(

@@ -29,7 +29,6 @@ from jspec.core.config import SpeculativeConfig
 from jspec.core.state import EngineState, RowState, SamplingRows, take_rows
 from jspec.models.llama import Params
 from jspec.models.paged import AttentionSettings, KVPool, PagedLlama
-from jspec.pallas_kernels.bonus_token import gather_bonus
 from jspec.pallas_kernels.paged_attention import Backend
 from jspec.pallas_kernels.rows import AttentionRows, index_queries
 from jspec.sampling.choose import choose
@@ -81,7 +80,7 @@ def speculative_step(
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
         output_counts=take_rows(state.rows.output_counts, slots) if program.full else None,
     )
-    kv, verified = settle(tree, target_ids, hidden, kv, rows, spec=spec)
+    kv, verified = settle(tree, target_ids, hidden, kv, rows, spec=spec, backend=program.backend)
     draft_kv, draft = _extend_emitted(program, params, draft_kv, verified, rows)
     after = _advance_rows(program, state.rows, slots, verified, rows.seq_lens)
     next_state = EngineState(
@@ -273,7 +272,6 @@ def _advance_rows(
 ) -> RowState:
     """The bonus token is the next root; L grows by what was emitted."""
     live = slots > 0
-    bonus = gather_bonus(verified.emitted_ids, verified.num_accepted)
     counts = rows.output_counts
     if program.full:
         most = verified.emitted_ids.shape[1]
@@ -288,7 +286,7 @@ def _advance_rows(
     grown = seq_lens + verified.num_accepted + 1
     return dataclasses.replace(
         rows,
-        root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, bonus, 0)),
+        root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, verified.bonus_ids, 0)),
         seq_lens=_put_rows(rows.seq_lens, slots, jnp.where(live, grown, 0)),
         output_counts=counts,
     )

@@ -20,8 +20,7 @@ from jspec.core.config import SpeculativeConfig
 from jspec.core.state import SamplingRows
 from jspec.models.llama import Params
 from jspec.models.paged import AttentionSettings, KVPool, PagedLlama
-from jspec.pallas_kernels.bonus_token import gather_path
-from jspec.pallas_kernels.kv_update import compact_path
+from jspec.pallas_kernels.dispatch import compact_paths, gather_emitted
 from jspec.pallas_kernels.paged_attention import Backend
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.sampling.accept import accept_tree
@@ -105,6 +104,7 @@ def settle(
     rows: RowsInStep,
     *,
     spec: SpeculativeConfig,
+    backend: Backend = "xla",
 ) -> tuple[KVPool, Verified]:
     """Walks the tree and moves the accepted path's KV to the front (a chain is there already)."""
     node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
@@ -113,13 +113,15 @@ def settle(
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
     if spec.topk > 1:
-        kv = tuple(
-            compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
-            for pages in kv
+        kv = compact_paths(
+            kv, rows.page_table, rows.seq_lens, node_path, num_accepted, backend=backend
         )
-    on_path = jnp.take_along_axis(hidden, node_path[:, :, None], axis=1, mode="clip")
+    emitted_ids, bonus_ids, on_path = gather_emitted(
+        target_ids, hidden, node_path, num_accepted, backend=backend
+    )
     return kv, Verified(
-        emitted_ids=gather_path(target_ids, node_path, num_accepted),
+        emitted_ids=emitted_ids,
+        bonus_ids=bonus_ids,
         num_accepted=num_accepted,
         node_path=node_path,
         hidden=on_path,

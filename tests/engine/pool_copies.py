@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import math
+
+from tests.engine.compiled_text import Instruction, instructions
+
+# What may have a pool's size without writing one: views, what passes it on, updates in place.
+# A fusion is judged by what is inside it.
+_FREE = {
+    "after-all",
+    "async-done",
+    "bitcast",
+    "call",
+    "conditional",
+    "copy-done",
+    "custom-call",
+    "dynamic-update-slice",
+    "fusion",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "scatter",
+    "tuple",
+    "while",
+}
+
 
 def pool_copies(text: str, shape: tuple[int, ...]) -> list[str]:
-    """Lines of compiled text that copy an array of `shape`."""
-    wanted = "[" + ",".join(str(n) for n in shape) + "]"
-    return [
-        line
-        for line in text.splitlines()
-        if wanted in line.split("(")[0] and (" copy(" in line or " copy-start(" in line)
-    ]
+    """Lines of compiled text that write as many elements as a pool of `shape` has.
+
+    Copies, and whatever else makes one of it: a reshape to another tiling, a transpose, a convert.
+    Prefetching a small pool into fast memory is one too. Results of other computations may happen
+    to be as large: choose `shape` so that none is.
+    """
+    return [x.line for x in instructions(text) if _writes(x, math.prod(shape), shape)]
+
+
+def _writes(instruction: Instruction, size: int, shape: tuple[int, ...]) -> bool:
+    if instruction.opcode in _FREE or not instruction.types:
+        return False
+    result = instruction.types[0]
+    if instruction.in_fusion:
+        # Of a fusion only the result is written, but a copy inside may stand behind the root.
+        is_copy = instruction.opcode in {"copy", "transpose"} and result.shape == shape
+        return is_copy or (instruction.is_root and result.size == size)
+    return result.size == size

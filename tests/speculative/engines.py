@@ -29,6 +29,7 @@ from jspec.layers.linear import Shard
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Llama, Params, split
 from jspec.models.paged import PagedEagle3, PagedLlama
+from jspec.pallas_kernels.paged_attention import Backend
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
@@ -122,10 +123,11 @@ def build(
     shards: int = 1,
     params: tuple[Params, Params] | None = None,
     variants: tuple[bool, ...] = (False, True),
+    backend: Backend = "xla",
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
-    variants: which decode programs, plain (False) and full (True).
+    variants: which decode programs, plain (False) and full (True). backend: whose kernels.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()
@@ -140,12 +142,12 @@ def build(
     draft_params: Params = {}
     if not is_plain:
         head, _ = PagedEagle3.create(DRAFT, shard=shard, dtype=jnp.float32)
-        drafter, draft_params = EagleDrafter(head, spec), head_params
+        drafter, draft_params = EagleDrafter(head, spec, backend), head_params
         if dial:
-            drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
+            drafter = DialDrafter(DialHead(head), spec, backend, acceptance=DIAL_ACCEPTANCE)
             empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
             draft_params = {"head": head_params, "dial": empty}
-    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False)
+    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
     limits = limits_of(spec, page_size=page_size)
     placed = place(mesh, {"target": target_params, "draft": draft_params})
     executables = compile_all(

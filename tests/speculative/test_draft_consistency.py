@@ -119,6 +119,7 @@ def extend_along(
     program = StepProgram(target=None, drafter=drafter, spec=spec, full=False)  # type: ignore[arg-type]
     verified = Verified(
         emitted_ids=jnp.asarray(tokens, jnp.int32),
+        bonus_ids=jnp.asarray(tokens[:, -1], jnp.int32),
         num_accepted=jnp.full((BATCH,), most - 1, jnp.int32),
         node_path=jnp.zeros((BATCH, most), jnp.int32),
         hidden=jnp.asarray(hidden),

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.core import shapes
-from jspec.pallas_kernels import kv_update
-from jspec.speculative import step, verify
+from jspec.pallas_kernels import bonus_token, kv_update
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 from tests.speculative.test_draft_consistency import check_paths
 
@@ -67,7 +66,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "bonus index",
-        step,
+        bonus_token,
         "gather_bonus",
         lambda f: lambda ids, num_accepted: f(ids, jnp.maximum(num_accepted - 1, 0)),
         check_identity,
@@ -88,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "compaction source",
-        verify,
+        kv_update,
         "compact_path",
         lambda f: lambda pages, table, lens, path, n: f(pages, table, lens, path + 1, n),
         check_identity,

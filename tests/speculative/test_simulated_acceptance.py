@@ -20,7 +20,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import RowState, SamplingRows, empty_sampling
-from jspec.pallas_kernels.bonus_token import gather_path
+from jspec.pallas_kernels.bonus_token import gather_emitted
 from jspec.pallas_kernels.kv_update import compact_path
 from jspec.sampling.accept import accept_tree
 from jspec.speculative.draft import RowsInStep
@@ -181,9 +181,10 @@ def plain_settle(tree: DraftTree, ids: Any, hidden: Any, kv: Any, rows: Any, *, 
             compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
             for pages in kv
         )
-    on_path = jnp.take_along_axis(hidden, node_path[:, :, None], axis=1, mode="clip")
+    emitted_ids, bonus_ids, on_path = gather_emitted(ids, hidden, node_path, num_accepted)
     return kv, Verified(
-        emitted_ids=gather_path(ids, node_path, num_accepted),
+        emitted_ids=emitted_ids,
+        bonus_ids=bonus_ids,
         num_accepted=num_accepted,
         node_path=node_path,
         hidden=on_path,

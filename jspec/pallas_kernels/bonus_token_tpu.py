@@ -1,0 +1,185 @@
+"""What a verification emits, gathered on a TPU in one launch: ids, bonus token, hidden rows.
+
+The same function as `bonus_token.gather_emitted`. Ids are scalars in SMEM. Hidden rows are gathered
+by DMA: a bf16 row shares its 32-bit words with a neighbour and cannot be copied alone, so the
+aligned tile of 8 rows around it is, once for all the path's nodes inside it. As the best nodes of
+a tree come first, most paths need one tile or two of the tree's N / 8.
+
+What was run: TPU interpret mode, and the compiler for v5e, v5p and v6e ahead of time. Nothing was
+run or timed on a TPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+TILE_ROWS = 8  # sublanes of a tile; also the output rows of one grid step
+DEPTH = 2  # grid steps whose tiles are in flight
+CHUNK = 512  # columns that are assembled at once, a few vector registers
+
+
+class _RowPlan(NamedTuple):
+    """Where each row of a flat gather comes from, i32[Q rounded up to whole tiles].
+
+    In the kernel its fields are references to scalars, hence no dataclass of arrays.
+    """
+
+    source: Any  # row of hidden seen as [B * N, A]
+    valid: Any  # 1 on the path, 0 behind it
+    place: Any  # which of its output tile's fetched tiles holds the row
+    fetches: Any  # 1 if this row is the first that needs its tile
+
+
+def gather_emitted(
+    target_ids: Int[Array, "B N"],
+    hidden: Float[Array, "B N A"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    interpret: bool = False,
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
+    """(emitted ids, bonus token, hidden rows along the path), 0 behind each path.
+
+    `interpret` runs the same kernel on a CPU, for tests.
+    """
+    batch, most = node_path.shape
+    nodes, width = hidden.shape[1:]
+    num_rows = batch * most
+    plan = _plan_rows(node_path, num_accepted, nodes=nodes)
+    flat = hidden.reshape(batch * nodes, width)
+    flat = jnp.pad(flat, ((0, -flat.shape[0] % TILE_ROWS), (0, 0)))  # nothing, but for odd trees
+    flat = pltpu.with_memory_space_constraint(flat, pltpu.HBM)  # VMEM is not for all nodes
+    in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+    emitted, bonus, on_path = pl.pallas_call(
+        partial(_gather_kernel, most=most),
+        out_shape=[
+            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows, width), hidden.dtype),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(pl.cdiv(num_rows, TILE_ROWS),),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=[
+                in_smem,
+                in_smem,
+                pl.BlockSpec((TILE_ROWS, width), lambda step, *_: (step, 0)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((DEPTH, TILE_ROWS, TILE_ROWS, width), hidden.dtype),
+                pltpu.SemaphoreType.DMA((DEPTH,)),
+            ],
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="gather_emitted",
+    )(plan, target_ids.reshape(-1), num_accepted, flat)
+    return emitted.reshape(batch, most), bonus, on_path.reshape(batch, most, width)
+
+
+def _plan_rows(node_path: jax.Array, num_accepted: jax.Array, *, nodes: int) -> _RowPlan:
+    """Row q = b * M + i of the output is node_path[b, i] of row b.
+
+    What lies behind a path points at the path's last node, so that it fetches nothing.
+
+    In:  N = 16, node_path = [[0, 1, 9, -1], [0, -1, -1, -1]], num_accepted = [2, 0]
+    Out: source = [0 1 9 9, 16 16 16 16], valid = [1 1 1 0, 1 0 0 0]
+         tiles are 0 0 1 1, 2 2 2 2: fetches = [1 0 1 0, 1 0 0 0], place = [0 0 1 1, 2 2 2 2]
+    """
+    batch, most = node_path.shape
+    step = jnp.arange(most, dtype=jnp.int32)
+    last = jnp.minimum(step, num_accepted[:, None])
+    node = jnp.take_along_axis(node_path, last, axis=1, mode="clip")
+    first = jnp.arange(batch, dtype=jnp.int32)[:, None] * nodes
+    source = (first + jnp.clip(node, 0, nodes - 1)).reshape(-1)
+    pad = -source.shape[0] % TILE_ROWS
+    source = jnp.pad(source, (0, pad), mode="edge")
+    valid = jnp.pad((step <= num_accepted[:, None]).astype(jnp.int32).reshape(-1), (0, pad))
+    tile = (source // TILE_ROWS).reshape(-1, TILE_ROWS)
+    fetches = jnp.pad(tile[:, 1:] != tile[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    fetches = fetches.astype(jnp.int32)
+    place = jnp.cumsum(fetches, axis=1) - 1
+    return _RowPlan(
+        source=source, valid=valid, place=place.reshape(-1), fetches=fetches.reshape(-1)
+    )
+
+
+def _gather_kernel(
+    plan: Any,
+    target_ids: Any,
+    num_accepted: Any,
+    hidden: Any,
+    emitted: Any,
+    bonus: Any,
+    on_path: Any,
+    tiles: Any,
+    arrived: Any,
+    *,
+    most: int,
+) -> None:
+    """One grid step assembles one tile of output rows; the next step's tiles are on their way."""
+    step, num_steps = pl.program_id(0), pl.num_programs(0)
+
+    def for_each_tile(of_step: Any, act: Callable[[Any], None]) -> None:
+        slot = of_step % DEPTH
+
+        @pl.loop(of_step * TILE_ROWS, (of_step + 1) * TILE_ROWS)
+        def _(q: Any) -> None:
+            first = pl.multiple_of(plan.source[q] // TILE_ROWS * TILE_ROWS, TILE_ROWS)
+            tile = hidden.at[pl.ds(first, TILE_ROWS)]
+            copy = pltpu.make_async_copy(tile, tiles.at[slot, plan.place[q]], arrived.at[slot])
+            pl.when(plan.fetches[q] > 0)(partial(act, copy))
+
+    def start(of_step: Any) -> None:
+        for_each_tile(of_step, lambda copy: copy.start())
+
+    @pl.when(step == 0)
+    def _() -> None:
+        _gather_ids(plan, target_ids, num_accepted, emitted, bonus, most=most)
+        for ahead in range(DEPTH - 1):
+            pl.when(ahead < num_steps)(partial(start, ahead))
+
+    pl.when(step + DEPTH - 1 < num_steps)(partial(start, step + DEPTH - 1))
+    for_each_tile(step, lambda copy: copy.wait())
+    _assemble(plan, tiles.at[step % DEPTH], on_path, first=step * TILE_ROWS)
+
+
+def _gather_ids(
+    plan: Any, target_ids: Any, num_accepted: Any, emitted: Any, bonus: Any, *, most: int
+) -> None:
+    @pl.loop(0, emitted.shape[0])
+    def _(q: Any) -> None:
+        emitted[q] = jnp.where(plan.valid[q] > 0, target_ids[plan.source[q]], 0)
+
+    @pl.loop(0, bonus.shape[0])
+    def _(b: Any) -> None:
+        bonus[b] = emitted[b * most + num_accepted[b]]
+
+
+def _assemble(plan: Any, tiles: Any, out: Any, *, first: Any) -> None:
+    """Output row j is row source % 8 of its tile: a rotation brings it to sublane j.
+
+    In float32, since rows of a packed type cannot be rotated; widening and narrowing are exact.
+    """
+    width = out.shape[1]
+    chunk = CHUNK if width % CHUNK == 0 else width
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, chunk), 0)
+
+    @pl.loop(0, width // chunk)
+    def _(chunk_idx: Any) -> None:
+        columns = pl.ds(pl.multiple_of(chunk_idx * chunk, chunk), chunk)
+        block = jnp.zeros((TILE_ROWS, chunk), jnp.float32)
+        for j in range(TILE_ROWS):
+            tile = tiles[plan.place[first + j], :, columns].astype(jnp.float32)
+            turn = (TILE_ROWS + j - plan.source[first + j] % TILE_ROWS) % TILE_ROWS
+            wanted = (sublane == j) & (plan.valid[first + j] > 0)
+            block = jnp.where(wanted, pltpu.roll(tile, turn, 0), block)
+        out[:, columns] = block.astype(out.dtype)

@@ -1,0 +1,53 @@
+"""Which program compacts an accepted path and gathers what is emitted, by backend.
+
+paged_attention.py chooses among the attentions; the references stand in kv_update.py and
+bonus_token.py.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jspec.pallas_kernels import bonus_token, bonus_token_tpu, kv_update, kv_update_tpu
+from jspec.pallas_kernels.paged_attention import Backend, is_tpu_kernel
+
+
+def compact_paths(
+    kv: tuple[jax.Array, ...],
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    backend: Backend,
+) -> tuple[jax.Array, ...]:
+    """`kv_update.compact_path` of every layer's pool, in place when the pools are donated."""
+    if is_tpu_kernel(backend):
+        return kv_update_tpu.compact_paths(
+            kv,
+            page_table,
+            seq_lens,
+            node_path,
+            num_accepted,
+            interpret=backend == "tpu_interpret",
+        )
+    return tuple(
+        kv_update.compact_path(pages, page_table, seq_lens, node_path, num_accepted) for pages in kv
+    )
+
+
+def gather_emitted(
+    target_ids: Int[Array, "B N"],
+    hidden: Float[Array, "B N A"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    backend: Backend,
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
+    """(emitted ids, bonus token, hidden rows along the path), 0 behind each path."""
+    if is_tpu_kernel(backend) and hidden.shape[2]:
+        return bonus_token_tpu.gather_emitted(
+            target_ids, hidden, node_path, num_accepted, interpret=backend == "tpu_interpret"
+        )
+    return bonus_token.gather_emitted(target_ids, hidden, node_path, num_accepted)

@@ -1,0 +1,31 @@
+"""Whole steps with the TPU's kernels, run by the interpreter, give plain decoding's tokens.
+
+Everything a step does on a TPU but the chip itself: prefill, tree attention, compaction and the
+gathering of what is emitted, with the kernels' own pool layout.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.speculative.engines import build, dial_for, make_request, plain_ids, serve, spec_of
+
+PROMPT_LENS = (37, 1, 18)  # several chunks, none but a root's, across a page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (2, 2, 4)])
+def test_interpreted_tpu_kernels_equal_plain_decoding(shape: tuple[int, int, int]) -> None:
+    requests = [
+        make_request(i, prompt_len=n, seed=40 + i, max_new_tokens=9, temperature=float(i % 2))
+        for i, n in enumerate(PROMPT_LENS)
+    ]
+    expected = [plain_ids(request) for request in requests]
+    compiled = build(spec_of(*shape), page_size=16, variants=(False,), backend="tpu_interpret")
+    dial = dial_for(requests, expected) if shape[0] else None
+    served = serve(compiled, requests, num_slots=4, dial=dial)
+    assert list(served.ids) == expected
+    assert served.num_leaked_pages == 0
+    if shape[0]:
+        assert max(max(counts) for counts in served.accepted) == shape[0]
