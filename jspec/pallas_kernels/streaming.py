@@ -67,8 +67,10 @@ def attend(
             block, limit = step, written
             ids = jax.lax.dynamic_slice_in_dim(table, block * block_pages, block_pages, axis=1)
         slot = block * (block_pages * page_size) + jnp.arange(block_pages * page_size)
-        # Whole pages as flat rows: the gather's inner loop is then one contiguous copy.
-        kv = kv_pages.reshape(kv_pages.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+        # Slots and heads in one axis, D kept: on a TPU a wholly flat view has another tiling, and
+        # this loop would then copy the pool in every iteration.
+        flat = kv_pages.reshape(kv_pages.shape[0], -1, width)
+        kv = flat.at[ids].get(mode="promise_in_bounds")
         kv = kv.reshape(ids.shape[0], -1, num_kv, 2, width).astype(jnp.float32)
         # Slots nobody wrote may hold anything, NaN included: they must not reach a product.
         kv = jnp.where((slot < limit[:, None])[:, :, None, None, None], kv, 0.0)
