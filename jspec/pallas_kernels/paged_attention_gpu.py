@@ -1,0 +1,588 @@
+"""Paged attention for Hopper GPUs: rows of equal length, bf16 or f16 pools (Pallas Mosaic GPU).
+
+One program of the grid serves one row, one kv head, up to 64 packed queries (group x R, the rows
+of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
+into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
+softmax in float32 registers. Shares are merged by a small second pass in plain XLA.
+
+    splits     shares of a row's keys, so that few rows still fill the chip
+    consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
+    loader     "self": a consumer refills the slot that it has just emptied;
+               "producer": one more warpgroup does nothing but issue copies
+
+The mask is bits (block_plan.py), read only in the row's last blocks; blocks before them are seen
+whole, but for a window's lower bound. The slots behind the last written row may hold anything, NaN
+included: their scores are replaced and their V rows zeroed in shared memory, so that garbage never
+reaches a product.
+
+It knows nothing about packed prefill, float32 pools or how K and V are written; the XLA path
+serves those. Rounding: P is cast to the pool's type before the second product, and each share's
+result before the merge. Needs jax 0.11 (GPU interpret mode), or says so.
+
+Seen so far: equal to the oracle in interpret mode, and compiled ahead of time for compute
+capability 9.0 to machine code, by default without spills. It has not run on a chip: no speed is
+claimed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.pallas_kernels.block_plan import TILE_ROWS, BlockPlan, choose_splits, plan_blocks
+from jspec.pallas_kernels.rows import AttentionRows
+
+MAX_QUERIES = 64  # R
+SHARED_BYTES = 232_448 - 1_024  # a program's limit, less the barriers
+LOG2E = math.log2(math.e)
+NOTHING = -1e30  # the maximum over no keys: finite, so that differences are never NaN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What changes the speed and nothing else. `splits` None: chosen by `choose_splits`."""
+
+    block_tokens: int = 64  # keys of one step: 64 or 128
+    stages: int = 3  # blocks in a consumer's ring
+    consumers: int = 1
+    loader: Literal["self", "producer"] = "self"
+    weights: Literal["registers", "shared"] = "registers"  # where P is for the second product
+    splits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_tokens not in (64, 128):
+            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
+        if self.stages < 1 or self.consumers < 1:
+            raise ValueError(f"stages {self.stages}, consumers {self.consumers}; expected >= 1")
+        if self.splits is not None and self.splits < 1:
+            raise ValueError(f"splits is {self.splits}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """Everything static about one kernel."""
+
+    batch: int
+    num_kv: int
+    width: int  # D
+    page_size: int
+    tiles: int
+    stored: int  # rows of a tile that exist, rounded up to 8
+    splits: int
+    tuning: Tuning
+    dtype: Any
+    scale: float
+    soft_cap: float | None
+    windowed: bool
+
+    @property
+    def copies(self) -> int:
+        """Of one block: a page each, or one where a block is part of a page."""
+        return max(self.tuning.block_tokens // self.page_size, 1)
+
+    @property
+    def num_words(self) -> int:
+        """Of mask bits, of one query and block."""
+        return self.tuning.block_tokens // 32
+
+    @property
+    def parts(self) -> int:
+        return self.splits * self.tuning.consumers
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tuning.consumers + (self.tuning.loader == "producer")
+
+
+def attend_rows(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    queries_per_row: int,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    tuning: Tuning | None = None,
+    plan: BlockPlan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """out[T, H, D] as reference.attend gives it, for T = B * R queries.
+
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
+    made once for all layers; it must come from the same rows, window and block_tokens.
+    Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
+    """
+    tuning = tuning or Tuning()
+    if interpret:  # its matrix product takes no operand from registers
+        tuning = replace(tuning, weights="shared")
+    shape = _shape_of(
+        q,
+        kv_pages,
+        rows,
+        queries_per_row=queries_per_row,
+        tuning=tuning,
+        scale=scale,
+        soft_cap=soft_cap,
+        windowed=window is not None,
+    )
+    group = q.shape[1] // shape.num_kv
+    if plan is None:
+        plan = plan_blocks(
+            rows,
+            queries_per_row=queries_per_row,
+            group=group,
+            window=window,
+            block_tokens=tuning.block_tokens,
+        )
+    if plan.words.shape[3] != shape.num_words:
+        raise ValueError(f"the plan has {plan.words.shape[3]} words; expected {shape.num_words}")
+    packed = _pack(q, shape, queries_per_row=queries_per_row)
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
+    parts, heights = _launch(packed, pool, rows.page_table, plan, shape=shape, interpret=interpret)
+    out = _merge(parts, heights, shape, sinks=sinks, rows_per_head=queries_per_row * group)
+    out = out.reshape(shape.batch, shape.num_kv, queries_per_row, group, shape.width)
+    out = jnp.where(plan.valid[:, None, :, None, None], out, 0).swapaxes(1, 2)
+    return out.reshape(*q.shape[:2], shape.width).astype(q.dtype)
+
+
+def _shape_of(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    queries_per_row: int,
+    tuning: Tuning,
+    scale: float,
+    soft_cap: float | None,
+    windowed: bool,
+) -> _Shape:
+    """Checks what is static, and chooses the splits."""
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
+    _, page_size, two_g, width = kv_pages.shape
+    batch, block = rows.page_table.shape[0], tuning.block_tokens
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"the pool is {kv_pages.dtype}; expected bfloat16 or float16")
+    if width not in (64, 128):
+        raise ValueError(f"head_dim is {width}; expected 64 or 128")
+    if page_size % 8 or (block % page_size and page_size % block):
+        raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
+    if not 1 <= queries_per_row <= MAX_QUERIES or q.shape[0] != batch * queries_per_row:
+        raise ValueError(
+            f"{q.shape[0]} queries, {queries_per_row} per row, {batch} rows; "
+            f"expected the product, and at most {MAX_QUERIES} per row"
+        )
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
+    if q.shape[1] % (two_g // 2) or q.shape[2] > width:
+        raise ValueError(f"q is {q.shape}, the pool {kv_pages.shape}; heads or widths do not fit")
+    used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
+    used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
+    if used > SHARED_BYTES:
+        raise ValueError(f"{tuning} needs {used} bytes of shared memory; {SHARED_BYTES} exist")
+    packed_rows = queries_per_row * (q.shape[1] // (two_g // 2))
+    tiles = -(-packed_rows // TILE_ROWS)
+    splits = tuning.splits or choose_splits(
+        programs=batch * (two_g // 2) * tiles,
+        max_blocks=-(-rows.page_table.shape[1] * page_size // block),
+    )
+    return _Shape(
+        batch=batch,
+        num_kv=two_g // 2,
+        width=width,
+        page_size=page_size,
+        tiles=tiles,
+        stored=min(-(-packed_rows // 8) * 8, TILE_ROWS),
+        splits=splits,
+        tuning=tuning,
+        dtype=kv_pages.dtype,
+        scale=scale,
+        soft_cap=soft_cap,
+        windowed=windowed,
+    )
+
+
+def _pack(q: jax.Array, shape: _Shape, *, queries_per_row: int) -> jax.Array:
+    """[T, H, Dq] -> [B * G * tiles, stored, D] in the pool's type, zero-padded."""
+    q = q.reshape(shape.batch, queries_per_row, shape.num_kv, -1, q.shape[2]).swapaxes(1, 2)
+    q = q.reshape(shape.batch, shape.num_kv, -1, q.shape[-1]).astype(shape.dtype)
+    missing = shape.tiles * shape.stored - q.shape[2]
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, shape.width - q.shape[3])))
+    return q.reshape(-1, shape.stored, shape.width)
+
+
+def _merge(
+    parts: jax.Array,
+    heights: jax.Array,
+    shape: _Shape,
+    *,
+    sinks: jax.Array | None,
+    rows_per_head: int,
+) -> jax.Array:
+    """[B, G, R * group, D] float32 from each share's mean and log2 of its softmax denominator."""
+    outer = (shape.parts, shape.batch, shape.num_kv)
+    parts = parts.reshape(*outer, -1, shape.width)[..., :rows_per_head, :].astype(jnp.float32)
+    heights = heights.reshape(*outer, -1)[..., :rows_per_head]
+    sink = None
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, shape.num_kv, -1) * LOG2E
+        sink = jnp.tile(sink, (1, 1, rows_per_head // sink.shape[2]))
+    if shape.parts == 1 and sink is None:
+        return parts[0]
+    # Unrolled, since XLA makes one kernel of it: four with reductions over the parts' axis.
+    top = functools.reduce(jnp.maximum, list(heights) + ([] if sink is None else [sink]))
+    total = jnp.zeros_like(top) if sink is None else jnp.exp2(sink - top)
+    out = jnp.zeros(parts.shape[1:], jnp.float32)
+    for part, height in zip(parts, heights, strict=True):
+        weight = jnp.exp2(height - top)
+        total = total + weight
+        out = out + part * weight[..., None]
+    return out / total[..., None]
+
+
+# ---- the kernel ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
+def _launch(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    plan: BlockPlan,
+    *,
+    shape: _Shape,
+    interpret: bool,
+) -> list[jax.Array]:
+    """(parts, heights). An inner jit: however many layers call it, it is compiled once."""
+    tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    rings = tuning.consumers * tuning.stages
+    scratch: dict[str, Any] = {
+        "ring": plgpu.SMEM(
+            (rings, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=swizzled
+        ),
+        "queries": plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=swizzled
+        ),
+        "arrived": plgpu.Barrier(num_barriers=tuning.consumers),
+        "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=rings),
+    }
+    if tuning.weights == "shared":
+        scratch["weights"] = plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
+        )
+    if tuning.loader == "producer":
+        scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
+    options: dict[str, Any] = {}
+    if interpret:
+        params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
+        options["interpret"] = params(detect_races=True)
+    kernel = plgpu.kernel(
+        functools.partial(_attend, shape),
+        out_type=[
+            jax.ShapeDtypeStruct((shape.parts, programs, shape.stored, shape.width), shape.dtype),
+            jax.ShapeDtypeStruct((shape.parts, programs, TILE_ROWS), jnp.float32),
+        ],
+        scratch_types=scratch,
+        # The last axis varies fastest: the heads of one page are read at the same time.
+        grid=(shape.batch * shape.splits, shape.tiles, shape.num_kv),
+        grid_names=("share", "tile", "head"),
+        num_threads=shape.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_rows",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
+        ),
+        **options,
+    )
+    return list(kernel(q, pool, page_table, plan.bounds, plan.words, plan.lowest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Where one program is: scalars that its warpgroups share."""
+
+    row: Any
+    head: Any
+    tile: Any
+    split: Any
+    begin: Any  # blocks [begin, end) of the row are this share's
+    end: Any
+    edge: Any  # first block that needs the mask
+    keys: Any  # written slots of the row
+    program: Any  # index of (row, head, tile) in the packed queries and the results
+
+
+def _locate(shape: _Shape, bounds: Any) -> _Work:
+    share, tile, head = (lax.axis_index(name) for name in ("share", "tile", "head"))
+    row, split = lax.div(share, shape.splits), lax.rem(share, shape.splits)
+    first, edge, last, keys = (bounds[row, i] for i in range(4))
+    blocks = last - first
+    return _Work(
+        row=row,
+        head=head,
+        tile=tile,
+        split=split,
+        begin=first + lax.div(blocks * split, shape.splits),
+        end=first + lax.div(blocks * (split + 1), shape.splits),
+        edge=edge,
+        keys=keys,
+        program=(row * shape.num_kv + head) * shape.tiles + tile,
+    )
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """Inputs, results, shared memory and barriers, in the order in which the kernel gets them."""
+
+    q: Any
+    pool: Any
+    page_table: Any
+    bounds: Any
+    words: Any
+    lowest: Any
+    parts: Any
+    heights: Any
+    ring: Any  # [consumers * stages, block, 2 D]
+    queries: Any  # [consumers, 64, D]
+    arrived: Any  # the queries are here
+    filled: Any  # a slot of a ring is
+    emptied: Any = None  # a slot may be filled again (producer)
+    weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
+
+
+def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
+    """The kernel's body, run by every warpgroup of a program."""
+    refs = _Refs(*args, **scratch)
+    work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
+    warpgroup = lax.axis_index("warpgroup")
+    if shape.tuning.loader == "self":
+        _consume(shape, refs, work, warpgroup)
+        return
+    # Two consumers and a producer cannot all have the registers that a consumer wants.
+    rebalance = consumers == 2
+
+    @pl.when(warpgroup < consumers)
+    def _consumer() -> None:
+        if rebalance:
+            plgpu.set_max_registers(232, action="increase")
+        _consume(shape, refs, work, warpgroup)
+
+    @pl.when(warpgroup == consumers)
+    def _producer() -> None:
+        if rebalance:
+            plgpu.set_max_registers(40, action="decrease")
+        _produce(shape, refs, work)
+
+
+def _pages_of(shape: _Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
+    """Page ids of a block. Pages behind the last written one are that one again: always loaded,
+    never seen, so that every block is the same number of bytes and no index is out of bounds."""
+    last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
+    first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
+    return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
+
+
+def _load(shape: _Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
+    """Starts the copies of one block into slot `slot` of the rings."""
+    tokens = min(shape.page_size, shape.tuning.block_tokens)
+    offset: Any = 0
+    if shape.page_size > tokens:
+        offset = lax.rem(block, shape.page_size // tokens) * tokens
+    columns = pl.ds(work.head * (2 * shape.width), 2 * shape.width)
+    for i, page in enumerate(pages):
+        plgpu.copy_gmem_to_smem(
+            refs.pool.at[page, pl.ds(offset, tokens), columns],
+            refs.ring.at[slot, pl.ds(i * tokens, tokens)],
+            refs.filled.at[slot],
+        )
+
+
+def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
+    """Fills all rings, block by block, each slot as soon as its consumer has emptied it."""
+    consumers, stages = shape.tuning.consumers, shape.tuning.stages
+
+    @pl.loop(0, work.end - work.begin)
+    def _step(i: Any) -> None:
+        block, step = work.begin + i, lax.div(i, consumers)
+        slot = lax.rem(i, consumers) * stages + lax.rem(step, stages)
+        pages = _pages_of(shape, refs, work, block)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(refs.emptied.at[slot]))
+        _load(shape, refs, work, block, slot, pages)
+
+
+def _consume(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
+    """One consumer: its blocks, its online softmax, its part of the result."""
+    consumers, stages = shape.tuning.consumers, shape.tuning.stages
+    refills = shape.tuning.loader == "self"
+    num_steps = lax.div(work.end - work.begin - warpgroup + (consumers - 1), consumers)
+    num_whole = lax.div(work.edge - work.begin - warpgroup + (consumers - 1), consumers)
+    num_whole = lax.max(lax.min(num_whole, num_steps), 0)
+    plgpu.copy_gmem_to_smem(
+        refs.q.at[work.program],
+        refs.queries.at[warpgroup, pl.ds(0, shape.stored)],
+        refs.arrived.at[warpgroup],
+    )
+
+    def block_of(step: Any) -> Any:
+        return work.begin + step * consumers + warpgroup
+
+    def slot_of(step: Any) -> Any:
+        return warpgroup * stages + lax.rem(step, stages)
+
+    if refills:
+        for i in range(stages):
+
+            @pl.when(i < num_steps)
+            def _prime(i: int = i) -> None:
+                block = block_of(i)
+                pages = _pages_of(shape, refs, work, block)
+                _load(shape, refs, work, block, warpgroup * stages + i, pages)
+
+    plgpu.barrier_wait(refs.arrived.at[warpgroup])
+
+    def step(i: Any, carry: Any, *, masked: bool) -> Any:
+        slot, block = slot_of(i), block_of(i + stages)
+        # What comes from global memory is asked for early: by the time of its use it is here.
+        pages = _pages_of(shape, refs, work, block) if refills else []
+        rule = _rule(shape, refs, work, block_of(i), masked=masked)
+        plgpu.barrier_wait(refs.filled.at[slot])
+        if masked:
+            _clean(shape, refs, work, slot, block_of(i))
+        carry = _absorb(shape, refs, warpgroup, slot, block_of(i), rule, carry, masked=masked)
+
+        @pl.when(i + stages < num_steps)
+        def _release() -> None:
+            if refills:
+                _load(shape, refs, work, block, slot, pages)
+            else:
+                plgpu.barrier_arrive(refs.emptied.at[slot])
+
+        return carry
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), NOTHING, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS, shape.width), jnp.float32), plgpu.Layout.WGMMA),
+    )
+    carry = lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
+    carry = lax.fori_loop(num_whole, num_steps, functools.partial(step, masked=True), carry)
+    _store(shape, refs, work, warpgroup, carry)
+
+
+def _store(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+    """Mean and height of this part; the queries' shared memory is free to stage them."""
+    top, total, mixed = carry
+    safe = jnp.maximum(total, 1e-30)
+    mean = mixed / lax.broadcast_in_dim(safe, mixed.shape, [0])
+    refs.queries[warpgroup] = mean.astype(shape.dtype)
+    plgpu.commit_smem()
+    part = work.split * shape.tuning.consumers + warpgroup
+    height = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, NOTHING)
+    refs.heights[part, work.program] = height  # few bytes: straight to global memory
+    plgpu.copy_smem_to_gmem(
+        refs.queries.at[warpgroup, pl.ds(0, shape.stored)], refs.parts.at[part, work.program]
+    )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _absorb(
+    shape: _Shape,
+    refs: _Refs,
+    warpgroup: Any,
+    slot: Any,
+    block: Any,
+    rule: list[Any],
+    carry: Any,
+    *,
+    masked: bool,
+) -> Any:
+    """One block of keys into the online softmax; the maxima are of log2-scaled scores."""
+    top, total, mixed = carry
+    tokens, width = shape.tuning.block_tokens, shape.width
+    keys = refs.ring.at[slot, :, pl.ds(0, width)]
+    values = refs.ring.at[slot, :, pl.ds(width, width)]
+
+    def score(acc: Any) -> Any:
+        plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
+        return acc[...]
+
+    scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
+    factor = shape.scale * LOG2E
+    if shape.soft_cap is not None:
+        # tanh by exp2: the chip's own tanh is off by 5e-4, times the cap, in an exponent.
+        power = jnp.exp2(scores * (2 * shape.scale / shape.soft_cap * LOG2E))
+        scores = 1.0 - 2.0 / (1.0 + power)
+        factor = shape.soft_cap * LOG2E
+    scores = _mask(shape, block, scores, rule, masked=masked)
+    # The factor stays out of the scores: below, it is half of a fused multiply-add.
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    fade = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+    total = total * fade + jnp.sum(weights, axis=1)
+    operand = weights.astype(shape.dtype)
+    if shape.tuning.weights == "shared":
+        refs.weights[warpgroup] = operand
+        plgpu.commit_smem()
+        operand = refs.weights.at[warpgroup]
+
+    def mix(acc: Any) -> Any:
+        plgpu.wgmma(acc, operand, values)
+        return acc[...]
+
+    added = pl.run_scoped(mix, plgpu.WGMMAAccumulatorRef((TILE_ROWS, width), jnp.float32))
+    return new_top, total, mixed * lax.broadcast_in_dim(fade, mixed.shape, [0]) + added
+
+
+def _clean(shape: _Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
+    """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN."""
+    tokens, width = shape.tuning.block_tokens, shape.width
+    written = work.keys - block * tokens
+
+    @pl.when(written < tokens)
+    def _ragged() -> None:
+        values = refs.ring.at[slot, :, pl.ds(width, width)]
+        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+        token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+
+def _rule(shape: _Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:
+    """What a block's mask is made from, one number a query: words of bits, or the lowest slot."""
+    load: Any = plgpu.load
+    if masked:
+        edge = block - work.edge
+        words = [refs.words.at[work.row, work.tile, edge, w] for w in range(shape.num_words)]
+    else:
+        words = [refs.lowest.at[work.row, work.tile]] if shape.windowed else []
+    return [load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in words]
+
+
+def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
+    """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
+    if not rule:
+        return scores
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    spread = [lax.broadcast_in_dim(x, scores.shape, [0]) for x in rule]
+    if masked:
+        bits = spread[0]
+        for w, word in enumerate(spread[1:], start=1):
+            bits = jnp.where(column < 32 * w, bits, word)
+        seen = (lax.shift_right_logical(bits, column & 31) & 1) != 0
+    else:
+        seen = column + block * shape.tuning.block_tokens >= spread[0]
+    return jnp.where(seen, scores, -jnp.inf)

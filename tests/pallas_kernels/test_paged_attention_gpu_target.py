@@ -1,0 +1,156 @@
+"""The Hopper kernel at serving sizes: lowered and compiled for the real target, run where it is.
+
+Lowering runs Mosaic GPU's own layout inference, for compute capability 9.0 unless another GPU is
+there. Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.pallas_kernels import reference
+from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
+from jspec.pallas_kernels.rows import AttentionRows
+
+needs_new_jax = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} is too old"
+)
+
+
+def has_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+needs_gpu = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
+
+PRODUCER = Tuning(loader="producer", consumers=2)
+
+
+def llama_shapes(
+    batch: int, queries: int, page_size: int, *, tail: int | None, context: int = 8192
+) -> tuple[Any, Any, dict[str, Any]]:
+    """q, pool and the fields of AttentionRows, abstract, in the sizes of Llama-3.1-8B."""
+    array = jax.ShapeDtypeStruct
+    pages, total = -(-(context + queries) // page_size), batch * queries
+    fields = {
+        "page_table": array((batch, pages), jnp.int32),
+        "prefix_lens": array((batch,), jnp.int32),
+        "cu_q_lens": array((batch + 1,), jnp.int32),
+        "q_positions": array((total,), jnp.int32),
+    }
+    if tail is not None:
+        fields["tail_mask"] = array((total, -(-tail // 32)), jnp.uint32)
+        fields["tail_positions"] = array((batch, tail), jnp.int32)
+    pool = array((batch * pages + 1, page_size, 16, 128), jnp.bfloat16)
+    return array((total, 32, 128), jnp.bfloat16), pool, fields
+
+
+def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any) -> str:
+    def run(q: jax.Array, pool: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
+        rows = AttentionRows(**fields)
+        return attend_rows(
+            q, pool, rows, scale=0.09, queries_per_row=queries, tuning=tuning, **options
+        )
+
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("batch", "queries", "page_size", "tail", "tuning"),
+    [
+        (1, 1, 16, None, Tuning()),
+        (8, 4, 64, 4, Tuning()),
+        (64, 16, 64, 16, Tuning()),
+        (64, 4, 16, 12, Tuning(block_tokens=128, stages=2)),
+        (8, 64, 128, 64, Tuning(weights="shared", stages=2)),
+        (64, 1, 16, None, Tuning(loader="producer", consumers=2)),
+    ],
+)
+def test_lowers_for_hopper(
+    batch: int, queries: int, page_size: int, tail: int | None, tuning: Tuning
+) -> None:
+    text = lower(llama_shapes(batch, queries, page_size, tail=tail), queries=queries, tuning=tuning)
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@needs_new_jax
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("queries", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_size: int) -> None:
+    for tail in (None, queries):
+        for tuning in (Tuning(), Tuning(block_tokens=128, stages=2), PRODUCER):
+            args = llama_shapes(batch, queries, page_size, tail=tail)
+            options: dict[str, Any] = {"window": 4096, "soft_cap": 50.0} if batch == 8 else {}
+            text = lower(args, queries=queries, tuning=tuning, **options)
+            assert text.count("@mosaic_gpu_v2") == 1
+
+
+@needs_new_jax
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
+)
+def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
+    """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
+    script = Path(__file__).parent / "gpu_kernel_compile.py"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("compiled") == 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("tuning", [Tuning(), PRODUCER], ids=str)
+@pytest.mark.parametrize(("batch", "queries", "page_size"), [(1, 1, 16), (8, 4, 64), (32, 16, 64)])
+def test_equals_the_reference_at_serving_shapes(
+    batch: int, queries: int, page_size: int, tuning: Tuning
+) -> None:
+    q_shape, pool_shape, fields = llama_shapes(
+        batch, queries, page_size, tail=queries, context=1168
+    )
+    keys = jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], q_shape.shape, q_shape.dtype)
+    pool = jax.random.normal(keys[1], pool_shape.shape, pool_shape.dtype)
+    pages = fields["page_table"].shape[1]
+    order = np.random.default_rng(0).permutation(batch * pages) + 1
+    prefix = np.linspace(700, 1168, batch).astype(np.int32)
+    words = (1 << (np.arange(queries) + 1)) - 1  # a chain, said as a tree
+    positions = jnp.asarray(prefix[:, None] + np.arange(queries), jnp.int32)
+    rows = AttentionRows(
+        page_table=jnp.asarray(order.reshape(batch, pages), jnp.int32),
+        prefix_lens=jnp.asarray(prefix),
+        cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * queries,
+        q_positions=positions.reshape(-1),
+        tail_mask=jnp.asarray(np.tile(words, batch)[:, None], jnp.uint32),
+        tail_positions=positions,
+    )
+    options: dict[str, Any] = {"scale": 0.09, "queries_per_row": queries}
+    expected = reference.attend(
+        q, pool, rows, window=None, sinks=None, soft_cap=None, **options
+    ).astype(jnp.float32)
+    out = attend_rows(q, pool, rows, tuning=tuning, **options).astype(jnp.float32)
+    np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.01)
