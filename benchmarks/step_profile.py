@@ -122,7 +122,7 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         drafter=models.drafter,
         spec=args.speculative,
         full=False,
-        backend=choose_backend(mesh.devices.flat[0].platform),
+        backend=choose_backend(mesh.devices.flat[0].platform, args.attention_backend),
     )
     return Bench(
         workload=workload,

@@ -16,6 +16,7 @@ from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "xla", "pallas")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -38,6 +39,8 @@ class EngineArgs:
         shapes of config.json.
     skip_tokenizer_init: no tokenizer; token ids in, token ids out.
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
+    attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
+        those on a TPU.
     max_total_tokens: size of the KV pool in tokens. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
@@ -59,6 +62,7 @@ class EngineArgs:
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    attention_backend: str = "auto"
     page_size: int | None = None
     max_running_requests: int | None = None
     max_queued_requests: int = 128
@@ -73,6 +77,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         for name in ("page_size", "max_running_requests", "context_length", "max_total_tokens"):
             _check_positive(name, getattr(self, name))

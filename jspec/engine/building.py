@@ -47,7 +47,7 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         drafter=models.drafter,
         spec=spec,
         full=False,
-        backend=choose_backend(devices[0].platform),
+        backend=choose_backend(devices[0].platform, args.attention_backend),
     )
     return DeviceRunner.create(
         program=program,

@@ -103,7 +103,7 @@ def load_models(
     drafter = EagleDrafter(
         head,
         args.speculative,
-        choose_backend(mesh.devices.flat[0].platform),
+        choose_backend(mesh.devices.flat[0].platform, args.attention_backend),
         draft_noise=args.speculative_draft_noise,
     )
     return LoadedModels(

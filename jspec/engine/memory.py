@@ -58,7 +58,7 @@ def resolve_limits(
     is_cpu = platform == "cpu"
     context = _context_length(args, target)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
-    backend = choose_backend(platform)
+    backend = choose_backend(platform, args.attention_backend)
     page_size = args.page_size or (TPU_PAGE_SIZE if is_tpu_kernel(backend) else 16)
     chunk = args.chunked_prefill_size or (256 if is_cpu else 2048)
     total = args.max_total_tokens

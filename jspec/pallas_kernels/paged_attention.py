@@ -26,12 +26,19 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.pallas_kernels import paged_attention_tpu, paged_prefill_tpu, reference, streaming
+from jspec.core.errors import ConfigError
+from jspec.pallas_kernels import (
+    paged_attention_gpu,
+    paged_attention_tpu,
+    paged_prefill_tpu,
+    reference,
+    streaming,
+)
 from jspec.pallas_kernels.rows import AttentionRows
 
-# What runs the contract: the definition; XLA, on anything; the Mosaic kernels, on a TPU, or in an
-# interpreter on anything (for tests: it is thousands of times slower).
-Backend = Literal["reference", "xla", "tpu", "tpu_interpret"]
+# What runs the contract: the definition; XLA, on anything; the Mosaic kernels, on a TPU or a Hopper
+# GPU, or in an interpreter on anything (for tests: it is thousands of times slower).
+Backend = Literal["reference", "xla", "tpu", "tpu_interpret", "gpu", "gpu_interpret"]
 LANES = 128  # of a TPU
 
 
@@ -70,6 +77,7 @@ def paged_attention(
     many = queries_per_row is not None and (
         queries_per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW
     )
+    settings: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     if is_tpu_kernel(backend) and not many:
         return _attend_tpu(
             q,
@@ -79,32 +87,35 @@ def paged_attention(
             rows,
             queries_per_row=queries_per_row,
             interpret=backend == "tpu_interpret",
-            scale=scale,
-            window=window,
-            sinks=sinks,
-            soft_cap=soft_cap,
+            **settings,
         )
-    kind = reference.attend if backend == "reference" else streaming.attend
     if k_new is not None and v_new is not None:
         kv_pages = reference.write_new(
             k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row
         )
-    out = kind(
-        q,
-        kv_pages,
-        rows,
-        scale=scale,
-        queries_per_row=queries_per_row,
-        window=window,
-        sinks=sinks,
-        soft_cap=soft_cap,
-    )
-    return out, kv_pages
+    if backend in ("gpu", "gpu_interpret") and queries_per_row is not None and not many:
+        settings |= {"interpret": backend == "gpu_interpret"}
+        out = paged_attention_gpu.attend_rows(
+            q, kv_pages, rows, queries_per_row=queries_per_row, **settings
+        )
+        return out, kv_pages
+    kind = reference.attend if backend == "reference" else streaming.attend
+    return kind(q, kv_pages, rows, queries_per_row=queries_per_row, **settings), kv_pages
 
 
-def choose_backend(platform: str) -> Backend:
-    """What runs attention on jax devices of `platform`."""
-    return "tpu" if platform == "tpu" else "xla"
+def choose_backend(platform: str, requested: str = "auto") -> Backend:
+    """What runs attention on jax devices of `platform`: "cpu", "gpu" or "tpu".
+
+    requested: "auto"; "xla", on anything; "pallas", the platform's own kernels. A GPU gets its
+    kernels only on request, for they have not been measured on one yet. Raises ConfigError.
+    """
+    if requested == "pallas" and platform not in ("gpu", "tpu"):
+        raise ConfigError(
+            f"attention_backend is 'pallas', on {platform} devices; expected 'auto' or 'xla' there"
+        )
+    if requested == "pallas":
+        return "tpu" if platform == "tpu" else "gpu"
+    return "tpu" if platform == "tpu" and requested == "auto" else "xla"
 
 
 def is_tpu_kernel(backend: Backend) -> bool:

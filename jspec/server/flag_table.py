@@ -86,6 +86,11 @@ _EXACT = (
 )
 _ONE_HOST = "one process on one host serves; use --tp-size for its devices"
 _NO_ADAPTER = "LoRA is not implemented"
+_SGLANG_ATTENTION = (
+    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
+    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
+    *("trtllm_mla", "wave"),
+)
 _ATTENTION = "jspec chooses its attention kernel by platform"
 
 MODEL_FLAGS = (
@@ -206,7 +211,14 @@ MEMORY_FLAGS = (
     _warns("--cuda-graph-bs", _MANY, "--max-running-requests decides what is compiled"),
     _warns("--enable-torch-compile", _SWITCH, "every step is compiled by XLA"),
     _warns("--torch-compile-max-bs", _INT, "every step is compiled by XLA"),
-    _warns("--attention-backend", _TEXT, _ATTENTION),
+    Flag(
+        names=("--attention-backend",),
+        kind=_TEXT,
+        flag_class=FlagClass.IMPLEMENTED,
+        text="auto, xla, or pallas (the platform's own kernels); SGLang's names mean auto",
+        argument="attention_backend",
+        aliases=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
+    ),
     _warns("--prefill-attention-backend", _TEXT, _ATTENTION),
     _warns("--decode-attention-backend", _TEXT, _ATTENTION),
     _warns("--sampling-backend", _TEXT, "there is one sampler, the same on every platform"),
