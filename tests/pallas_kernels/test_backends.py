@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.engine_args import ATTENTION_BACKENDS
 from jspec.core.errors import ConfigError
-from jspec.pallas_kernels.paged_attention import choose_backend, pool_width
+from jspec.pallas_kernels.paged_attention import (
+    Backend,
+    choose_backend,
+    paged_attention,
+    pool_width,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +43,36 @@ def test_a_cpu_has_no_kernels_of_its_own() -> None:
 def test_only_the_tpu_kernels_widen_the_pool() -> None:
     assert [pool_width(64, backend) for backend in ("xla", "gpu", "tpu")] == [64, 64, 128]
     assert [pool_width(width, "tpu") for width in (128, 129, 256)] == [128, 256, 256]
+
+
+def tail_call(backend: Backend) -> tuple[np.ndarray, np.ndarray]:
+    """A chain of four on two rows, K and V written by the call."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    prefix = jnp.asarray([21, 3], jnp.int32)
+    out, pages = paged_attention(
+        draw(8, 4, 64),
+        draw(8, 2, 64),
+        draw(8, 2, 64),
+        draw(6, 16, 4, pool_width(64, backend)),
+        jnp.asarray([[1, 2], [3, 0]], jnp.int32),
+        prefix,
+        jnp.asarray([0, 4, 8], jnp.int32),
+        None,
+        (prefix[:, None] + jnp.arange(4)).reshape(-1),
+        None,
+        scale=0.125,
+        queries_per_row=4,
+        backend=backend,
+    )
+    return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+def test_the_gpu_kernel_sees_what_the_call_writes() -> None:
+    (out, pages), (expected, expected_pages) = tail_call("gpu_interpret"), tail_call("reference")
+    np.testing.assert_array_equal(pages, expected_pages)
+    np.testing.assert_allclose(out, expected, atol=0.02)
