@@ -211,7 +211,8 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
     aliases = {}
     if plan.writes:
         pool = inputs["pages"]
-        outs["pages_out"] = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+        # Said to be in HBM, or XLA would bring a small pool, whole, into VMEM and back.
+        outs["pages_out"] = pltpu.HBM(pool.shape, pool.dtype)
         out_specs.append(hbm)
         aliases[len(scalars) + names.index("pages")] = 1
     scratch = _scratch(plan)

@@ -272,7 +272,7 @@ def _pallas_call(
         grid_spec=spec,
         out_shape=[
             jax.ShapeDtypeStruct(packed, dtype),
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            pltpu.HBM(pool.shape, pool.dtype),  # or XLA brings a small pool, whole, into VMEM
         ],
         input_output_aliases={8: 1},  # the pool, counted with the four scalar arrays
         compiler_params=pltpu.CompilerParams(

@@ -1,28 +1,35 @@
 """Compiles step programs ahead of time with the real TPU compiler; run in a process of its own.
 
-    python -m tests.engine.tpu_compile TOPOLOGY MODEL S K N
+    python -m tests.engine.tpu_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
 
-Prints one JSON line a program: what it is, seconds, lines that copy a KV pool, and the bytes that
-one device needs. There is no TPU here: this shows that programs compile and fit, not that they run.
+Decode over all slots and one chunk of prefill for each S/K/N, with a pool that fills the memory of
+the chips. Prefill can be limited to some, since a tree's holds all that the others' do. Prints one
+JSON line a program: what it is, seconds, bytes of one device, and the lines that copy a KV pool or
+rewrite a weight. There is no TPU here: this shows that programs compile and fit, not that they run.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # The compiler needs no chip: it may run beside another load, whoever owns the lock file in /tmp.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
+import argparse
 import dataclasses
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from jspec.core import sharding
 from jspec.core.config import (
@@ -36,12 +43,19 @@ from jspec.core.config import (
 from jspec.core.plan import StepKind
 from jspec.engine.compilation import describe, lower
 from jspec.engine.runner import init_state
+from jspec.engine.transfer import ProgramKey
 from jspec.layers.linear import Shard
 from jspec.models.paged import PagedEagle3, PagedLlama
 from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
+from tests.engine.weight_copies import weight_copies
 
+GIB = 1 << 30
+HBM_BYTES = {"v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # a chip, Google's documentation
+STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a step needs beside them
+
+_LLAMA_3_ROPE = RopeConfig(theta=500000.0, factor=8.0)
 MODELS = {
     "small": TransformerConfig(
         vocab_size=4096,
@@ -60,18 +74,101 @@ MODELS = {
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        rope=RopeConfig(theta=500000.0, factor=8.0),
+        rope=_LLAMA_3_ROPE,
+    ),
+    "llama-3.1-70b": TransformerConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=_LLAMA_3_ROPE,
     ),
 }
 
 
-def main(topology: str, model: str, num_steps: int, topk: int, num_draft_tokens: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The programs of one model and S/K/N on one slice, with abstract arguments."""
+
+    mesh: Mesh
+    program: StepProgram
+    limits: ServeLimits
+    params: Any
+    state: Any
+
+    @property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        limits = self.limits
+        decode = (StepKind.DECODE, limits.num_slots, False)
+        return decode, (StepKind.PREFILL, limits.chunk_size, True)
+
+    def local(self, tree: Any, specs: Any) -> list[jax.ShapeDtypeStruct]:
+        """One device's part of each array of `tree`."""
+        placed = sharding.shardings(self.mesh, specs)
+        return jax.tree.leaves(
+            jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype), tree, placed
+            )
+        )
+
+    def local_weights(self) -> list[jax.ShapeDtypeStruct]:
+        return self.local(self.params, sharding.param_specs(self.params))
+
+    def local_pools(self) -> list[jax.ShapeDtypeStruct]:
+        specs = sharding.state_specs(self.state)
+        pools = (self.state.kv, self.state.draft_kv)
+        return self.local(pools, (specs.kv, specs.draft_kv))
+
+    def with_pages(self, num_pages: int) -> Case:
+        limits = dataclasses.replace(self.limits, num_pages=num_pages)
+        state = jax.eval_shape(
+            partial(init_state, self.program, limits, shards=self.mesh.size, kv_dtype=jnp.bfloat16)
+        )
+        return dataclasses.replace(self, limits=limits, state=state)
+
+
+def make_case(model: str, topology: str, shape: str, *, page_size: int, backend: Any) -> Case:
+    """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = sharding.make_mesh(list(devices))
-    shard, config = Shard(mesh.size, sharding.TENSOR_AXIS), MODELS[model]
+    program, params = _program(MODELS[model], shape, shards=mesh.size, backend=backend)
+    limits = ServeLimits(
+        spec=program.spec,
+        num_slots=64,
+        num_pages=8192,
+        page_size=page_size,
+        context_length=8192,
+        decode_buckets=(64,),
+        prefill_buckets=(2048,),
+        prefill_rows=16,
+    )
+    case = Case(mesh=mesh, program=program, limits=limits, params=params, state=None)
+    case = case.with_pages(limits.num_pages)
+    weights, pools = num_bytes(case.local_weights()), num_bytes(case.local_pools())
+    room = int(hbm_bytes(topology) * STATIC_FRACTION) - weights
+    return case.with_pages(limits.num_pages * room // pools)
+
+
+def hbm_bytes(topology: str) -> int:
+    return HBM_BYTES[topology.partition(":")[0]]
+
+
+def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _program(
+    config: TransformerConfig, shape: str, *, shards: int, backend: Any
+) -> tuple[StepProgram, Any]:
+    """The static program and its abstract parameters in bf16."""
+    num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
+    shard = Shard(shards, sharding.TENSOR_AXIS)
     spec = SpeculativeConfig.plain()
     drafter: Drafter = NoDrafter()
-    params: dict[str, object] = {"draft": {}}
+    params: dict[str, Any] = {"draft": {}}
     aux: tuple[int, ...] = ()
     if num_steps:
         spec = SpeculativeConfig(
@@ -88,40 +185,81 @@ def main(topology: str, model: str, num_steps: int, topk: int, num_draft_tokens:
             aux_layer_ids=aux,
         )
         head, params["draft"] = PagedEagle3.create(draft_config, shard=shard, dtype=jnp.bfloat16)
-        drafter = EagleDrafter(head, spec)
+        drafter = EagleDrafter(head, spec, backend)
     target, params["target"] = PagedLlama.create(
         config, shard=shard, dtype=jnp.bfloat16, aux_layer_ids=aux
     )
-    limits = ServeLimits(
-        spec=spec,
-        num_slots=8,
-        num_pages=1024,
-        page_size=16,
-        context_length=2048,
-        decode_buckets=(8,),
-        prefill_buckets=(256,),
-        prefill_rows=4,
-    )
-    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False)
-    state = jax.eval_shape(
-        lambda: init_state(program, limits, shards=mesh.size, kv_dtype=jnp.bfloat16)
-    )
-    for key in ((StepKind.DECODE, 8, False), (StepKind.PREFILL, 256, True)):
-        started = time.monotonic()
-        static = dataclasses.replace(program, full=key[2])
-        compiled = lower(key, static, limits, mesh=mesh, params=params, state=state).compile()
-        num_pages, page_size, heads, width = state.kv[0].shape
-        local = (num_pages, page_size, heads // mesh.size, width)
-        memory = compiled.memory_analysis()
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        result = {
-            "program": describe(key),
-            "seconds": round(time.monotonic() - started, 1),
-            "pool_copies": pool_copies(compiled.as_text(), local),
-            "device_bytes": total,
-        }
-        print(json.dumps(result), flush=True)
+    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
+    return program, params
+
+
+def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
+    """Compiles one program; what was seen of it."""
+    started = time.monotonic()
+    program = dataclasses.replace(case.program, full=key[2])
+    compiled = lower(
+        key, program, case.limits, mesh=case.mesh, params=case.params, state=case.state
+    ).compile()
+    seconds = time.monotonic() - started
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    pools = case.local_pools()
+    shapes = {x.shape for x in pools}
+    weights = {x.shape for x in case.local_weights() if len(x.shape) == 2}
+    unshared = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    code = memory.generated_code_size_in_bytes
+    return {
+        "program": describe(key),
+        "seconds": round(seconds, 1),
+        "device_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unshared + code,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "pool_bytes": num_bytes(pools),
+        "num_pages": case.limits.num_pages,
+        "pool_copies": [x for pool in sorted(shapes) for x in pool_copies(text, pool)],
+        "weight_copies": weight_copies(text, weights),
+        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+    }
+
+
+def main(
+    model: str,
+    topology: str,
+    shapes: list[str],
+    *,
+    prefill: list[str],
+    page_size: int,
+    backend: Any,
+) -> None:
+    cases = {
+        shape: make_case(model, topology, shape, page_size=page_size, backend=backend)
+        for shape in shapes
+    }
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        running = [
+            (shape, threads.submit(compile_one, case, key))
+            for shape, case in cases.items()
+            for key in case.keys
+            if key[0] is StepKind.DECODE or shape in prefill
+        ]
+        for shape, future in running:
+            what = {"topology": topology, "model": model, "shape": shape}
+            seen = {"hbm_bytes": hbm_bytes(topology), **future.result()}
+            print(json.dumps({**what, **seen}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(arg) for arg in sys.argv[3:6]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("topology")
+    parser.add_argument("shapes", nargs="+", metavar="S/K/N")
+    parser.add_argument("--prefill", nargs="*", metavar="S/K/N", help="all, if not given")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--backend", default="xla")
+    arguments = parser.parse_args()
+    main(
+        arguments.model,
+        arguments.topology,
+        arguments.shapes,
+        prefill=arguments.shapes if arguments.prefill is None else arguments.prefill,
+        page_size=arguments.page_size,
+        backend=arguments.backend,
+    )

@@ -1,0 +1,55 @@
+"""Finding layout copies of weights in compiled text: a step should read each weight as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.engine.compiled_text import ArrayType, Instruction, instructions
+
+# Through these, a value is still the array that it came from.
+_VIEWS = {"bitcast", "copy-done", "get-tuple-element", "opt-barrier"}
+_REWRITES = {"copy", "copy-start", "transpose", "reshape", "convert"}
+
+
+def weight_copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
+    """Lines that rewrite an array which has the shape of a weight's shard, or its transpose.
+
+    shapes: the local shapes of the weights, matrices only. A copy into fast memory that keeps the
+    layout is how a weight is streamed and does not count. Outside fusions, what is rewritten must
+    stem from an argument of the program; inside, a copy or transpose of such a shape is enough.
+    """
+    wanted = {tuple(sorted(shape)) for shape in shapes}
+    known = list(instructions(text))
+    entry = {x.name: x for x in known if x.in_entry}
+    return [x.line for x in known if _rewrites(x, entry, wanted)]
+
+
+def _rewrites(
+    instruction: Instruction, entry: dict[str, Instruction], wanted: set[tuple[int, ...]]
+) -> bool:
+    if instruction.opcode not in _REWRITES or not instruction.types:
+        return False
+    if instruction.in_fusion:
+        turned = "dimensions={0,1}" not in instruction.line
+        of_weight = tuple(sorted(instruction.types[0].shape)) in wanted
+        return instruction.opcode in {"copy", "transpose"} and turned and of_weight
+    source = _argument(instruction, entry) if instruction.in_entry else None
+    if source is None or tuple(sorted(source.shape)) not in wanted:
+        return False
+    result = instruction.types[0]
+    streamed = result.space != source.space and result.layout == source.layout
+    return not (instruction.opcode in {"copy", "copy-start"} and streamed)
+
+
+def _argument(instruction: Instruction, entry: dict[str, Instruction]) -> ArrayType | None:
+    """The type of the program's argument that the first operand is, if it is one."""
+    while instruction.operands:
+        found = entry.get(instruction.operands[0])
+        if found is None:
+            return None
+        if found.opcode == "parameter":
+            return found.types[0]
+        if found.opcode not in {*_VIEWS, "copy-start"}:
+            return None
+        instruction = found
+    return None
