@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jspec import __version__
 from jspec.core.config import ServeLimits
@@ -28,6 +29,8 @@ from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.loading import resolve_paths
+from jspec.engine.memory import resolve_dtype
+from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_if_open, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
@@ -313,13 +316,16 @@ class Engine:
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
         spec, stats = self._limits.spec, self.stats
-        full = stats.counters
+        full, device = stats.counters, jax.devices()[0]
+        backend = choose_backend(device.platform, self.args.attention_backend)
         resolved = {name: getattr(self.args, name) for name in EngineArgs.names()}
         resolved |= {
             "speculative_algorithm": spec.algorithm.value,
             "speculative_num_steps": spec.num_steps,
             "speculative_eagle_topk": spec.topk,
             "speculative_num_draft_tokens": spec.num_draft_tokens,
+            "dtype": jnp.dtype(resolve_dtype(self.args.dtype, device.platform)).name,
+            "attention_backend": "xla" if backend == "xla" else "pallas",
             "page_size": self._limits.page_size,
             "max_running_requests": self._limits.num_slots,
             "context_length": self._limits.context_length,
@@ -331,7 +337,7 @@ class Engine:
             "max_total_num_tokens": self._limits.num_pages * self._limits.page_size,
             "num_programs": self._runner.num_programs,
             "startup_seconds": round(self.startup_seconds, 3),
-            "device": str(jax.devices()[0].device_kind),
+            "device": str(device.device_kind),
             "version": __version__,
             "internal_states": [
                 {

@@ -222,7 +222,10 @@ def run_generate(argv: Sequence[str]) -> int:
         print(f"jspec: warning: {warning}", file=sys.stderr)
     from jspec.api import Engine
     from jspec.engine.loading import resolve_paths
+    from jspec.server.serve import measurement_warnings
 
+    for warning in measurement_warnings(settings.engine_args):
+        print(f"jspec: warning: {warning}", file=sys.stderr)
     if options.temperature is None:
         paths = resolve_paths(settings.engine_args)
         sampling = replace(sampling, temperature=load_default_temperature(paths.target))

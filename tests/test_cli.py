@@ -126,6 +126,15 @@ def test_what_was_asked_wrongly_is_one_line_and_a_status(
     assert message in capsys.readouterr().err
 
 
+def test_generate_says_when_its_text_will_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "nowhere"]
+    flags = ["--model-path", "nowhere", *draft, "--load-format", "dummy"]
+    assert main(["generate", "x", *flags, "--simulate-acceptance", "2"]) == 1
+    errors = capsys.readouterr().err
+    assert "jspec: warning: simulate_acceptance is 2: drafts are accepted whatever" in errors
+    assert "jspec: warning: load_format is dummy: the weights are random" in errors
+
+
 def test_words_that_only_print(capsys: pytest.CaptureFixture[str]) -> None:
     usage = "usage: jspec"
     words = {"version": "jspec 0.", "--help": usage, "help": usage, "flags": "### Model"}
@@ -144,7 +153,9 @@ def engine(flags: list[str]) -> Iterator[Engine]:
 
 
 def test_one_stream_compiles_three_programs_and_flags_win(engine: Engine) -> None:
-    assert engine.get_server_info()["num_programs"] == 3
+    info = engine.get_server_info()
+    assert info["num_programs"] == 3
+    assert info["dtype"] in ("float32", "bfloat16")  # what "auto" came to
     assert one_stream({}) == {"max_running_requests": 1, "chunked_prefill_size": 32}
     given = {"max_running_requests": 4, "page_size": 64}
     assert one_stream(given) == {**given, "chunked_prefill_size": 32}

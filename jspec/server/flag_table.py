@@ -244,7 +244,7 @@ SERVER_FLAGS = (
     _sets("--host", _TEXT, "Address to listen on (127.0.0.1)"),
     _sets("--port", _INT, "Port to listen on; 0 takes a free one (30000)"),
     _sets("--served-model-name", _TEXT, "The id in /v1/models; unset: the model path's last part"),
-    _sets("--api-key", _TEXT, 'Asked for as "Authorization: Bearer KEY"'),
+    _sets("--api-key", _TEXT, 'Asked for as "Authorization: Bearer KEY" or "X-API-Key: KEY"'),
     _sets("--log-level", _TEXT, "debug, info, warning, error or critical (info)"),
     _sets("--log-interval", _FLOAT, "Seconds between decode lines in the log; 0: none (5)"),
     Flag(

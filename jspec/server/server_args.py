@@ -18,10 +18,10 @@ class ServerArgs:
     """Arguments of `jspec serve` beside the engine's.
 
     host, port: where to listen; port 0 takes a free one. served_model_name: the id in /v1/models;
-    None uses the model path's last part. api_key: asked for as "Authorization: Bearer KEY".
-    incremental_streaming_output: /generate streams deltas instead of all text so far.
-    stream_interval: tokens between two events of a stream, at least. log_interval: seconds between
-    two decode lines in the log; 0 writes none. max_request_bytes: largest request body.
+    None uses the model path's last part. api_key: asked for as "Authorization: Bearer KEY" or
+    "X-API-Key: KEY". incremental_streaming_output: /generate streams deltas instead of all text so
+    far. stream_interval: tokens between two events of a stream, at least. log_interval: seconds
+    between two decode lines in the log; 0 writes none. max_request_bytes: largest request body.
     """
 
     host: str = "127.0.0.1"

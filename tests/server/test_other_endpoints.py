@@ -143,6 +143,8 @@ def test_server_info(client: httpx.Client, path: str) -> None:
     assert info["port"] == 30000
     assert info["version"]
     (state,) = info["internal_states"]
+    for resolved in (info, state):
+        assert resolved["attention_backend"] in ("xla", "pallas")
     assert state["avg_spec_accept_length"] >= 1
     assert state["speculative_num_steps"] == 3
     assert "last_gen_throughput" in state
