@@ -1,4 +1,4 @@
-"""Which program compacts an accepted path and gathers what is emitted, by backend.
+"""Which program compacts an accepted path and gathers what is emitted, by backend; and its limits.
 
 paged_attention.py chooses among the attentions; the references stand in kv_update.py and
 bonus_token.py.
@@ -7,10 +7,37 @@ bonus_token.py.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec.core.errors import ConfigError
 from jspec.pallas_kernels import bonus_token, bonus_token_tpu, kv_update, kv_update_tpu
 from jspec.pallas_kernels.paged_attention import Backend, is_tpu_kernel
+
+
+def check_gpu_kernels(
+    *, compute_capability: str, dtype: DTypeLike, page_size: int, head_dims: tuple[int, ...]
+) -> None:
+    """Raises ConfigError for what the Hopper attention kernel does not serve."""
+    odd = [width for width in head_dims if width not in (64, 128)]
+    expected = {
+        f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
+        f"jax {jax.__version__}": (hasattr(plgpu, "InterpretGPUParams"), "0.11 or later"),
+        f"dtype {jnp.dtype(dtype).name}": (
+            dtype in (jnp.bfloat16, jnp.float16),
+            "bfloat16 or float16",
+        ),
+        f"page_size {page_size}": (
+            page_size in (8, 16, 32, 64) or page_size % 128 == 0,
+            "8, 16, 32, 64 or a multiple of 128",
+        ),
+        f"head_dim {odd[0] if odd else head_dims[0]}": (not odd, "64 or 128"),
+    }
+    for found, (fits, wanted) in expected.items():
+        if not fits:
+            raise ConfigError(f"attention_backend is 'pallas', with {found}; expected {wanted}")
 
 
 def compact_paths(

@@ -77,7 +77,12 @@ def paged_attention(
     many = queries_per_row is not None and (
         queries_per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW
     )
-    settings: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "sinks": sinks,
+        "soft_cap": soft_cap,
+    }
     if is_tpu_kernel(backend) and not many:
         return _attend_tpu(
             q,

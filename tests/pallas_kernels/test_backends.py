@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.engine_args import ATTENTION_BACKENDS
 from jspec.core.errors import ConfigError
+from jspec.pallas_kernels.dispatch import check_gpu_kernels
 from jspec.pallas_kernels.paged_attention import (
     Backend,
     choose_backend,
@@ -38,6 +41,28 @@ def test_the_platform_chooses_unless_told(platform: str, requested: str, backend
 def test_a_cpu_has_no_kernels_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"attention_backend is 'pallas', on cpu devices"):
         choose_backend("cpu", "pallas")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compute_capability": "8.0"}, r"compute capability 8\.0; expected 9\.0"),
+        ({"dtype": jnp.float32}, "dtype float32; expected bfloat16 or float16"),
+        ({"page_size": 24}, "page_size 24; expected 8, 16, 32, 64 or a multiple of 128"),
+        ({"head_dims": (128, 32)}, "head_dim 32; expected 64 or 128"),
+    ],
+)
+def test_what_the_gpu_kernel_does_not_serve_is_named(change: dict[str, Any], message: str) -> None:
+    fits = {
+        "compute_capability": "9.0",
+        "dtype": jnp.bfloat16,
+        "page_size": 64,
+        "head_dims": (128, 64),
+    }
+    if not hasattr(plgpu, "InterpretGPUParams") and "compute_capability" not in change:
+        message = "expected 0.11 or later"
+    with pytest.raises(ConfigError, match=message):
+        check_gpu_kernels(**{**fits, **change})
 
 
 def test_only_the_tpu_kernels_widen_the_pool() -> None:
