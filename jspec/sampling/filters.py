@@ -6,11 +6,19 @@ renormalisation in between). A token of scaled logit x is kept iff
     #{v : x_v > x} < top_k   and   P{v : x_v > x} < top_p   and   p(x) >= min_p * p(max)
 
 Each condition can only turn true as x grows, so what is kept is "x >= threshold". The threshold is
-found among the float32 values themselves, by 32 halvings of their ordered bit patterns: counts and
-sums only, no sort, and nothing of size V is kept. Tokens that tie with the threshold are all kept.
+found among the float32 values themselves, by dividing the range of their ordered bit patterns: a
+pass over the logits measures count and mass above several pivots at once and leaves one of the
+parts between them. Counts and sums only, no sort, and nothing of size V is kept. Tokens that tie
+with the threshold are all kept.
+
+The number of parts is a matter of speed alone and depends on the platform (record 0006). The
+number of passes is static: a device loop that waits for its own data makes the host wait too.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +26,28 @@ from jaxtyping import Array, Float
 
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
+
+_LOWEST = -3.4e38  # -inf is never kept for its own sake
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How one pass over the logits is made: a matter of speed, and of rounding in the sums."""
+
+    parts: int  # a power of two: what one pass divides the range into
+    columns: int  # longest piece of a row that is summed at once; sums of pieces are added up
+
+
+_WHOLE_ROW = 2**31
+# On an accelerator a pass costs what reading the logits costs: few passes. On a GPU each piece ends
+# in a reduction between threads, once for every sum: long pieces, but enough for all processors.
+# On a TPU cutting a row copies it.
+ON_GPU = Passes(parts=8, columns=8192)
+ON_TPU = Passes(parts=8, columns=_WHOLE_ROW)
+# On a CPU, whose caches hold the logits, it costs its comparisons: few pivots. XLA there also
+# vectorises the sums above one pivot only; above more it adds one number after the other, which is
+# slow, and ten times less exact at V = 128,256.
+ON_CPU = Passes(parts=2, columns=_WHOLE_ROW)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -32,30 +62,109 @@ def _from_ordered(key: jax.Array) -> jax.Array:
 
 
 def threshold(
-    scaled: Float[Array, "B N V"], rows: SamplingRows, *, shard: Shard
+    scaled: Float[Array, "B N V"], rows: SamplingRows, *, shard: Shard, passes: Passes | None = None
 ) -> Float[Array, "B N"]:
     """Smallest scaled logit that is kept at each node.
 
     scaled: logits / T, one vocabulary shard; all shards return the same threshold.
+    passes: None is what suits the platform that this is compiled for.
     """
     top = _max_over(jnp.max(scaled, axis=-1), shard)
-    weight = jnp.exp(scaled - top[..., None])
-    total = _sum_over(jnp.sum(weight, axis=-1), shard)
-    top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # high is kept, low - 1 is not known to be
-        middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
-        above = scaled > _from_ordered(middle)[..., None]
-        count = _sum_over(jnp.sum(above, axis=-1, dtype=jnp.int32), shard)
-        mass = _sum_over(jnp.sum(jnp.where(above, weight, 0.0), axis=-1), shard)
-        kept = (count < top_k) & ((mass < top_p * total) | (top_p >= 1.0))
-        return jnp.where(kept, low, middle + 1), jnp.where(kept, middle, high)
-
-    lowest = jnp.full(top.shape, _ordered(jnp.float32(-3.4e38)), jnp.int32)
-    _, found = jax.lax.fori_loop(0, 32, halve, (lowest, _ordered(top)))
+    if passes is None:
+        found = jax.lax.platform_dependent(
+            scaled,
+            top,
+            rows.top_k,
+            rows.top_p,
+            cpu=partial(_lowest_kept, shard=shard, passes=ON_CPU),
+            tpu=partial(_lowest_kept, shard=shard, passes=ON_TPU),
+            default=partial(_lowest_kept, shard=shard, passes=ON_GPU),
+        )
+    else:
+        found = _lowest_kept(scaled, top, rows.top_k, rows.top_p, shard=shard, passes=passes)
+    min_p = rows.min_p[:, None]
     by_min_p = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
-    return jnp.maximum(_from_ordered(found), by_min_p)
+    return jnp.maximum(found, by_min_p)
+
+
+def _lowest_kept(
+    scaled: jax.Array,
+    top: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    shard: Shard,
+    passes: Passes,
+) -> jax.Array:
+    """f32[B, N]: the smallest scaled logit that top-k and top-p keep; top: the largest there is."""
+    bits = passes.parts.bit_length() - 1
+    limit_k, limit_p = top_k[:, None], top_p[:, None]
+    total = _sum_over(jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1), shard)
+
+    def divide(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # high is kept, low - 1 is not known to be
+        pivots = _pivots(low, high, bits=bits)
+        above = [_from_ordered(pivot) for pivot in pivots]
+        counts, masses = _above(scaled, top, above, columns=passes.columns)
+        count, mass = _sum_over(jnp.stack(counts), shard), _sum_over(jnp.stack(masses), shard)
+        kept = (count < limit_k) & ((mass < limit_p * total) | (limit_p >= 1.0))
+        pivot = jnp.stack(pivots)
+        higher = jnp.max(jnp.where(kept, low, pivot + 1), axis=0)
+        return higher, jnp.min(jnp.where(kept, pivot, high), axis=0)
+
+    highest = _ordered(top)
+    lowest = jnp.minimum(_ordered(jnp.float32(_LOWEST)), highest)
+    _, found = jax.lax.fori_loop(0, -(-32 // bits), divide, (lowest, highest))
+    return _from_ordered(found)
+
+
+def _pivots(low: jax.Array, high: jax.Array, *, bits: int) -> list[jax.Array]:
+    """low + floor(i * (high - low) / 2**bits) for i = 1 .. 2**bits - 1, without overflow.
+
+    In:  low 10, high 21, bits 2   Out: 12 15 18, which part it into 10..12, 13..15, 16..18, 19..21
+    No part is longer than 2**-bits of the whole, so ceil(32 / bits) passes leave one key.
+    """
+    length = high.astype(jnp.uint32) - low.astype(jnp.uint32)
+    whole, rest = length >> bits, length & jnp.uint32(2**bits - 1)
+    steps = [whole * jnp.uint32(i) + ((rest * jnp.uint32(i)) >> bits) for i in range(1, 2**bits)]
+    return [low + step.astype(jnp.int32) for step in steps]
+
+
+def _above(
+    scaled: jax.Array, top: jax.Array, pivots: list[jax.Array], *, columns: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(number, mass relative to the maximum's) of the logits above each pivot, in one reduction.
+
+    Both comparisons say the same. XLA on a GPU stores a [B, N, V] array that two operands of a
+    reduction share, and a mask a pivot costs more bytes than the logits; it does not see that
+    these are equal, so one kernel reads the logits and nothing else.
+    """
+    pieces = _in_pieces(scaled, columns)
+    axes = tuple(range(2, pieces.ndim))
+    top, pivots = jnp.expand_dims(top, axes), [jnp.expand_dims(pivot, axes) for pivot in pivots]
+    weight = jnp.exp(pieces - top)
+    is_above = [(pivot < pieces).astype(jnp.int32) for pivot in pivots]
+    weights = [jnp.where(pieces > pivot, weight, 0.0) for pivot in pivots]
+    zeros = [jnp.int32(0)] * len(pivots) + [jnp.float32(0)] * len(pivots)
+    sums = [*is_above, *weights]
+    for axis in reversed(axes):
+        sums = jax.lax.reduce(sums, zeros, _add_each, (axis,))
+    return sums[: len(pivots)], sums[len(pivots) :]
+
+
+def _in_pieces(x: jax.Array, columns: int) -> jax.Array:
+    """[B, N, V] as [B, N, pieces, <= columns]; or x where V fits or does not divide.
+
+    In:  V 128,256, columns 8,192   Out: [B, N, 16, 8016]
+    """
+    *outer, num_ids = x.shape
+    fewest = -(-num_ids // columns)
+    pieces = next((n for n in range(fewest, 8 * fewest) if num_ids % n == 0), 1)
+    return x if pieces == 1 else x.reshape(*outer, pieces, num_ids // pieces)
+
+
+def _add_each(x: list[jax.Array], y: list[jax.Array]) -> list[jax.Array]:
+    return [a + b for a, b in zip(x, y, strict=True)]
 
 
 def _sum_over(x: jax.Array, shard: Shard) -> jax.Array:
