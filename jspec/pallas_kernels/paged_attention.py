@@ -30,6 +30,7 @@ from jspec.core.errors import ConfigError
 from jspec.pallas_kernels import (
     paged_attention_gpu,
     paged_attention_tpu,
+    paged_prefill_gpu,
     paged_prefill_tpu,
     reference,
     streaming,
@@ -98,8 +99,10 @@ def paged_attention(
         kv_pages = reference.write_new(
             k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row
         )
-    if backend in ("gpu", "gpu_interpret") and queries_per_row is not None and not many:
+    if backend in ("gpu", "gpu_interpret") and not many:
         settings |= {"interpret": backend == "gpu_interpret"}
+        if queries_per_row is None:
+            return paged_prefill_gpu.attend_packed(q, kv_pages, rows, **settings), kv_pages
         out = paged_attention_gpu.attend_rows(
             q, kv_pages, rows, queries_per_row=queries_per_row, **settings
         )

@@ -70,8 +70,8 @@ def test_only_the_tpu_kernels_widen_the_pool() -> None:
     assert [pool_width(width, "tpu") for width in (128, 129, 256)] == [128, 256, 256]
 
 
-def tail_call(backend: Backend) -> tuple[np.ndarray, np.ndarray]:
-    """A chain of four on two rows, K and V written by the call."""
+def written_and_seen(backend: Backend, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Four tokens on each of two rows, K and V written by the call."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -90,14 +90,16 @@ def tail_call(backend: Backend) -> tuple[np.ndarray, np.ndarray]:
         (prefix[:, None] + jnp.arange(4)).reshape(-1),
         None,
         scale=0.125,
-        queries_per_row=4,
+        queries_per_row=None if packed else 4,
         backend=backend,
     )
     return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
 
 
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
-def test_the_gpu_kernel_sees_what_the_call_writes() -> None:
-    (out, pages), (expected, expected_pages) = tail_call("gpu_interpret"), tail_call("reference")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
+    out, pages = written_and_seen("gpu_interpret", packed=packed)
+    expected, expected_pages = written_and_seen("reference", packed=packed)
     np.testing.assert_array_equal(pages, expected_pages)
     np.testing.assert_allclose(out, expected, atol=0.02)

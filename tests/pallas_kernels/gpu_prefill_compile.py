@@ -1,0 +1,70 @@
+"""Compiles the packed Hopper kernel, and the XLA program around it, for an H200 that is not there.
+
+Run by test_paged_prefill_gpu.py in a process of its own, see gpu_kernel_compile.py; prints one
+line a shape. With MOSAIC_GPU_DUMP_TO and MOSAIC_GPU_DUMP_PTX set, `ptxas -v` says what spills.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
+from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.gpu_kernel_compile import H200
+
+ROWS = 16
+
+
+def llama_shapes(
+    batch: int, queries: int, page_size: int, *, context: int = 8192, sharding: Any = None
+) -> tuple[Any, Any, dict[str, Any]]:
+    """q, pool and the fields of AttentionRows, abstract, in the sizes of Llama-3.1-8B."""
+    pages = -(-context // page_size)
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    fields = {
+        "page_table": array(jnp.int32, batch, pages),
+        "prefix_lens": array(jnp.int32, batch),
+        "cu_q_lens": array(jnp.int32, batch + 1),
+        "q_positions": array(jnp.int32, queries),
+    }
+    pool = array(jnp.bfloat16, batch * pages + 1, page_size, 16, 128)
+    return array(jnp.bfloat16, queries, 32, 128), pool, fields
+
+
+def main() -> None:
+    """Chunks of three sizes over pages of two, and what the default leaves out."""
+    device = topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    for queries, page_size, options in (
+        (1024, 16, {}),
+        (2048, 64, {}),
+        (8192, 16, {}),
+        (8192, 64, {"window": 1024, "soft_cap": 30.0}),
+        (2048, 64, {"tuning": Tuning(takes_turns=False)}),
+        (2048, 64, {"tuning": Tuning(consumers=3, block_tokens=64, stages=4)}),
+    ):
+        q, pool, fields = llama_shapes(ROWS, queries, page_size, sharding=sharding)
+
+        def run(q: jax.Array, pool: jax.Array, fields: Any, options: Any = options) -> jax.Array:
+            return attend_packed(q, pool, AttentionRows(**fields), scale=0.09, **options)
+
+        text = jax.jit(run).lower(q, pool, fields).compile().as_text() or ""
+        if "mosaic_gpu" not in text:
+            raise SystemExit("the compiled program has no Mosaic GPU kernel")
+        if re.search(rf"bf16\[{pool.shape[0]},[^=]*\S+ (copy|fusion)\(", text):
+            raise SystemExit("the compiled program copies the pool")
+        print("compiled", queries, page_size, options)
+
+
+if __name__ == "__main__":
+    main()
