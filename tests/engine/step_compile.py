@@ -1,11 +1,12 @@
-"""Compiles step programs ahead of time with the real TPU compiler; run in a process of its own.
+"""Compiles step programs ahead of time for chips that are not there; run in a process of its own.
 
-    python -m tests.engine.tpu_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
+    python -m tests.engine.step_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
+    python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu
 
 Decode over all slots and one chunk of prefill for each S/K/N, with a pool that fills the memory of
 the chips. Prefill can be limited to some, since a tree's holds all that the others' do. Prints one
 JSON line a program: what it is, seconds, bytes of one device, and the lines that copy a KV pool or
-rewrite a weight. There is no TPU here: this shows that programs compile and fit, not that they run.
+rewrite a weight. There is no chip here: programs are shown to compile and fit, not to run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 import argparse
 import dataclasses
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,9 +52,10 @@ from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
 from tests.engine.weight_copies import weight_copies
+from tests.pallas_kernels.gpu_kernel_compile import H200
 
 GIB = 1 << 30
-HBM_BYTES = {"v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}  # a chip, Google's documentation
+HBM_BYTES = {"v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB, "h200": 141 * 10**9}  # a chip
 STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a step needs beside them
 
 _LLAMA_3_ROPE = RopeConfig(theta=500000.0, factor=8.0)
@@ -132,8 +135,7 @@ class Case:
 
 def make_case(model: str, topology: str, shape: str, *, page_size: int, backend: Any) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = sharding.make_mesh(list(devices))
+    mesh = sharding.make_mesh(list(devices_of(topology)))
     program, params = _program(MODELS[model], shape, shards=mesh.size, backend=backend)
     limits = ServeLimits(
         spec=program.spec,
@@ -150,6 +152,17 @@ def make_case(model: str, topology: str, shape: str, *, page_size: int, backend:
     weights, pools = num_bytes(case.local_weights()), num_bytes(case.local_pools())
     room = int(hbm_bytes(topology) * STATIC_FRACTION) - weights
     return case.with_pages(limits.num_pages * room // pools)
+
+
+def devices_of(topology: str) -> list[Any]:
+    """A slice of TPUs by its name, or one H200 (with the jax-cuda13 plugin and ptxas)."""
+    if topology == "h200":
+        described = topologies.get_topology_desc(
+            topology, "cuda", target_config=H200, topology="1x1x1"
+        )
+    else:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return list(described.devices)
 
 
 def hbm_bytes(topology: str) -> int:
@@ -216,7 +229,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
         "num_pages": case.limits.num_pages,
         "pool_copies": [x for pool in sorted(shapes) for x in pool_copies(text, pool)],
         "weight_copies": weight_copies(text, weights),
-        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
     }
 
 

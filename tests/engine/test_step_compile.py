@@ -36,7 +36,7 @@ CASES = [
 def test_steps_compile_for_a_tpu(
     model: str, topology: str, page_size: int, prefill: tuple[str, ...]
 ) -> None:
-    module = [sys.executable, "-m", "tests.engine.tpu_compile", model, topology]
+    module = [sys.executable, "-m", "tests.engine.step_compile", model, topology]
     done = subprocess.run(
         [*module, *SHAPES, "--page-size", str(page_size), "--prefill", *prefill, *BACKEND],
         capture_output=True,
