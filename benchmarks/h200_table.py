@@ -149,7 +149,7 @@ def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any
 
     print(f"starting {mode}", flush=True)
     engine = Engine(progress=progress, **arguments)
-    is_warm = named != "" and sum(1 for _ in cache.glob("*")) == num_cached
+    is_warm = num_cached > 0 and sum(1 for _ in cache.glob("*")) == num_cached
     kind = "warm_seconds" if is_warm else "cold_seconds"
     info = engine.get_server_info()
     found = {kind: round(engine.startup_seconds, 2), "num_programs": info["num_programs"]}

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
@@ -32,6 +33,7 @@ def enable_persistent_cache(directory: Path) -> None:
     """Keeps compiled programs on disk, so that the next start only loads them."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
