@@ -12,7 +12,9 @@ run or timed on a TPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +102,9 @@ def _flat_moves(
     return source, target, moves.astype(jnp.int32)
 
 
-def _move_rows(source, target, moves, *refs, num_layers: int, block: int) -> None:  # type: ignore[no-untyped-def]
+def _move_rows(
+    source: Any, target: Any, moves: Any, *refs: Any, num_layers: int, block: int
+) -> None:
     """Block after block: all of its reads, then all of its writes. A block holds whole rows.
 
     Blocks cannot disturb each other: a row's sources and targets lie on its own pages.
@@ -114,7 +118,7 @@ def _move_rows(source, target, moves, *refs, num_layers: int, block: int) -> Non
         first = block_idx * block
         count = jnp.minimum(num_moves - first, block)
 
-        def for_each_move(act) -> None:  # type: ignore[no-untyped-def]
+        def for_each_move(act: Callable[[jax.Array], None]) -> None:
             @pl.loop(0, count)
             def _(i: jax.Array) -> None:
                 pl.when(moves[first + i] > 0)(partial(act, i))
@@ -129,7 +133,7 @@ def _move_rows(source, target, moves, *refs, num_layers: int, block: int) -> Non
                 row = pool.at[target[first + i]]
                 pltpu.make_async_copy(buffer.at[i, layer], row, written).start()
 
-        def wait(semaphore, i: jax.Array) -> None:  # type: ignore[no-untyped-def]
+        def wait(semaphore: Any, i: jax.Array) -> None:
             # One wait for all layers: a semaphore counts bytes, whoever brought them.
             pltpu.make_async_copy(buffer.at[i], buffer.at[i], semaphore).wait()
 

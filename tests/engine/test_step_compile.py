@@ -1,4 +1,4 @@
-"""Every step program compiles for TPUs, ahead of time, at real shapes, and fits.
+"""Steps at real shapes compile for TPUs, ahead of time, and fit: plain, chain and tree.
 
 The programs of a model with a pool that fills the chips: no copy of the pool, and every weight is
 read as it lies. Needs the TPU compiler (`pip install -e '.[tpu]'`), not a TPU: nothing is run.
