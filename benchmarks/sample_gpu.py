@@ -1,8 +1,10 @@
-"""Sampling over a vocabulary of 128,256 on a Hopper GPU: XLA's fusion against the fused kernel.
+"""Sampling over a vocabulary of 128,256 on a GPU: XLA's fusion against the fused kernel.
 
     python -m benchmarks.sample_gpu [--seconds 90] [--rows 1 64]
 
-Rows are nodes: B x N. Values and ids must equal XLA's bit for bit before anything is timed.
+Rows are nodes: B x N. Each copy of the logits is sampled at positions of its own: with the same
+ones for all, XLA makes the noise once, stores it and reads it back. Values and ids must equal XLA's
+bit for bit before anything is timed.
 Writes benchmarks/results/sample_gpu.json.
 """
 
@@ -31,13 +33,17 @@ from jspec.pallas_kernels.sample_gpu import SampleTuning, reference, sample
 
 VOCABULARY = 128_256
 ROWS = (1, 8, 64, 256, 1024)
-TUNINGS = (
-    SampleTuning(),
-    SampleTuning(window=512),
-    SampleTuning(window=2048),
-    SampleTuning(num_blocks=132 * 4),
-    SampleTuning(num_blocks=132 * 16),
-    SampleTuning(window=512, num_blocks=132 * 16),
+TUNINGS = tuple(
+    SampleTuning(chunk=chunk, num_warps=num_warps)
+    for chunk, num_warps in (
+        (2048, 4),
+        (1024, 4),
+        (1024, 2),
+        (2048, 2),
+        (4096, 4),
+        (4096, 8),
+        (8192, 8),
+    )
 )
 RESULT = Path(__file__).parent / "results" / "sample_gpu.json"
 
@@ -51,7 +57,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        kind = "xla" if self.tuning is None else f"{self.tuning.window}/{self.tuning.num_blocks}"
+        kind = "xla" if self.tuning is None else f"{self.tuning.chunk}/{self.tuning.num_warps}"
         return f"{self.num_rows} T={self.temperature} filtered={self.filtered} {kind}"
 
     @property
@@ -87,7 +93,8 @@ def compiled(case: Case) -> Any:
     logits = [jax.ShapeDtypeStruct((case.num_rows, VOCABULARY), jnp.float32)] * case.copies
 
     def all_copies(logits: list[jax.Array], rows: tuple[jax.Array, ...]) -> list[Any]:
-        return [one(each, *rows) for each in logits]
+        temperature, seed, positions, least = rows
+        return [one(each, temperature, seed, positions + i, least) for i, each in enumerate(logits)]
 
     return jax.jit(all_copies).lower(logits, jax.eval_shape(case.row_arrays)).compile()
 

@@ -33,8 +33,15 @@ def position_key(
     low -> h0 -> k0 and high -> h1 -> k1 can be undone one after the other given the position, so
     no two seeds share a key.
     """
-    h0 = mix32(seed[..., 1] ^ jnp.uint32(0x9E3779B9))
-    h1 = mix32(seed[..., 0] ^ h0)
+    return key_of_words(seed[..., 0], seed[..., 1], position)
+
+
+def key_of_words(
+    high: UInt32[Array, "*b"], low: UInt32[Array, "*b"], position: Int[Array, "*b"]
+) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
+    """`position_key` of a seed whose words come apart: a kernel reads them as scalars."""
+    h0 = mix32(low ^ jnp.uint32(0x9E3779B9))
+    h1 = mix32(high ^ h0)
     k0 = mix32(h0 ^ mix32(position.astype(jnp.uint32) + h1))
     return k0, mix32(k0 + h1)
 

@@ -1,18 +1,22 @@
-"""Fused sampling on Hopper GPUs: temperature, noise and argmax in one pass over the logits.
+"""Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas, Triton).
 
 Of each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
-winning ties, with the noise of core/noise.py made in registers. A grid of rows x chunks; each
-block walks its chunk in windows of a fixed width and keeps the best value and id of every lane.
-Rows at temperature 0 skip the noise: T * g is then an exact zero.
+winning ties, with the noise of core/noise.py made in registers. One program per row and chunk of
+the vocabulary reads its logits once and leaves its best (value, id); XLA reduces those. A row at
+temperature 0 makes no noise: T * g would be an exact zero, and costs far more than the read.
 
-It knows nothing of filters (a row may bring a threshold), penalties or sharding: it
+Elsewhere noise is what costs (90 instructions a logit), so it is bounded first: a rough score that
+exact ones do not exceed, by a third of the instructions. The token that leads by it is scored
+exactly, and is the chunk's best if no rough score of another reaches that; otherwise all are.
+
+It knows nothing of top-k, top-p and min-p (a row may bring a threshold), penalties or sharding: it
 returns (value, id), so that shards of a vocabulary can be compared. Seen so far: bit-equal to
-`reference` in the GPU interpreter; compiled for sm_90a without a GPU, to the same libdevice
-arithmetic as XLA's own code for `reference`. Not yet run on a chip.
+`reference` in the interpreter, and compiled for an H200 that is not there. Not run on a chip.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,45 +24,51 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
-from jspec.pallas_kernels.matmul_gpu import require_mosaic_gpu
 
-LANES = 128  # threads of a warpgroup
 COLDEST = 1e-6  # sampling/choose.py's floor when it divides by the temperature
 _NO_ID = 2**31 - 1
+_NO_KEY = -(2**31)  # below the key of every float
+_NAN_KEY = 2**31 - 1  # above all of them: argmax takes the first NaN
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTuning:
-    """window: logits that a block reads at a time, a multiple of 128. num_blocks: how many blocks
-    the rows together should make, about; a row is cut into that many chunks divided by rows."""
+    """chunk: logits of one program, a power of two. num_warps: of 32 threads, per program."""
 
-    window: int = 1024
-    num_blocks: int = 132 * 8
+    chunk: int = 2048
+    num_warps: int = 4
+
+
+def choose_tuning(num_rows: int) -> SampleTuning:
+    """By arithmetic, not measured: few rows are cut finer, so that every multiprocessor has one."""
+    return SampleTuning(chunk=1024) if num_rows <= 4 else SampleTuning()
 
 
 def reference(
     logits: Float[Array, "T V"],
-    temperature: Float[Array, "T"],
-    seed: UInt32[Array, "T 2"],
+    temperature: Float[Array, "B"],
+    seed: UInt32[Array, "B 2"],
     positions: Int[Array, "T"],
     threshold: Float[Array, "T"] | None = None,
     *,
-    first_id: int = 0,
+    first_id: jax.Array | int = 0,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
     """(value, id) of each row; ids count from `first_id`, the first of this vocabulary shard.
 
+    temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
     threshold: keeps v only if logit / T (logit where T is 0) reaches it: filters.threshold.
     """
     logits = logits.astype(jnp.float32)
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
-    t = temperature[:, None]
-    perturbed = logits + t * noise.gumbel(seed, positions, token_ids)
+    nodes = logits.shape[0] // temperature.shape[0]
+    temperature, seed = jnp.repeat(temperature, nodes), jnp.repeat(seed, nodes, axis=0)
+    perturbed = logits + temperature[:, None] * noise.gumbel(seed, positions, token_ids)
     if threshold is not None:
-        scaled = logits / jnp.where(t > 0, jnp.maximum(t, COLDEST), 1.0)
+        scaled = logits / _divisor(temperature)[:, None]
         perturbed = jnp.where(scaled >= threshold[:, None], perturbed, -jnp.inf)
     best = jnp.argmax(perturbed, axis=1).astype(jnp.int32)
     return jnp.max(perturbed, axis=1), best + first_id
@@ -66,59 +76,40 @@ def reference(
 
 def sample(
     logits: Float[Array, "T V"],
-    temperature: Float[Array, "T"],
-    seed: UInt32[Array, "T 2"],
+    temperature: Float[Array, "B"],
+    seed: UInt32[Array, "B 2"],
     positions: Int[Array, "T"],
     threshold: Float[Array, "T"] | None = None,
     *,
-    first_id: int = 0,
+    first_id: jax.Array | int = 0,
     tuning: SampleTuning | None = None,
-    interpret: Any = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
-    """As `reference`. logits: f32 or bf16, none NaN. Static: first_id, tuning.
-
-    Raises ValueError where a row is shorter than a window or would be read off its alignment.
-    """
-    require_mosaic_gpu()
+    """As `reference` (a zero may lose its sign). logits: f32 or bf16. Static: tuning."""
     num_rows, width = logits.shape
-    plan = _plan(num_rows, width, tuning or SampleTuning(), interpreted=interpret is not None)
-    rows = [logits, temperature, seed, positions]
+    tuning = tuning or choose_tuning(num_rows)
+    chunk = min(tuning.chunk, pl.next_power_of_2(width))
+    num_chunks = pl.cdiv(width, chunk)
+    rows = [temperature, seed, positions, jnp.asarray(first_id, jnp.int32).reshape(1)]
+    if threshold is not None:
+        nodes = num_rows // temperature.shape[0]
+        rows.append(_least_logit(threshold, jnp.repeat(temperature, nodes)))
 
     def sample_gpu(*refs: Any) -> None:  # the name that profiles show
-        _body(*refs, plan=plan, first_id=first_id, filtered=threshold is not None)
+        _body(*refs, chunk=chunk, filtered=threshold is not None, interpret=interpret)
 
-    values, ids = plgpu.kernel(
+    keys, ids = pl.pallas_call(
         sample_gpu,
-        out_type=[
-            jax.ShapeDtypeStruct((num_rows, plan.num_chunks), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, plan.num_chunks), jnp.int32),
-        ],
-        grid=(num_rows, plan.num_chunks),
-        grid_names=("row", "chunk"),
+        grid=(num_rows, num_chunks),
+        out_shape=[jax.ShapeDtypeStruct((num_rows, num_chunks), jnp.int32)] * 2,
+        compiler_params=plt.CompilerParams(num_warps=tuning.num_warps, num_stages=1),
         interpret=interpret,
-    )(*rows, *([] if threshold is None else [threshold]))
-    best = jnp.argmax(values, axis=1, keepdims=True)  # chunks ascend: the first holds lower ids
-    chosen = jnp.take_along_axis(ids, best, axis=1, mode="clip")
-    return jnp.max(values, axis=1), chosen[:, 0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    width: int
-    window: int
-    num_windows: int
-    num_chunks: int
-    interpreted: bool
-
-
-def _plan(num_rows: int, width: int, tuning: SampleTuning, *, interpreted: bool) -> _Plan:
-    window = tuning.window
-    if width < window or window % LANES or width % 8:
-        expected = f"at least {window} and a multiple of 8, and window a multiple of {LANES}"
-        raise ValueError(f"row of {width} logits, window {window}: expected {expected}")
-    num_windows = pl.cdiv(width, window)
-    num_chunks = min(num_windows, pl.cdiv(tuning.num_blocks, num_rows))
-    return _Plan(width, window, num_windows, num_chunks, interpreted)
+        name="sample_gpu",
+    )(logits, *rows)
+    key, best = lax.reduce(
+        (keys, ids), (jnp.int32(_NO_KEY), jnp.int32(_NO_ID)), _first_best, dimensions=(1,)
+    )
+    return _from_key(key), best
 
 
 def _body(
@@ -126,119 +117,124 @@ def _body(
     temperature: Any,
     seed: Any,
     positions: Any,
+    first_id: Any,
     *refs: Any,
-    plan: _Plan,
-    first_id: int,
+    chunk: int,
     filtered: bool,
+    interpret: bool,
 ) -> None:
-    threshold, values, ids = refs if filtered else (None, *refs)
-    row, chunk = lax.axis_index("row"), lax.axis_index("chunk")
-    t = temperature[row]
-    least = threshold[row] if threshold is not None else None
+    """The best of one row's chunk. The last chunk's columns past the row lose to everything."""
+    least, keys, ids = refs if filtered else (None, *refs)
+    row, index = pl.program_id(0), pl.program_id(1)
+    batch_row = row // (logits.shape[0] // temperature.shape[0])
+    columns = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    inside = columns < logits.shape[1]
+    read = plt.load(logits.at[row, columns], mask=inside, other=0).astype(jnp.float32)
+    t = temperature[batch_row]
+    token_ids = columns + first_id[0]
 
-    def scan(noisy: bool) -> tuple[jax.Array, jax.Array]:
-        key = _key(seed, positions, row) if noisy else None
+    def best(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if least is not None:
+            value = jnp.where(read >= least[row], value, -jnp.inf)
+        key = jnp.where(inside, _to_key(value), jnp.int32(_NO_KEY))
+        return jnp.max(key), _lowest(token_ids, key == jnp.max(key))
 
-        def window(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _window(logits.at[row], index, t, key, least, plan=plan, first_id=first_id)
-
-        return _best(window, chunk, plan)
-
-    value, token_id = lax.cond(t > 0, lambda: scan(True), lambda: scan(False))
-    values[row, chunk] = value
-    ids[row, chunk] = token_id
-
-
-def _key(seed: Any, positions: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """noise.position_key of one row, from scalars."""
-    high, low = seed[row, 0], seed[row, 1]
-    h0 = noise.mix32(low ^ jnp.uint32(0x9E3779B9))
-    h1 = noise.mix32(high ^ h0)
-    k0 = noise.mix32(h0 ^ noise.mix32(positions[row].astype(jnp.uint32) + h1))
-    return k0, noise.mix32(k0 + h1)
-
-
-def _best(window: Any, chunk: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
-    """(value, id) over a chunk's windows. Lanes keep their first maximum; then the lowest id."""
-    first = chunk * plan.num_windows // plan.num_chunks
-    stop = (chunk + 1) * plan.num_windows // plan.num_chunks
-
-    def better(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        value, token_ids = window(index)
-        wins = value > best[0]
-        return jnp.where(wins, value, best[0]), jnp.where(wins, token_ids, best[1])
-
-    value, token_ids = lax.fori_loop(first + 1, stop, better, window(first))
-    top = jnp.max(value)
-    return top, jnp.min(jnp.where(value == top, token_ids, jnp.int32(_NO_ID)))
-
-
-def _window(
-    logits: Any,
-    index: jax.Array,
-    t: jax.Array,
-    key: tuple[jax.Array, jax.Array] | None,
-    least: jax.Array | None,
-    *,
-    plan: _Plan,
-    first_id: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Perturbed logits and ids of one window.
-
-    The last window ends where the row does and repeats what the one before it has seen: a
-    maximum does not mind. 2,600 logits in windows of 1,024: they start at 0, 1,024 and 1,576.
-    """
-    start = jnp.minimum(index * plan.window, plan.width - plan.window)
-    read = logits.at[pl.ds(start, plan.window)][...].astype(jnp.float32)
-    columns = start + plgpu.broadcasted_iota(
-        jnp.int32, (plan.window,), 0, layout=_strided(plan.window)
-    )
-    token_ids = columns + jnp.int32(first_id)
-    value = read
-    if key is not None:
-        value = read + _scaled_gumbel(noise.noise_bits(key, token_ids), t, plan)
-    if least is not None:
-        divisor = jnp.where(t > 0, jnp.maximum(t, jnp.float32(COLDEST)), jnp.float32(1.0))
-        value = jnp.where(read / divisor >= least, value, -jnp.inf)
-    return value, token_ids
-
-
-def _scaled_gumbel(bits: jax.Array, t: jax.Array, plan: _Plan) -> jax.Array:
-    """t * noise.gumbel_from_bits(bits), bit for bit what XLA computes on the same chip."""
-    u = (bits.astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-32)
-    u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
-    if plan.interpreted:
-        return t * -jnp.log(-jnp.log1p(-u))
-    return _emit_scaled_gumbel(u, jnp.broadcast_to(t, u.shape))
-
-
-def _emit_scaled_gumbel(u: jax.Array, t: jax.Array) -> jax.Array:
-    """t * -log(-log1p(-u)), emitted below Pallas for two reasons.
-
-    Pallas has no log1p on this backend, while the compiler has (libdevice's, as XLA). And t * g
-    must be rounded before the logit is added, as in XLA's code: a plain product would be
-    contracted with that addition. fma(t, g, +0) cannot be, nor folded, as -0 is not +0.
-    """
-    layout = _strided(u.shape[0])
-
-    def emit(_: Any, u: Any, t: Any) -> Any:
-        from jax.experimental.mosaic import gpu as mosaic
-        from jaxlib.mlir.dialects import math as math_dialect
-
-        g = -(-(-u)._pointwise(math_dialect.log1p)).log()
-        zero, factor = (
-            mosaic.FragmentedArray.splat(scalar, u.shape, u.layout)
-            for scalar in (mosaic.c(0.0, u.mlir_dtype), t.registers.item())
+    def best_perturbed() -> tuple[jax.Array, jax.Array]:
+        key = noise.key_of_words(seed[batch_row, 0], seed[batch_row, 1], positions[row])
+        bits = noise.noise_bits(key, token_ids)
+        kept = inside if least is None else inside & (read >= least[row])
+        rough = jnp.where(kept, read + t * _rough_gumbel(bits, interpret=interpret), -jnp.inf)
+        leader = _lowest(token_ids, rough == jnp.max(rough))
+        column = jnp.clip(leader - first_id[0], 0, logits.shape[1] - 1)
+        value = logits[row, column].astype(jnp.float32)
+        value = value + t * noise.gumbel_from_bits(noise.noise_bits(key, leader))
+        rivals = inside & ~(rough < _least_rough(value, t))
+        found = leader != _NO_ID  # no score equals the best if that is NaN
+        return lax.cond(
+            found & (jnp.sum(rivals.astype(jnp.int32)) == 1),
+            lambda: (_to_key(value), leader),
+            lambda: best(read + t * noise.gumbel_from_bits(bits)),
         )
-        return factor._pointwise(math_dialect.fma, g, zero)
 
-    inline = plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.Layout.WG_SPLAT(u.shape)),
-        return_type=plgpu.ShapeDtypeStruct(u.shape, jnp.float32, layout=layout),
-    )
-    return inline(emit)(u, t)
+    keys[row, index], ids[row, index] = lax.cond(t != 0, best_perturbed, lambda: best(read))
 
 
-def _strided(width: int) -> Any:
-    """One vector register of consecutive elements a thread, threads side by side."""
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=min(2, width // LANES))
+def _lowest(token_ids: jax.Array, where: jax.Array) -> jax.Array:
+    return jnp.min(jnp.where(where, token_ids, jnp.int32(_NO_ID)))
+
+
+def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
+    """Not below noise.gumbel_from_bits by more than 2e-5, and close above it where that is large.
+
+    g = -log(E), E = -log1p(-u) = u + u^2/2 + u^3/3 + ...: the first terms alone are less than E,
+    so their -log is more than g. It takes one instruction of the chip's, right to 2**-22 of its
+    result, where the two exact logarithms take most of what noise costs.
+    """
+    u = bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
+    tail = u * (jnp.float32(1 / 3) + u * jnp.float32(0.25))
+    terms = u + u * u * (jnp.float32(0.5) + tail)
+    if interpret:
+        log2 = jnp.log2(terms)
+    else:
+        out = [jax.ShapeDtypeStruct(terms.shape, jnp.float32)]
+        asm = "lg2.approx.ftz.f32 $0, $1;"
+        (log2,) = plt.elementwise_inline_asm(
+            asm, args=[terms], constraints="=f,f", pack=1, result_shape_dtypes=out
+        )
+    return log2 * jnp.float32(-math.log(2.0))
+
+
+def _least_rough(value: jax.Array, t: jax.Array) -> jax.Array:
+    """What the rough score of a token at least is if its exact one reaches `value`.
+
+    NaN, which every score counts as reaching, where float32 does not support the argument.
+    """
+    slack = t * jnp.float32(1e-4) + jnp.abs(value) * jnp.float32(2.0**-20)
+    return jnp.where(t > jnp.float32(1e-30), value - slack, jnp.nan)
+
+
+def _first_best(
+    x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The (key, id) with the higher key; the lower id where keys are equal."""
+    x_wins = (x[0] > y[0]) | ((x[0] == y[0]) & (x[1] < y[1]))
+    return jnp.where(x_wins, x[0], y[0]), jnp.where(x_wins, x[1], y[1])
+
+
+def _to_key(x: jax.Array) -> jax.Array:
+    """i32 in the floats' order: the two zeros are one, NaN is above infinity.
+
+    In:  -inf         -1.0         -0.0  0.0  1.0         NaN
+    Out: -0x7F800000  -0x3F800000  0     0    0x3F800000  0x7FFFFFFF
+    """
+    return jnp.where(x != x, jnp.int32(_NAN_KEY), _folded(lax.bitcast_convert_type(x, jnp.int32)))
+
+
+def _from_key(key: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(_folded(key), jnp.float32)
+
+
+def _folded(bits: jax.Array) -> jax.Array:
+    """A sign and a magnitude to a two's complement, and back."""
+    return jnp.where(bits < 0, jnp.int32(_NO_KEY) - bits, bits)
+
+
+def _divisor(temperature: jax.Array) -> jax.Array:
+    return jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
+
+
+def _least_logit(threshold: jax.Array, temperature: jax.Array) -> jax.Array:
+    """f32[T]: logit >= this iff logit / T >= threshold, to the bit; NaN where nothing reaches it.
+
+    Division by a positive number keeps the order, so bisection over the ordered floats finds it.
+    Triton's own division is not rounded as XLA's, and the threshold is one of the quotients.
+    """
+    divisor = _divisor(temperature)
+    low = jnp.full(threshold.shape, _to_key(jnp.float32(-jnp.inf)))
+    high = jnp.full(threshold.shape, _to_key(jnp.float32(jnp.inf)))
+    for _ in range(32):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
+        reached = _from_key(middle) / divisor >= threshold
+        low, high = jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+    least = _from_key(high)
+    return jnp.where(least / divisor >= threshold, least, jnp.nan)

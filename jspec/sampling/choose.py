@@ -1,7 +1,8 @@
 """Choosing the target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
 At T = 0 this is plain argmax; there is no branch. Each vocabulary shard reduces to (value, id),
-and every device decides from the same gathered pairs, the lowest id winning ties.
+and every device decides from the same gathered pairs, the lowest id winning ties. On a GPU one
+kernel makes that pair where no filters are compiled in; elsewhere, and with filters, XLA does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from jspec.core import noise
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels import sample_gpu
+from jspec.pallas_kernels.paged_attention import Backend
 from jspec.sampling.filters import threshold
 
 # Dividing by less could take a logit out of float32's range; down here only the maximum is left.
@@ -40,13 +43,47 @@ def choose(
     token_ids: Int[Array, "V"],
     filtered: bool,
     shard: Shard,
+    backend: Backend = "xla",
 ) -> Int[Array, "B N"]:
     """The token that the target chooses at each node.
 
     logits: f32, one vocabulary shard, penalties already in. positions: token position of the
-    choice (its noise). token_ids: target id of each column, ascending over the shards.
+    choice (its noise). token_ids: target id of each column, counting from 0 over the shards.
     filtered: whether this program applies top-k, top-p and min-p.
     """
+    is_split = shard.axis is not None and shard.size > 1
+    if backend in ("gpu", "gpu_interpret") and not filtered:
+        value, best = sample_gpu.sample(
+            logits.reshape(-1, logits.shape[-1]),
+            rows.temperature,
+            rows.seed,
+            positions.reshape(-1),
+            first_id=token_ids[0] if is_split else 0,
+            interpret=backend == "gpu_interpret",
+        )
+        value, ids = value.reshape(positions.shape), best.reshape(positions.shape)
+    else:
+        value, ids = _best(
+            logits, rows, positions=positions, token_ids=token_ids, filtered=filtered, shard=shard
+        )
+    if not is_split:
+        return ids
+    values = jax.lax.all_gather(value, shard.axis)  # [shards, B, N], lowest ids first
+    winner = jnp.argmax(values, axis=0)
+    chosen = jax.lax.all_gather(ids, shard.axis)
+    return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
+
+
+def _best(
+    logits: jax.Array,
+    rows: SamplingRows,
+    *,
+    positions: jax.Array,
+    token_ids: jax.Array,
+    filtered: bool,
+    shard: Shard,
+) -> tuple[jax.Array, jax.Array]:
+    """(value, id) of this shard's choice at each node, as XLA compiles it."""
     perturbed = perturb(logits, rows, positions=positions, token_ids=token_ids)
     if filtered:
         temperature = rows.temperature[:, None, None]
@@ -54,11 +91,4 @@ def choose(
         keep = scaled >= threshold(scaled, rows, shard=shard)[..., None]
         perturbed = jnp.where(keep, perturbed, -jnp.inf)
     best = jnp.argmax(perturbed, axis=-1)
-    ids = jnp.take(token_ids, best, mode="clip")
-    if shard.axis is None:
-        return ids
-    value = jnp.max(perturbed, axis=-1)
-    values = jax.lax.all_gather(value, shard.axis)  # [shards, B, N], lowest ids first
-    winner = jnp.argmax(values, axis=0)
-    chosen = jax.lax.all_gather(ids, shard.axis)
-    return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
+    return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")

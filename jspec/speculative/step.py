@@ -79,6 +79,7 @@ def speculative_step(
         spec=spec,
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
         output_counts=take_rows(state.rows.output_counts, slots) if program.full else None,
+        backend=program.backend,
     )
     kv, verified = settle(tree, target_ids, hidden, kv, rows, spec=spec, backend=program.backend)
     draft_kv, draft = _extend_emitted(program, params, draft_kv, verified, rows)

@@ -73,6 +73,7 @@ def choose_at_nodes(
     spec: SpeculativeConfig,
     prompt_lens: Int[Array, "B"],
     output_counts: Int[Array, "B V"] | None,
+    backend: Backend = "xla",
 ) -> Int[Array, "B N"]:
     """The target's token at every node; `output_counts` None is the plain program (no filters)."""
     positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
@@ -93,6 +94,7 @@ def choose_at_nodes(
         token_ids=token_ids,
         filtered=output_counts is not None,
         shard=target.shard,
+        backend=backend,
     )
 
 
