@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jspec.core import shapes
 from jspec.core.batch import DraftTree, Verified
 from jspec.core.state import EngineState, take_rows
+from jspec.layers.attention import Rotation, rotate_and_split
+from jspec.layers.norm import Residual
 from jspec.models.llama import bind, trunk
+from jspec.models.paged import AttentionSettings
 from jspec.pallas_kernels.paged_attention import paged_attention
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.draft import RowsInStep
@@ -101,8 +104,10 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
 def products_part(step: Step) -> Part:
     """The target without attention: products, norms, RoPE, activations, lm_head."""
     target, config = step.program.target, step.program.target.config
+    add_and_norm = AttentionSettings(step.program.backend, queries_per_row=None).add_and_norm
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+        q, k, v = rotate_and_split(heads, rotation)
         return q + jnp.repeat(k + v, q.shape[-2] // k.shape[-2], axis=-2)
 
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
@@ -110,14 +115,15 @@ def products_part(step: Step) -> Part:
         model = bind(target.definition, params)
         positions = shapes.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
 
-        def layer(i: int, x: jax.Array) -> jax.Array:
+        def layer(i: int, stream: Residual) -> Residual:
             module = bind(target.layer_definition, params["layers"][i])
-            return module(x, positions, attend)
+            return module(stream, positions, attend, add_and_norm)
 
         x = nudge(model.embed(tree.tokens.reshape(-1)), logits)
         stack = [partial(layer, i) for i in range(config.num_layers)]
-        hidden, aux = trunk(stack, x, aux_layer_ids=target.aux_layer_ids)
-        return target.logits(params, model.norm(hidden)), aux
+        stream, aux = trunk(stack, x, aux_layer_ids=target.aux_layer_ids)
+        _, hidden = model.norm.of_sum(stream, add_and_norm)
+        return target.logits(params, hidden), aux
 
     params = step.params["target"]
     width = len(target.aux_layer_ids) * config.hidden_size
@@ -269,6 +275,7 @@ def sampling_part(step: Step) -> Part:
             spec=step.program.spec,
             prompt_lens=rows.seq_lens,
             output_counts=None,
+            backend=step.program.backend,
         )
 
     return Part(name=SAMPLING, body=body, carry=fresh(step.tree.tokens), arrays=logits)

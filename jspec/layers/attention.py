@@ -1,23 +1,49 @@
-"""Grouped-query attention around a pluggable `attend`: projections and RoPE, no cache.
+"""Grouped-query attention around a pluggable `attend`: the projections, no cache.
 
-The caller passes `attend(q, k, v) -> out`. Training passes dense causal attention, a step passes
-paged attention over its pool; the layer cannot tell them apart.
+The caller passes `attend(heads, rotation) -> out`. Training passes dense causal attention, a step
+passes paged attention over its pool; the layer cannot tell them apart. Heads are handed over as
+the projection leaves them, with the rotation still to come, so that an attend may fuse RoPE with
+the writing of K and V; who wants q, k and v apart calls `rotate_and_split`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.config import TransformerConfig
 from jspec.layers.linear import Linear, Shard
-from jspec.layers.rope import apply_rope
+from jspec.layers.rope import rotate, rotation
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """What is still to be done to heads[*b, H + 2G, D]: q, then k, then v, none rotated yet."""
+
+    cos: jax.Array  # f32[*b, D/2]
+    sin: jax.Array  # f32[*b, D/2]
+    num_heads: int = field(metadata={"static": True})  # H
+
+
+# (heads[*b, H + 2G, D], rotation) -> out[*b, H, D]
+Attend = Callable[[jax.Array, Rotation], jax.Array]
+
+
+def rotate_and_split(
+    heads: Float[Array, "*b heads D"], rotation: Rotation
+) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
+    """(q rotated, k rotated, v)."""
+    first_k = rotation.num_heads
+    first_v = (heads.shape[-2] + first_k) // 2
+    q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+    return rotate(q, rotation.cos, rotation.sin), rotate(k, rotation.cos, rotation.sin), v
 
 
 def kv_heads_per_shard(num_kv_heads: int, shard: Shard) -> int:
@@ -53,19 +79,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "*b I"], positions: Int[Array, "*b"], attend: Attend
     ) -> Float[Array, "*b E"]:
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            heads[..., : self.num_heads, :],
-            heads[..., self.num_heads : self.num_heads + self.num_kv_heads, :],
-            heads[..., self.num_heads + self.num_kv_heads :, :],
-        )
-        q = apply_rope(q, positions, rope=self.rope)
-        k = apply_rope(k, positions, rope=self.rope)
-        mixed = attend(q, k, v)
+        cos, sin = rotation(positions, head_dim=self.head_dim, rope=self.rope)
+        mixed = attend(heads, Rotation(cos=cos, sin=sin, num_heads=self.num_heads))
         return self.out(mixed.reshape(*x.shape[:-1], -1))
 
 
 def causal_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B T G D"], v: Float[Array, "B T G D"]
+    heads: Float[Array, "B T heads D"], rotation: Rotation
 ) -> Float[Array, "B T H D"]:
-    """Dense causal attention for training and references; softmax in float32."""
+    """Dense causal attention as an attend, for references; softmax in float32."""
+    q, k, v = rotate_and_split(heads, rotation)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)

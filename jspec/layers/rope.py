@@ -31,13 +31,28 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
     return inv.astype(np.float32)
 
 
-def apply_rope(
-    x: Float[Array, "*b H D"], positions: Int[Array, "*b"], *, rope: RopeConfig
+def rotation(
+    positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
+) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+    """f32 (cos, sin) of each token's angles, half a head wide: the same for all heads."""
+    inv = jnp.asarray(inverse_frequencies(head_dim, rope))
+    angle = positions.astype(jnp.float32)[..., None] * inv
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
 ) -> Float[Array, "*b H D"]:
-    """Rotates every head of x by its token's position; computed in float32."""
-    inv = jnp.asarray(inverse_frequencies(x.shape[-1], rope))
-    angle = positions.astype(jnp.float32)[..., None, None] * inv
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return rotated.astype(x.dtype)
+
+
+def apply_rope(
+    x: Float[Array, "*b H D"], positions: Int[Array, "*b"], *, rope: RopeConfig
+) -> Float[Array, "*b H D"]:
+    """Rotates every head of x by its token's position."""
+    cos, sin = rotation(positions, head_dim=x.shape[-1], rope=rope)
+    return rotate(x, cos, sin)

@@ -22,7 +22,7 @@ from jspec.layers.attention import Attend, Attention
 from jspec.layers.embedding import Embedding
 from jspec.layers.linear import Linear, Shard
 from jspec.layers.mlp import GatedMLP
-from jspec.layers.norm import RMSNorm
+from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
 
 
 class Eagle3Layer(nnx.Module):
@@ -46,12 +46,14 @@ class Eagle3Layer(nnx.Module):
         hidden: Float[Array, "*b E"],
         positions: Int[Array, "*b"],
         attend: Attend,
+        add_and_norm: AddAndNorm | None = None,
     ) -> Float[Array, "*b E"]:
         normed = self.hidden_norm(hidden)
         wide = jnp.concatenate((self.input_norm(embedded), normed), axis=-1)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.attention(wide, positions, attend)
-        return x + self.mlp(self.post_norm(x))
+        stream = Residual(x=residual, delta=self.attention(wide, positions, attend))
+        x, normed = self.post_norm.of_sum(stream, add_and_norm)
+        return x + self.mlp(normed)
 
 
 class DraftVocabulary(nnx.Variable[Any]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -20,13 +19,13 @@ from jspec.layers.attention import Attend, Attention
 from jspec.layers.embedding import Embedding
 from jspec.layers.linear import Linear, Shard
 from jspec.layers.mlp import GatedMLP
-from jspec.layers.norm import RMSNorm
+from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
 
 Params = dict[str, Any]
 
 
 class LlamaLayer(nnx.Module):
-    """x + Attn(norm(x)), then x + MLP(norm(x))."""
+    """x + Attn(norm(x)), then x + MLP(norm(x)); that last sum is left to whoever comes next."""
 
     def __init__(
         self, config: TransformerConfig, *, shard: Shard, dtype: DTypeLike, rngs: nnx.Rngs
@@ -38,10 +37,16 @@ class LlamaLayer(nnx.Module):
         self.mlp = GatedMLP(size, config.intermediate_size, shard=shard, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*b E"], positions: Int[Array, "*b"], attend: Attend
-    ) -> Float[Array, "*b E"]:
-        x = x + self.attention(self.input_norm(x), positions, attend)
-        return x + self.mlp(self.post_norm(x))
+        self,
+        stream: Residual,
+        positions: Int[Array, "*b"],
+        attend: Attend,
+        add_and_norm: AddAndNorm | None = None,
+    ) -> Residual:
+        x, normed = self.input_norm.of_sum(stream, add_and_norm)
+        stream = Residual(x=x, delta=self.attention(normed, positions, attend))
+        x, normed = self.post_norm.of_sum(stream, add_and_norm)
+        return Residual(x=x, delta=self.mlp(normed))
 
 
 class Llama(nnx.Module):
@@ -80,22 +85,25 @@ def bind(definition: nnx.GraphDef[Any], params: Params) -> Any:
 
 
 def trunk(
-    layers: Sequence[Callable[[jax.Array], jax.Array]],
+    layers: Sequence[Callable[[Residual], Residual]],
     x: Float[Array, "*b E"],
     *,
     aux_layer_ids: tuple[int, ...],
-) -> tuple[Float[Array, "*b E"], Float[Array, "*b A"]]:
-    """Runs the stack; also returns the residual stream at the INPUT of each aux layer.
+) -> tuple[Residual, Float[Array, "*b A"]]:
+    """Runs the stack; also returns the residual stream, summed, at the INPUT of each aux layer.
 
+    What is captured is passed on as one summand: the layer works on the very same numbers.
     An aux id equal to the number of layers is the residual after the last one. The captures are
     concatenated, low to high: [*b, len(aux_layer_ids) * E].
     """
-    captured = []
+    stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):
         if i in aux_layer_ids:
-            captured.append(x)
-        x = layer(x)
+            stream = Residual(x=stream.sum())
+            captured.append(stream.x)
+        stream = layer(stream)
     if len(layers) in aux_layer_ids:
-        captured.append(x)
+        stream = Residual(x=stream.sum())
+        captured.append(stream.x)
     aux = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
-    return x, aux
+    return stream, aux

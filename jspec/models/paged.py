@@ -17,10 +17,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.layers.attention import kv_heads_per_shard
+from jspec.layers.attention import Rotation, kv_heads_per_shard, rotate_and_split
 from jspec.layers.linear import Shard, logits_of
+from jspec.layers.norm import AddAndNorm, Residual
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Llama, Params, bind, split, trunk
+from jspec.pallas_kernels import add_norm_gpu, fused_attention_gpu
 from jspec.pallas_kernels.paged_attention import Backend, paged_attention, pool_width
 from jspec.pallas_kernels.rows import AttentionRows
 
@@ -34,6 +36,17 @@ class AttentionSettings:
     backend: Backend
     queries_per_row: int | None
 
+    @property
+    def has_gpu_kernels(self) -> bool:
+        return self.backend in ("gpu", "gpu_interpret")
+
+    @property
+    def add_and_norm(self) -> AddAndNorm | None:
+        """One kernel for the residual add and the norm behind it, where the backend has one."""
+        if not self.has_gpu_kernels:
+            return None
+        return partial(add_norm_gpu.add_and_norm, interpret=self.backend == "gpu_interpret")
+
 
 class PagedAttend:
     """An `attend` for one layer: holds the pool after its single call (while tracing)."""
@@ -43,8 +56,23 @@ class PagedAttend:
         self._rows = rows
         self._settings = settings
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        rows = self._rows
+    def __call__(self, heads: jax.Array, rotation: Rotation) -> jax.Array:
+        settings, rows = self._settings, self._rows
+        if settings.has_gpu_kernels and fused_attention_gpu.serves(
+            heads, self.pages, queries_per_row=settings.queries_per_row
+        ):
+            out, self.pages = fused_attention_gpu.rotate_write_and_attend(
+                heads,
+                rotation.cos,
+                rotation.sin,
+                self.pages,
+                rows,
+                num_heads=rotation.num_heads,
+                queries_per_row=settings.queries_per_row,
+                interpret=settings.backend == "gpu_interpret",
+            )
+            return out
+        q, k, v = rotate_and_split(heads, rotation)
         out, self.pages = paged_attention(
             q,
             k,
@@ -56,26 +84,28 @@ class PagedAttend:
             rows.tail_mask,
             rows.q_positions,
             rows.tail_positions,
-            scale=q.shape[-1] ** -0.5,
-            queries_per_row=self._settings.queries_per_row,
-            backend=self._settings.backend,
+            scale=heads.shape[-1] ** -0.5,
+            queries_per_row=settings.queries_per_row,
+            backend=settings.backend,
         )
-        return out[..., : v.shape[-1]]  # a pool may be wider than a head
+        return out[..., : heads.shape[-1]]  # a pool may be wider than a head
 
 
 @partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
 def _llama_layer(
     params: Params,
-    x: jax.Array,
+    stream: Residual,
     pages: jax.Array,
     rows: AttentionRows,
     *,
     definition: nnx.GraphDef[Any],
     settings: AttentionSettings,
-) -> tuple[jax.Array, jax.Array]:
-    attend = PagedAttend(pages, rows, settings)
-    y = bind(definition, params)(x, rows.q_positions, attend)
-    return y, attend.pages
+) -> tuple[Residual, jax.Array]:
+    attend, add_and_norm = PagedAttend(pages, rows, settings), settings.add_and_norm
+    stream = bind(definition, params)(stream, rows.q_positions, attend, add_and_norm)
+    if add_and_norm is None:  # nothing to gain by waiting; and XLA rounds what leaves an inner jit
+        stream = Residual(x=stream.sum())
+    return stream, attend.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +144,22 @@ class PagedLlama:
         """(last hidden after the final norm, aux features, pool with the T new rows)."""
         pages = list(kv)
 
-        def layer(i: int, x: jax.Array) -> jax.Array:
-            x, pages[i] = _llama_layer(
+        def layer(i: int, stream: Residual) -> Residual:
+            stream, pages[i] = _llama_layer(
                 params["layers"][i],
-                x,
+                stream,
                 pages[i],
                 rows,
                 definition=self.layer_definition,
                 settings=settings,
             )
-            return x
+            return stream
 
         model = bind(self.definition, params)
         stack = [partial(layer, i) for i in range(self.config.num_layers)]
-        x, aux = trunk(stack, model.embed(token_ids), aux_layer_ids=self.aux_layer_ids)
-        return model.norm(x), aux, tuple(pages)
+        stream, aux = trunk(stack, model.embed(token_ids), aux_layer_ids=self.aux_layer_ids)
+        _, hidden = model.norm.of_sum(stream, settings.add_and_norm)
+        return hidden, aux, tuple(pages)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
         """f32 logits over this device's vocabulary shard."""
@@ -151,7 +182,8 @@ def _eagle3_layer(
     settings: AttentionSettings,
 ) -> tuple[jax.Array, jax.Array]:
     attend = PagedAttend(pages, rows, settings)
-    y = bind(definition, params)(embedded, hidden, rows.q_positions, attend)
+    layer = bind(definition, params)
+    y = layer(embedded, hidden, rows.q_positions, attend, settings.add_and_norm)
     return y, attend.pages
 
 

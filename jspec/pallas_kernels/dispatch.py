@@ -12,15 +12,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.errors import ConfigError
-from jspec.pallas_kernels import bonus_token, bonus_token_tpu, kv_update, kv_update_tpu
+from jspec.pallas_kernels import (
+    bonus_token,
+    bonus_token_tpu,
+    kv_update,
+    kv_update_gpu,
+    kv_update_tpu,
+)
 from jspec.pallas_kernels.paged_attention import Backend, is_tpu_kernel
 
 
-def check_gpu_kernels(
+def gpu_problem(
     *, compute_capability: str, dtype: DTypeLike, page_size: int, head_dims: tuple[int, ...]
-) -> None:
-    """Raises ConfigError for what the Hopper attention kernel does not serve."""
+) -> str | None:
+    """What the Hopper kernels do not serve, and what they expect; None if they serve all of it."""
     odd = [width for width in head_dims if width not in (64, 128)]
     expected = {
         f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
@@ -35,9 +40,8 @@ def check_gpu_kernels(
         ),
         f"head_dim {odd[0] if odd else head_dims[0]}": (not odd, "64 or 128"),
     }
-    for found, (fits, wanted) in expected.items():
-        if not fits:
-            raise ConfigError(f"attention_backend is 'pallas', with {found}; expected {wanted}")
+    found = (f"{name}; expected {wanted}" for name, (fits, wanted) in expected.items() if not fits)
+    return next(found, None)
 
 
 def compact_paths(
@@ -58,6 +62,15 @@ def compact_paths(
             node_path,
             num_accepted,
             interpret=backend == "tpu_interpret",
+        )
+    if backend in ("gpu", "gpu_interpret"):
+        return kv_update_gpu.compact_paths(
+            kv,
+            page_table,
+            seq_lens,
+            node_path,
+            num_accepted,
+            interpret=backend == "gpu_interpret",
         )
     return tuple(
         kv_update.compact_path(pages, page_table, seq_lens, node_path, num_accepted) for pages in kv

@@ -75,6 +75,30 @@ def path_moves(
     return from_slots, page_slots(page_table, row_idx, target, valid, page_size=page_size), valid
 
 
+def flat_moves(
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
+    """(source, target, moves), i32[B, M - 1]: rows of a pool seen as [NP * S, 2G, D].
+
+    `moves` is 0 for what lies behind the path, is in its place already or would go to page 0.
+
+    In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
+    Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
+    """
+    (from_page, from_offset), (to_page, to_offset), valid = path_moves(
+        page_table, seq_lens, node_path, num_accepted, page_size=page_size
+    )
+    source = from_page * page_size + from_offset
+    target = to_page * page_size + to_offset
+    moves = valid & (source != target) & (to_page > 0)
+    return source, target, moves.astype(jnp.int32)
+
+
 def compact_path(
     pages: Float[Array, "NP S G2 D"],
     page_table: Int[Array, "B P"],

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from jspec.pallas_kernels.kv_update import path_moves
+from jspec.pallas_kernels.kv_update import flat_moves
 
 BUFFER_BYTES = 4 << 20  # of VMEM, for the rows of one block of moves
 
@@ -49,7 +49,7 @@ def compact_paths(
         return kv
     source, target, moves = (
         x.reshape(-1)
-        for x in _flat_moves(page_table, seq_lens, node_path, num_accepted, page_size=page_size)
+        for x in flat_moves(page_table, seq_lens, node_path, num_accepted, page_size=page_size)
     )
     row_bytes = len(kv) * heads * width * kv[0].dtype.itemsize
     rows = max(buffer_bytes // (row_bytes * moves_per_row), 1)
@@ -76,30 +76,6 @@ def compact_paths(
         name="compact_paths",
     )(source, target, moves, *flat)
     return tuple(pages.reshape(kv[0].shape) for pages in after)
-
-
-def _flat_moves(
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    node_path: jax.Array,
-    num_accepted: jax.Array,
-    *,
-    page_size: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(source, target, moves), i32[B, M - 1]: rows of a pool seen as [NP * S, 2G, D].
-
-    `moves` is 0 for what lies behind the path, is in its place already or would go to page 0.
-
-    In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
-    Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
-    """
-    (from_page, from_offset), (to_page, to_offset), valid = path_moves(
-        page_table, seq_lens, node_path, num_accepted, page_size=page_size
-    )
-    source = from_page * page_size + from_offset
-    target = to_page * page_size + to_offset
-    moves = valid & (source != target) & (to_page > 0)
-    return source, target, moves.astype(jnp.int32)
 
 
 def _move_rows(

@@ -111,19 +111,28 @@ def paged_attention(
     return kind(q, kv_pages, rows, queries_per_row=queries_per_row, **settings), kv_pages
 
 
-def choose_backend(platform: str, requested: str = "auto") -> Backend:
+def choose_backend(
+    platform: str, requested: str = "auto", *, gpu_problem: str | None = None
+) -> Backend:
     """What runs attention on jax devices of `platform`: "cpu", "gpu" or "tpu".
 
-    requested: "auto"; "xla", on anything; "pallas", the platform's own kernels. A GPU gets its
-    kernels only on request, for they have not been measured on one yet. Raises ConfigError.
+    requested: "auto"; "xla", on anything; "pallas", the platform's own kernels. gpu_problem: why
+    the Hopper kernels do not serve (dispatch.gpu_problem); XLA does then, unless they were asked
+    for by name. Raises ConfigError.
     """
     if requested == "pallas" and platform not in ("gpu", "tpu"):
         raise ConfigError(
             f"attention_backend is 'pallas', on {platform} devices; expected 'auto' or 'xla' there"
         )
+    if requested == "xla" or platform not in ("gpu", "tpu"):
+        return "xla"
+    if platform == "tpu":
+        return "tpu"
+    if gpu_problem is None:
+        return "gpu"
     if requested == "pallas":
-        return "tpu" if platform == "tpu" else "gpu"
-    return "tpu" if platform == "tpu" and requested == "auto" else "xla"
+        raise ConfigError(f"attention_backend is 'pallas', with {gpu_problem}")
+    return "xla"
 
 
 def is_tpu_kernel(backend: Backend) -> bool:

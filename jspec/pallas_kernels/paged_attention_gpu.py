@@ -3,7 +3,7 @@
 One program of the grid serves one row, one kv head, up to 64 packed queries (group x R, the rows
 of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
 into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
-softmax in float32 registers. Shares are merged by a small second pass in plain XLA.
+softmax in float32 registers. Shares are merged by a small second kernel (merge_shares_gpu.py).
 
     splits     shares of a row's keys, so that few rows still fill the chip
     consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
@@ -19,9 +19,8 @@ It knows nothing about packed prefill, float32 pools or how K and V are written;
 serves those. Rounding: P is cast to the pool's type before the second product, and each share's
 result before the merge. Needs jax 0.11 (GPU interpret mode), or says so.
 
-Seen so far: equal to the oracle in interpret mode, and compiled ahead of time for compute
-capability 9.0 to machine code, by default without spills. It has not run on a chip: no speed is
-claimed.
+It is launched before the kernel ahead of it has ended, and waits for it inside: that hides the
+launch. benchmarks/attention_gpu.py has the speed.
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS, BlockPlan, choose_splits, plan_blocks
+from jspec.pallas_kernels.merge_shares_gpu import NOTHING, in_order, merge_shares
+from jspec.pallas_kernels.query_tiles import pack_queries, tiles_of
 from jspec.pallas_kernels.rows import AttentionRows
 
 MAX_QUERIES = 64  # R
 SHARED_BYTES = 232_448 - 1_024  # a program's limit, less the barriers
 LOG2E = math.log2(math.e)
-NOTHING = -1e30  # the maximum over no keys: finite, so that differences are never NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class _Shape:
     scale: float
     soft_cap: float | None
     windowed: bool
+    interpreted: bool
 
     @property
     def copies(self) -> int:
@@ -112,6 +113,7 @@ def attend_rows(
     window: int | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
+    packed_heads: int | None = None,
     tuning: Tuning | None = None,
     plan: BlockPlan | None = None,
     interpret: bool = False,
@@ -120,13 +122,15 @@ def attend_rows(
 
     q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
     made once for all layers; it must come from the same rows, window and block_tokens.
+    packed_heads: H, where q comes as query_tiles.pack_queries lays it, in the pool's D and dtype.
     Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
     """
     tuning = tuning or Tuning()
     if interpret:  # its matrix product takes no operand from registers
         tuning = replace(tuning, weights="shared")
+    num_queries, num_heads = rows.page_table.shape[0] * queries_per_row, packed_heads or q.shape[1]
     shape = _shape_of(
-        q,
+        (num_queries if packed_heads else q.shape[0], num_heads, q.shape[2]),
         kv_pages,
         rows,
         queries_per_row=queries_per_row,
@@ -134,8 +138,9 @@ def attend_rows(
         scale=scale,
         soft_cap=soft_cap,
         windowed=window is not None,
+        interpreted=interpret,
     )
-    group = q.shape[1] // shape.num_kv
+    group = num_heads // shape.num_kv
     if plan is None:
         plan = plan_blocks(
             rows,
@@ -146,17 +151,22 @@ def attend_rows(
         )
     if plan.words.shape[3] != shape.num_words:
         raise ValueError(f"the plan has {plan.words.shape[3]} words; expected {shape.num_words}")
-    packed = _pack(q, shape, queries_per_row=queries_per_row)
+    if packed_heads is None:
+        size = (shape.batch, shape.num_kv, queries_per_row)
+        q = pack_queries(q.astype(shape.dtype), *size, width=shape.width)
+    packed = q.reshape(-1, shape.stored, shape.width)
     pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
-    parts, heights = _launch(packed, pool, rows.page_table, plan, shape=shape, interpret=interpret)
-    out = _merge(parts, heights, shape, sinks=sinks, rows_per_head=queries_per_row * group)
-    out = out.reshape(shape.batch, shape.num_kv, queries_per_row, group, shape.width)
-    out = jnp.where(plan.valid[:, None, :, None, None], out, 0).swapaxes(1, 2)
-    return out.reshape(*q.shape[:2], shape.width).astype(q.dtype)
+    parts, heights = _launch(packed, pool, rows.page_table, plan, shape=shape)
+    sizes = {"num_heads": num_heads, "num_kv": shape.num_kv}
+    if shape.parts > 1 or sinks is not None:
+        out = merge_shares(parts, heights, plan.valid, sinks, **sizes, interpret=interpret)
+    else:
+        out = in_order(parts[0], plan.valid, **sizes)
+    return out.astype(q.dtype)
 
 
 def _shape_of(
-    q: jax.Array,
+    q: tuple[int, int, int],  # T, H, Dq
     kv_pages: jax.Array,
     rows: AttentionRows,
     *,
@@ -165,6 +175,7 @@ def _shape_of(
     scale: float,
     soft_cap: float | None,
     windowed: bool,
+    interpreted: bool,
 ) -> _Shape:
     """Checks what is static, and chooses the splits."""
     if not hasattr(plgpu, "InterpretGPUParams"):
@@ -177,21 +188,20 @@ def _shape_of(
         raise ValueError(f"head_dim is {width}; expected 64 or 128")
     if page_size % 8 or (block % page_size and page_size % block):
         raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
-    if not 1 <= queries_per_row <= MAX_QUERIES or q.shape[0] != batch * queries_per_row:
+    if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
         raise ValueError(
-            f"{q.shape[0]} queries, {queries_per_row} per row, {batch} rows; "
+            f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
             f"expected the product, and at most {MAX_QUERIES} per row"
         )
     if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
         raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
-    if q.shape[1] % (two_g // 2) or q.shape[2] > width:
-        raise ValueError(f"q is {q.shape}, the pool {kv_pages.shape}; heads or widths do not fit")
+    if q[1] % (two_g // 2) or q[2] > width:
+        raise ValueError(f"q is {q}, the pool {kv_pages.shape}; heads or widths do not fit")
     used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
     used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
     if used > SHARED_BYTES:
         raise ValueError(f"{tuning} needs {used} bytes of shared memory; {SHARED_BYTES} exist")
-    packed_rows = queries_per_row * (q.shape[1] // (two_g // 2))
-    tiles = -(-packed_rows // TILE_ROWS)
+    tiles, stored = tiles_of(queries_per_row * (q[1] // (two_g // 2)))
     splits = tuning.splits or choose_splits(
         programs=batch * (two_g // 2) * tiles,
         max_blocks=-(-rows.page_table.shape[1] * page_size // block),
@@ -202,58 +212,21 @@ def _shape_of(
         width=width,
         page_size=page_size,
         tiles=tiles,
-        stored=min(-(-packed_rows // 8) * 8, TILE_ROWS),
+        stored=stored,
         splits=splits,
         tuning=tuning,
         dtype=kv_pages.dtype,
         scale=scale,
         soft_cap=soft_cap,
         windowed=windowed,
+        interpreted=interpreted,
     )
-
-
-def _pack(q: jax.Array, shape: _Shape, *, queries_per_row: int) -> jax.Array:
-    """[T, H, Dq] -> [B * G * tiles, stored, D] in the pool's type, zero-padded."""
-    q = q.reshape(shape.batch, queries_per_row, shape.num_kv, -1, q.shape[2]).swapaxes(1, 2)
-    q = q.reshape(shape.batch, shape.num_kv, -1, q.shape[-1]).astype(shape.dtype)
-    missing = shape.tiles * shape.stored - q.shape[2]
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, shape.width - q.shape[3])))
-    return q.reshape(-1, shape.stored, shape.width)
-
-
-def _merge(
-    parts: jax.Array,
-    heights: jax.Array,
-    shape: _Shape,
-    *,
-    sinks: jax.Array | None,
-    rows_per_head: int,
-) -> jax.Array:
-    """[B, G, R * group, D] float32 from each share's mean and log2 of its softmax denominator."""
-    outer = (shape.parts, shape.batch, shape.num_kv)
-    parts = parts.reshape(*outer, -1, shape.width)[..., :rows_per_head, :].astype(jnp.float32)
-    heights = heights.reshape(*outer, -1)[..., :rows_per_head]
-    sink = None
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, shape.num_kv, -1) * LOG2E
-        sink = jnp.tile(sink, (1, 1, rows_per_head // sink.shape[2]))
-    if shape.parts == 1 and sink is None:
-        return parts[0]
-    # Unrolled, since XLA makes one kernel of it: four with reductions over the parts' axis.
-    top = functools.reduce(jnp.maximum, list(heights) + ([] if sink is None else [sink]))
-    total = jnp.zeros_like(top) if sink is None else jnp.exp2(sink - top)
-    out = jnp.zeros(parts.shape[1:], jnp.float32)
-    for part, height in zip(parts, heights, strict=True):
-        weight = jnp.exp2(height - top)
-        total = total + weight
-        out = out + part * weight[..., None]
-    return out / total[..., None]
 
 
 # ---- the kernel ----------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape",))
 def _launch(
     q: jax.Array,
     pool: jax.Array,
@@ -261,7 +234,6 @@ def _launch(
     plan: BlockPlan,
     *,
     shape: _Shape,
-    interpret: bool,
 ) -> list[jax.Array]:
     """(parts, heights). An inner jit: however many layers call it, it is compiled once."""
     tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
@@ -284,7 +256,7 @@ def _launch(
     if tuning.loader == "producer":
         scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
     options: dict[str, Any] = {}
-    if interpret:
+    if shape.interpreted:
         params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
         options["interpret"] = params(detect_races=True)
     kernel = plgpu.kernel(
@@ -366,8 +338,11 @@ class _Refs:
 def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
     """The kernel's body, run by every warpgroup of a program."""
     refs = _Refs(*args, **scratch)
-    work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
     warpgroup = lax.axis_index("warpgroup")
+    if not shape.interpreted:
+        # It is launched before the program ahead of it has ended, whose results it waits for here.
+        plgpu.griddepcontrol_wait()
+    work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
     if shape.tuning.loader == "self":
         _consume(shape, refs, work, warpgroup)
         return

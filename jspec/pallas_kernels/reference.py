@@ -13,6 +13,15 @@ from jspec.pallas_kernels.kv_update import interleave_kv, page_slots, write_rows
 from jspec.pallas_kernels.rows import AttentionRows, index_queries, visible_keys
 
 
+def new_slots(
+    rows: AttentionRows, num_queries: int, *, page_size: int, queries_per_row: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """i32[T] (page, offset) where each new row's K and V go; the same for all layers."""
+    index = index_queries(rows.cu_q_lens, num_queries, queries_per_row=queries_per_row)
+    slot = jnp.take(rows.prefix_lens, index.row_idx, mode="clip") + index.within
+    return page_slots(rows.page_table, index.row_idx, slot, index.valid, page_size=page_size)
+
+
 def write_new(
     k_new: jax.Array,
     v_new: jax.Array,
@@ -22,10 +31,8 @@ def write_new(
     queries_per_row: int | None,
 ) -> jax.Array:
     """Writes new row j of each sequence at slot prefix_len + j; padding goes to page 0."""
-    index = index_queries(rows.cu_q_lens, k_new.shape[0], queries_per_row=queries_per_row)
-    slot = jnp.take(rows.prefix_lens, index.row_idx, mode="clip") + index.within
-    page, offset = page_slots(
-        rows.page_table, index.row_idx, slot, index.valid, page_size=kv_pages.shape[1]
+    page, offset = new_slots(
+        rows, k_new.shape[0], page_size=kv_pages.shape[1], queries_per_row=queries_per_row
     )
     values = interleave_kv(k_new, v_new, width=kv_pages.shape[3])
     return write_rows(kv_pages, page, offset, values)

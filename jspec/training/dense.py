@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.config import TransformerConfig
-from jspec.layers.attention import Attend
+from jspec.layers.attention import Attend, Rotation, rotate_and_split
 from jspec.layers.linear import logits_of
+from jspec.layers.norm import Residual
 from jspec.models.llama import Llama, LlamaLayer, Params, bind, split, trunk
 
 Backend = Literal["cudnn", "xla"]
@@ -77,18 +78,19 @@ def dropout(key: jax.Array, rate: float) -> Drop:
 
 
 def causal_attend(backend: Backend) -> Attend:
-    """Dense causal attention over [B, T, heads, D]; backend 'cudnn' or 'xla'.
+    """Dense causal attention over [B, T, heads, D]; backend 'cudnn' or 'xla'."""
 
-    XLA's holds [B, H, T, T] scores: they are recomputed in the backward pass, not kept.
-    """
+    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+        return _attend_dense(*rotate_and_split(heads, rotation), backend=backend)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out: jax.Array = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=backend
-        )
-        return out
+    return attend
 
-    return jax.checkpoint(attend) if backend == "xla" else attend
+
+def _attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend) -> jax.Array:
+    """XLA's holds [B, H, T, T] scores: they are recomputed in the backward pass, not kept."""
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=backend)
+    out: jax.Array = (jax.checkpoint(attend) if backend == "xla" else attend)(q, k, v)
+    return out
 
 
 @functools.cache
@@ -100,7 +102,7 @@ def attention_backend(config: TransformerConfig, *, length: int, dtype: Any) -> 
     k = jnp.zeros((2, length, config.num_kv_heads, config.head_dim), dtype)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(causal_attend("cudnn")(q, k, v).astype(jnp.float32))
+        return jnp.sum(_attend_dense(q, k, v, backend="cudnn").astype(jnp.float32))
 
     try:
         jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, k))
@@ -113,16 +115,17 @@ def attention_backend(config: TransformerConfig, *, length: int, dtype: Any) -> 
 def _run_layer(
     layer: LlamaLayer,
     index: int,
-    x: jax.Array,
+    stream: Residual,
     *,
     positions: jax.Array,
     attend: Attend,
     drop: Drop | None,
-) -> jax.Array:
+) -> Residual:
     if drop is None:
-        return layer(x, positions, attend)
+        return layer(stream, positions, attend)
+    x = stream.sum()
     x = x + drop(layer.attention(layer.input_norm(x), positions, attend), 2 * index)
-    return x + drop(layer.mlp(layer.post_norm(x)), 2 * index + 1)
+    return Residual(x=x, delta=drop(layer.mlp(layer.post_norm(x)), 2 * index + 1))
 
 
 def forward(
@@ -148,8 +151,8 @@ def forward(
         functools.partial(_run_layer, layer, i, positions=positions, attend=attend, drop=drop)
         for i, layer in enumerate(model.layers)
     ]
-    x, aux = trunk(layers, x, aux_layer_ids=aux_layer_ids)
-    return model.norm(x), aux
+    stream, aux = trunk(layers, x, aux_layer_ids=aux_layer_ids)
+    return model.norm(stream.sum()), aux
 
 
 def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
 from jspec.core.config import TransformerConfig
-from jspec.layers.attention import Attend
+from jspec.layers.attention import Attend, Rotation, rotate_and_split
 from jspec.models.llama import Params, bind, trunk
 from jspec.training.data import TokenStream
 from jspec.training.dense import lm_logits, target_definition
@@ -69,11 +69,12 @@ def draw_prompts(
 def cached_attend(cache: Cache, position: jax.Array) -> Callable[[int], Attend]:
     """attend of layer i at `position`: writes its key and value, sees positions 0..position.
 
-    q is [B, H, D], k and v [B, G, D]: one token a row, all rows at the same position.
+    heads are [B, H + 2G, D]: one token a row, all rows at the same position.
     """
 
     def of_layer(index: int) -> Attend:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+            q, k, v = rotate_and_split(heads, rotation)
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new[:, None], position, axis=1)
                 for old, new in zip(cache[index], (k, v), strict=True)
@@ -137,11 +138,11 @@ def make_sampler(
             attend_of = cached_attend(updated, position)
             positions = jnp.broadcast_to(position, token.shape)
             layers = [
-                lambda x, layer=layer, i=i: layer(x, positions, attend_of(i))
+                lambda stream, layer=layer, i=i: layer(stream, positions, attend_of(i))
                 for i, layer in enumerate(model.layers)
             ]
-            x, _ = trunk(layers, model.embed(token).astype(dtype), aux_layer_ids=())
-            logits = lm_logits(params, model.norm(x))
+            stream, _ = trunk(layers, model.embed(token).astype(dtype), aux_layer_ids=())
+            logits = lm_logits(params, model.norm(stream.sum()))
             chosen = choose(logits, seeds, positions + 1, temperatures, vocabulary)
             next_token = jnp.where(position + 1 < prompt_lens, following, chosen)
             return (updated, next_token), next_token

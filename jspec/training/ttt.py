@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.config import Eagle3Config, TransformerConfig
+from jspec.layers.attention import Rotation, rotate_and_split
 from jspec.layers.linear import logits_of
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Params, bind
@@ -61,8 +62,9 @@ class UnrolledAttention:
         self._values: list[jax.Array] = []
 
     def __call__(
-        self, q: Float[Array, "B R H D"], k: Float[Array, "B R G D"], v: Float[Array, "B R G D"]
+        self, heads: Float[Array, "B R heads D"], rotation: Rotation
     ) -> Float[Array, "B R H D"]:
+        q, k, v = rotate_and_split(heads, rotation)
         self._keys.append(k)
         self._values.append(v)
         num_rows, num_groups = k.shape[1], k.shape[2]

@@ -87,8 +87,8 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
         layers = [
             partial(layer, positions=positions, attend=causal_attention) for layer in model.layers
         ]
-        x, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
-        last = jax.lax.dynamic_slice_in_dim(model.norm(x), position - 1, 1, axis=1)
+        stream, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
+        last = jax.lax.dynamic_slice_in_dim(model.norm(stream.sum()), position - 1, 1, axis=1)
         return choose(
             logits_of(last, params["lm_head"]["kernel"]),
             sampling,

@@ -9,7 +9,13 @@ import pytest
 from flax import nnx
 
 from jspec.core.config import TransformerConfig
-from jspec.layers.attention import Attention, causal_attention, kv_heads_per_shard
+from jspec.layers.attention import (
+    Attention,
+    Rotation,
+    causal_attention,
+    kv_heads_per_shard,
+    rotate_and_split,
+)
 from jspec.layers.linear import Shard
 from jspec.layers.rope import apply_rope
 
@@ -35,16 +41,17 @@ def test_projections_and_rope_reach_attend() -> None:
     answer = jnp.asarray(rng.normal(size=(5, 4, 6)), jnp.float32)
     given: list[jax.Array] = []
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        given.extend((q, k, v))
+    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+        given.extend((heads, *rotate_and_split(heads, rotation)))
         return answer
 
     out = layer(x, positions, attend)
     heads = (x @ layer.qkv.kernel[...] + layer.qkv.bias[...]).reshape(5, 8, 6)
     q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
-    np.testing.assert_allclose(given[0], apply_rope(q, positions, rope=CONFIG.rope), atol=1e-5)
-    np.testing.assert_allclose(given[1], apply_rope(k, positions, rope=CONFIG.rope), atol=1e-5)
-    np.testing.assert_allclose(given[2], v, atol=1e-5)
+    np.testing.assert_allclose(given[0], heads, atol=1e-5)
+    np.testing.assert_allclose(given[1], apply_rope(q, positions, rope=CONFIG.rope), atol=1e-5)
+    np.testing.assert_allclose(given[2], apply_rope(k, positions, rope=CONFIG.rope), atol=1e-5)
+    np.testing.assert_allclose(given[3], v, atol=1e-5)
     np.testing.assert_allclose(out, answer.reshape(5, 24) @ layer.out.kernel[...], atol=1e-5)
 
 
@@ -57,7 +64,9 @@ def test_causal_attention_is_the_definition() -> None:
     rng = np.random.default_rng(1)
     q = rng.normal(size=(2, 7, 4, 6))
     k, v = (rng.normal(size=(2, 7, 2, 6)) for _ in range(2))
-    out = np.asarray(causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v))))
+    heads = jnp.asarray(np.concatenate((q, k, v), axis=2), jnp.float32)
+    still = Rotation(cos=jnp.ones((2, 7, 3)), sin=jnp.zeros((2, 7, 3)), num_heads=4)
+    out = np.asarray(causal_attention(heads, still))
     for h in range(4):
         scores = np.einsum("btd,bsd->bts", q[:, :, h], k[:, :, h // 2]) / np.sqrt(6)
         weights = np.exp(scores) * np.tri(7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ def dense_forward(
         model = bind(definition, params)
         positions = jnp.arange(ids.shape[1])[None]
         layers = [
-            lambda x, layer=layer: layer(x, positions, causal_attention) for layer in model.layers
+            partial(layer, positions=positions, attend=causal_attention) for layer in model.layers
         ]
-        x, aux = trunk(layers, model.embed(ids), aux_layer_ids=aux_layer_ids)
-        hidden = model.norm(x)
+        stream, aux = trunk(layers, model.embed(ids), aux_layer_ids=aux_layer_ids)
+        hidden = model.norm(stream.sum())
         return logits_of(hidden, model.lm_head.kernel[...]), hidden, aux
 
     with jax.default_matmul_precision("highest"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.engine_args import ATTENTION_BACKENDS
 from jspec.core.errors import ConfigError
-from jspec.pallas_kernels.dispatch import check_gpu_kernels
+from jspec.pallas_kernels.dispatch import gpu_problem
 from jspec.pallas_kernels.paged_attention import (
     Backend,
     choose_backend,
@@ -26,7 +27,8 @@ from jspec.pallas_kernels.paged_attention import (
     [
         ("cpu", "auto", "xla"),
         ("cpu", "xla", "xla"),
-        ("gpu", "auto", "xla"),
+        ("gpu", "auto", "gpu"),
+        ("gpu", "xla", "xla"),
         ("gpu", "pallas", "gpu"),
         ("tpu", "auto", "tpu"),
         ("tpu", "pallas", "tpu"),
@@ -36,6 +38,12 @@ from jspec.pallas_kernels.paged_attention import (
 def test_the_platform_chooses_unless_told(platform: str, requested: str, backend: str) -> None:
     assert requested in ATTENTION_BACKENDS
     assert choose_backend(platform, requested) == backend
+
+
+def test_a_gpu_that_the_kernels_do_not_serve_gets_xla_unless_they_were_asked_for() -> None:
+    assert choose_backend("gpu", "auto", gpu_problem="head_dim 32; expected 64") == "xla"
+    with pytest.raises(ConfigError, match=r"'pallas', with head_dim 32; expected 64"):
+        choose_backend("gpu", "pallas", gpu_problem="head_dim 32; expected 64")
 
 
 def test_a_cpu_has_no_kernels_of_its_own() -> None:
@@ -61,8 +69,15 @@ def test_what_the_gpu_kernel_does_not_serve_is_named(change: dict[str, Any], mes
     }
     if not hasattr(plgpu, "InterpretGPUParams") and "compute_capability" not in change:
         message = "expected 0.11 or later"
-    with pytest.raises(ConfigError, match=message):
-        check_gpu_kernels(**{**fits, **change})
+    found = gpu_problem(**{**fits, **change})
+    assert found is not None
+    assert re.search(message, found)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+def test_what_the_gpu_kernel_serves_has_no_problem() -> None:
+    fits = {"compute_capability": "9.0", "dtype": jnp.bfloat16, "page_size": 64}
+    assert gpu_problem(**fits, head_dims=(128, 64)) is None
 
 
 def test_only_the_tpu_kernels_widen_the_pool() -> None:

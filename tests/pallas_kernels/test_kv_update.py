@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.kv_update import compact_path, interleave_kv, page_slots, write_rows
+from jspec.pallas_kernels.kv_update import (
+    compact_path,
+    flat_moves,
+    interleave_kv,
+    page_slots,
+    write_rows,
+)
 
 _compact = jax.jit(compact_path)
 
@@ -84,6 +90,13 @@ def test_page_slots_worked_example() -> None:
     assert page.tolist() == [5, 9, 0, 0, 0, 6]
     assert [o for p, o in zip(page.tolist(), offset.tolist(), strict=True) if p] == [1, 0, 3]
     assert min(offset.tolist()) >= 0
+
+
+def test_flat_moves_worked_example() -> None:
+    rows = [jnp.asarray(x, jnp.int32) for x in ([[2]], [7], [[0, 1, 3, -1]], [2])]
+    source, target, moves = flat_moves(*rows, page_size=16)
+    assert moves.tolist() == [[0, 1, 0]]
+    assert (source[0, :2].tolist(), target[0, :2].tolist()) == ([40, 42], [40, 41])
 
 
 def test_k_and_v_lie_side_by_side_and_are_padded_with_zeros() -> None:

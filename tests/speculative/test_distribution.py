@@ -51,8 +51,9 @@ def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
         functools.partial(layer, positions=positions, attend=causal_attention)
         for layer in model.layers
     ]
-    x, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
-    return np.asarray(logits_of(model.norm(x)[0, -1], params["lm_head"]["kernel"]), np.float64)
+    stream, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
+    last = model.norm(stream.sum())[0, -1]
+    return np.asarray(logits_of(last, params["lm_head"]["kernel"]), np.float64)
 
 
 def filtered(logits: np.ndarray, sampling: SamplingParams) -> dict[int, float]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.layers.attention import Rotation, rotate_and_split
 from jspec.layers.linear import logits_of
 from jspec.models.llama import Params, bind
 
@@ -23,8 +24,9 @@ class RowCache:
         self.keys: np.ndarray | None = None
         self.values: np.ndarray | None = None
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """q [1, H, D], k and v [1, G, D]."""
+    def __call__(self, heads: jax.Array, rotation: Rotation) -> jax.Array:
+        """heads [1, H + 2G, D]."""
+        q, k, v = rotate_and_split(heads, rotation)
         if self.keys is None or self.values is None:
             self.keys, self.values = np.zeros((32, *k.shape[1:])), np.zeros((32, *v.shape[1:]))
         self.keys[self.count], self.values[self.count] = k[0], v[0]

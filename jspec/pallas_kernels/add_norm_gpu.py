@@ -1,0 +1,105 @@
+"""The residual add and the RMSNorm behind it, in one pass over a row, for NVIDIA GPUs (Triton).
+
+One program a row: it reads x and delta once, keeps their sum in registers, writes the sum and its
+norm. XLA spends two or three kernels on the same; where it has split the product before into
+partial sums, it adds those in the first of them, which then remains.
+
+Rounded as XLA's path rounds: the sum in x's dtype, then the norm of that sum in float32, cast back
+once at the end; only the order in which the squares are added is the kernel's own.
+
+It knows nothing of layers or sharding. `reference` is the specification. Seen so far: equal to it
+in the interpreter, and compiled for an H200 without one. Not yet run on a chip, so no speed is
+claimed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+ELEMENTS_PER_THREAD = 16  # of each operand: two 16-byte reads of bfloat16, all in flight at once
+LANES, MAX_WARPS = 32, 16
+
+
+def reference(
+    x: Float[Array, "T E"], delta: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """(x + delta, its RMSNorm times scale): the sum in x's dtype, the norm in float32 inside."""
+    total = x + delta
+    wide = total.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + eps)
+    return total, (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def add_and_norm(
+    x: Float[Array, "T E"],
+    delta: Float[Array, "T E"],
+    scale: Float[Array, "E"],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """As `reference`. T and E are free, T = 0 included; E need not be a power of two.
+
+    x and delta share a dtype; scale may be wider. interpret: on any platform, for tests.
+    """
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return x, x
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    width = pl.next_power_of_2(size)
+
+    def add_and_norm_gpu(*refs: Any) -> None:  # the name that profiles show
+        _body(*refs, eps=eps, width=width)
+
+    total, normed = pl.pallas_call(
+        add_and_norm_gpu,
+        grid=(num_rows,),
+        out_shape=(out, out),
+        compiler_params=plt.CompilerParams(num_warps=num_warps(width), num_stages=1),
+        interpret=interpret,
+        name="add_and_norm_gpu",
+    )(x, delta, scale)
+    return total, normed
+
+
+def num_warps(width: int) -> int:
+    """So many that a thread holds ELEMENTS_PER_THREAD of a row: 4096 -> 8, 64 -> 1, 32768 -> 16."""
+    return min(max(width // (LANES * ELEMENTS_PER_THREAD), 1), MAX_WARPS)
+
+
+def _body(
+    x_ref: Any,
+    delta_ref: Any,
+    scale_ref: Any,
+    total_ref: Any,
+    normed_ref: Any,
+    *,
+    eps: float,
+    width: int,
+) -> None:
+    """One row. Triton's arrays are powers of two: the columns from E on are masked, read as 0.
+
+    In: E = 3, row [1 2 2 | .]      Out: sum of squares 9, over E = 3 (not over the 4 of `width`)
+    """
+    size = scale_ref.shape[0]
+    row, column = pl.program_id(0), jnp.arange(width)
+    mask = None if width == size else column < size
+    other = None if mask is None else 0.0
+
+    def load(ref: Any) -> jax.Array:
+        return plt.load(ref, mask=mask, other=other)
+
+    scale = load(scale_ref.at[column])
+    total = load(x_ref.at[row, column]) + load(delta_ref.at[row, column])
+    plt.store(total_ref.at[row, column], total, mask=mask)
+    wide = total.astype(jnp.float32)
+    mean_square = jnp.sum(wide * wide) / size
+    normed = wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)
+    plt.store(normed_ref.at[row, column], normed.astype(total.dtype), mask=mask)

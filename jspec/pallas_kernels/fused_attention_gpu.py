@@ -1,0 +1,66 @@
+"""A layer's attention on a Hopper GPU from projected heads to mixed ones, in two kernels.
+
+rotate_write_gpu.py rotates q and k, writes K and V, and lays q as the second kernel reads it;
+paged_attention_gpu.py (rows of equal length) or paged_prefill_gpu.py (packed rows) attends.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from jspec.pallas_kernels import paged_attention_gpu, paged_prefill_gpu, rotate_write_gpu
+from jspec.pallas_kernels.reference import new_slots
+from jspec.pallas_kernels.rows import AttentionRows
+
+
+def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
+    """Whether the kernels take heads[T, H + 2G, D] and this pool."""
+    fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
+    return fits and (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
+
+
+def rotate_write_and_attend(
+    heads: Float[Array, "T heads D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "NP S G2 D"],
+    rows: AttentionRows,
+    *,
+    num_heads: int,
+    queries_per_row: int | None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """What paged_attention.py's contract asks for q and k rotated by (cos, sin), and v.
+
+    heads are q, then k, then v.
+    """
+    tokens, _, width = heads.shape
+    page, offset = new_slots(
+        rows, tokens, page_size=kv_pages.shape[1], queries_per_row=queries_per_row
+    )
+    q, kv_pages = rotate_write_gpu.rotate_and_write(
+        heads,
+        cos,
+        sin,
+        kv_pages,
+        page,
+        offset,
+        num_heads=num_heads,
+        queries_per_row=queries_per_row,
+        interpret=interpret,
+    )
+    scale = width**-0.5
+    if queries_per_row is None:
+        out = paged_prefill_gpu.attend_packed(q, kv_pages, rows, scale=scale, interpret=interpret)
+        return out, kv_pages
+    out = paged_attention_gpu.attend_rows(
+        q,
+        kv_pages,
+        rows,
+        scale=scale,
+        queries_per_row=queries_per_row,
+        packed_heads=num_heads,
+        interpret=interpret,
+    )
+    return out, kv_pages

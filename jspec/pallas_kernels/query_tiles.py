@@ -1,0 +1,32 @@
+"""How queries lie for the Hopper kernel of rows: by row and kv head, then query and group member.
+
+The rows of one warpgroup matrix product are group x R queries of one kv head, so these lie side by
+side: [B * G, tiles * stored, D]. What is behind the last one is padding, up to 8 rows or, with more
+than one tile, up to 64: it may hold anything, since its results are dropped.
+
+In:  B = 1, R = 2, H = 4, G = 2
+Out: [q0h0 q0h1 q1h0 q1h1 . . . .], [q0h2 q0h3 q1h2 q1h3 . . . .]
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jspec.pallas_kernels.block_plan import TILE_ROWS
+
+
+def tiles_of(num_rows: int) -> tuple[int, int]:
+    """(tiles, rows that each stores): 4 -> (1, 8), 64 -> (1, 64), 80 -> (2, 64)."""
+    tiles = -(-num_rows // TILE_ROWS)
+    return tiles, min(-(-num_rows // 8) * 8, TILE_ROWS)
+
+
+def pack_queries(
+    q: Float[Array, "T H Dq"], batch: int, num_kv: int, queries_per_row: int, *, width: int
+) -> Float[Array, "BG rows D"]:
+    """q as it lies for the kernel, its heads zero-padded to `width`."""
+    q = q.reshape(batch, queries_per_row, num_kv, -1, q.shape[2]).swapaxes(1, 2)
+    q = q.reshape(batch * num_kv, -1, q.shape[-1])
+    tiles, stored = tiles_of(q.shape[1])
+    return jnp.pad(q, ((0, 0), (0, tiles * stored - q.shape[1]), (0, width - q.shape[2])))

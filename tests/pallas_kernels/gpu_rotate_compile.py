@@ -1,0 +1,75 @@
+"""Compiles the kernel that rotates and writes, behind its projection, for an absent H200.
+
+Run by test_rotate_write_gpu.py in a process of its own; see gpu_kernel_compile.py for what it
+needs. Prints one line a number of tokens, at the sizes of Llama-3.1-8B.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.core.config import RopeConfig
+from jspec.layers.rope import rotation
+from jspec.pallas_kernels.rotate_write_gpu import rotate_and_write
+from tests.pallas_kernels.gpu_kernel_compile import H200
+
+LAYERS = 2  # so that what is the same for all of them can be seen to be shared
+
+
+def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
+    """The optimised program of some layers' projection, rotation and write."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def run(x: jax.Array, kernels: Any, pools: Any, slots: Any, positions: jax.Array) -> Any:
+        queries, pools = [], list(pools)
+        for i, kernel in enumerate(kernels):
+            heads = (x @ kernel).reshape(tokens, 48, 128)
+            cos, sin = rotation(positions, head_dim=128, rope=RopeConfig())
+            q, pools[i] = rotate_and_write(heads, cos, sin, pools[i], *slots, num_heads=32)
+            queries.append(q)
+        return queries, pools
+
+    program = jax.shard_map(
+        run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    args = (
+        array(jnp.bfloat16, tokens, 4096),
+        [array(jnp.bfloat16, 4096, 6144)] * LAYERS,
+        [array(jnp.bfloat16, pages, 64, 16, 128)] * LAYERS,
+        (array(jnp.int32, tokens), array(jnp.int32, tokens)),
+        array(jnp.int32, tokens),
+    )
+    return jax.jit(program, donate_argnums=2).lower(*args).compile().as_text() or ""
+
+
+def main() -> None:
+    """One token, a verification, a prefill; the last with a pool beyond 32-bit offsets."""
+    device = topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+    mesh = Mesh(np.array([device]), ("tensor",))
+    for tokens, pages in ((1, 129), (64, 8193), (2048, 20001)):
+        text = compile_one(mesh, tokens, pages)
+        calls = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+        aliased = text.count("output_to_operand_aliasing={{1}:")
+        if (calls, aliased) != (LAYERS, LAYERS):
+            raise SystemExit(f"{calls} Triton calls, {aliased} in place; expected {LAYERS} each")
+        if re.search(rf"bf16\[{pages},[^=]*\S+ (copy|fusion)\(", text):
+            raise SystemExit("the compiled program copies the pool")
+        if len(re.findall(r" cosine\(", text)) != 1:
+            raise SystemExit("the layers do not share their angles")
+        print("compiled", tokens, pages)
+
+
+if __name__ == "__main__":
+    main()

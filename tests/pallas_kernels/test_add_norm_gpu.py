@@ -1,0 +1,236 @@
+"""The fused residual add and RMSNorm: equal to the reference in the interpreter, compiled for an
+H200, run where there is a GPU; and a whole forward with it against one without.
+
+The sum has one right answer. The norm differs from the reference only by the order in which the
+squares are added: by a few units in the last place of the float32 mean (what the assertion on
+float32 allows), which can tip the one final rounding to bfloat16 to the neighbouring value.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.layers.linear import Shard
+from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
+from jspec.models.llama import Llama, split, trunk
+from jspec.models.paged import AttentionSettings, PagedLlama
+from jspec.pallas_kernels.add_norm_gpu import add_and_norm, num_warps, reference
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.testing.tiny_models import tiny_target_config
+
+EPS = 1e-5
+CALLS = "name=add_and_norm_gpu"
+Pair = tuple[jax.Array, jax.Array]
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+
+def inputs(num_rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, delta, scale; rows of very different sizes, as a residual stream's are."""
+    keys = jax.random.split(jax.random.key(num_rows * size), 3)
+    x, delta = (jax.random.normal(key, (num_rows, size)) for key in keys[:2])
+    x = x * 4.0 ** (jnp.arange(num_rows) % 5)[:, None]
+    scale = 1 + 0.2 * jax.random.normal(keys[2], (size,))
+    return x.astype(dtype), delta.astype(dtype), scale.astype(dtype)
+
+
+def run(function: Callable[..., Pair], *arrays: jax.Array, **static: Any) -> Pair:
+    """Compiled such that XLA may not leave out the rounding of the sum, which it is free to do."""
+    lowered = jax.jit(partial(function, eps=EPS, **static)).lower(*arrays)
+    pair: Pair = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(*arrays)
+    return pair
+
+
+def units_apart(got: jax.Array, wanted: jax.Array) -> np.ndarray:
+    """How many representable values lie between, for finite arrays of one dtype."""
+    assert got.dtype == wanted.dtype
+    bits = {2: np.int16, 4: np.int32}[got.dtype.itemsize]
+    left, right = (np.asarray(x).view(bits).astype(np.int64) for x in (got, wanted))
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    same_sign = (left < 0) == (right < 0)
+    return np.where(left == right, 0, np.where(same_sign, np.abs(left - right), 1 << 20))
+
+
+def assert_equal(got: Pair, wanted: Pair) -> None:
+    np.testing.assert_array_equal(got[0], wanted[0])
+    apart = units_apart(got[1], wanted[1])
+    if got[1].dtype == jnp.float32:
+        assert apart.max() <= 6  # mean, root, quotient and two products, each within one or two
+    else:
+        assert apart.max() <= 1
+        assert np.mean(apart > 0) < 0.01  # a forgotten rounding of the sum tips one in five
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("size", [64, 96, 3072, 4096])
+@pytest.mark.parametrize("num_rows", [1, 3, 64])
+def test_interpreted_equals_the_reference(num_rows: int, size: int, dtype: Any) -> None:
+    arrays = inputs(num_rows, size, dtype)
+    assert_equal(run(add_and_norm, *arrays, interpret=True), run(reference, *arrays))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_the_layer(dtype: Any) -> None:
+    """Bit for bit: an addition in x's dtype, then RMSNorm as every other backend runs it."""
+    x, delta, scale = inputs(5, 96, dtype)
+    norm = RMSNorm(96, eps=EPS, dtype=dtype)
+    norm.scale[...] = scale
+    total = Residual(x=x, delta=delta).sum()
+    found = reference(x, delta, scale, eps=EPS)
+    np.testing.assert_array_equal(found[0], total)
+    np.testing.assert_array_equal(found[1], norm(total))
+
+
+def test_the_sum_is_rounded_before_it_is_normalised() -> None:
+    """256 + 1 is 256 in bfloat16: a row of it normalises as a row of 256 does, next to one 0."""
+    x = jnp.full((1, 64), 256.0, jnp.bfloat16).at[0, 1:].set(255.0)
+    delta = jnp.zeros_like(x).at[0, 0].set(1.0)
+    scale = jnp.full((64,), 2.0**7, jnp.float32)
+    wide = [run(add_and_norm, a, d, scale, interpret=True) for a, d in ((x, delta), (x, x * 0))]
+    for rounded, plain in zip(*wide, strict=True):
+        np.testing.assert_array_equal(rounded, plain)
+
+
+def test_a_wider_scale_stays_wide_and_no_rows_are_no_kernel() -> None:
+    x, delta, _ = inputs(2, 64, jnp.bfloat16)
+    scale = 1 + 2.0**-10 * jnp.arange(64.0)  # bfloat16 would round most of it away
+    assert_equal(
+        run(add_and_norm, x, delta, scale, interpret=True), run(reference, x, delta, scale)
+    )
+    empty = add_and_norm(x[:0], delta[:0], scale, eps=EPS)
+    assert [out.shape for out in empty] == [(0, 64), (0, 64)]
+
+
+@pytest.mark.parametrize(
+    ("size", "warps"), [(64, 1), (1024, 2), (4096, 8), (8192, 16), (32768, 16)]
+)
+def test_a_row_is_one_pass_of_registers(size: int, warps: int) -> None:
+    assert num_warps(size) == warps
+
+
+def test_a_forward_with_the_kernel_is_the_forward_without() -> None:
+    """Every site of a float32 stack whose input has two summands; attention is XLA's in both.
+
+    Layers 0 and 2 of 3 are captured, so they are given one summand; all have two behind attention.
+    """
+    fused = forward(InterpretedNorms("xla", queries_per_row=3))
+    plain = forward(AttentionSettings("xla", queries_per_row=3))
+    # A layer is traced once per form of its input, one summand or two; then the final norm.
+    assert fused[1].count(CALLS) == 1 + 2 + 1
+    assert plain[1].count(CALLS) == 0
+    for left, right in zip(jax.tree.leaves(fused[0]), jax.tree.leaves(plain[0]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
+    """And, bit for bit, what the kernel would have made of the two summands."""
+    x, delta, scale = inputs(3, 96, jnp.bfloat16)
+    given: list[Residual] = []
+
+    def layer(stream: Residual) -> Residual:
+        given.append(stream)
+        return Residual(x=stream.sum(), delta=delta)
+
+    last, aux = trunk([layer, layer, layer], x, aux_layer_ids=(1, 3))
+    assert [stream.delta is None for stream in (*given, last)] == [True, True, False, True]
+    np.testing.assert_array_equal(aux[:, :96], given[1].x)
+    np.testing.assert_array_equal(aux[:, 96:], last.x)
+    total, _ = run(add_and_norm, x, delta, scale, interpret=True)
+    np.testing.assert_array_equal(aux[:, :96], total)
+
+
+def test_only_a_gpu_backend_fuses() -> None:
+    for backend in ("reference", "xla", "tpu", "tpu_interpret"):
+        assert AttentionSettings(backend, queries_per_row=1).add_and_norm is None  # type: ignore[arg-type]
+    for backend in ("gpu", "gpu_interpret"):
+        assert AttentionSettings(backend, queries_per_row=1).add_and_norm is not None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class InterpretedNorms(AttentionSettings):
+    """Any backend's attention, with a GPU's norms in the interpreter."""
+
+    @property
+    def add_and_norm(self) -> AddAndNorm:
+        def interpreted(
+            x: jax.Array, delta: jax.Array, scale: jax.Array, *_: jax.Array, eps: float
+        ) -> Pair:
+            return add_and_norm(x, delta, scale, eps=eps, interpret=True)
+
+        return interpreted
+
+
+def forward(settings: AttentionSettings) -> tuple[Any, str]:
+    """Hidden, aux features and pool of 2 rows of 3 new tokens over a pool; and the program."""
+    config, float32 = tiny_target_config(), jnp.float32
+    model, _ = PagedLlama.create(config, shard=Shard(), dtype=float32, aux_layer_ids=(0, 2))
+    params = split(Llama(config, dtype=float32, rngs=nnx.Rngs(1)))[1]
+    rows = AttentionRows(
+        page_table=jnp.asarray([[1, 2], [3, 4]], jnp.int32),
+        prefix_lens=jnp.asarray([6, 0], jnp.int32),
+        cu_q_lens=jnp.asarray([0, 3, 6], jnp.int32),
+        q_positions=jnp.asarray([6, 7, 8, 0, 1, 2], jnp.int32),
+    )
+    shape = (5, 8, 2 * config.num_kv_heads, config.head_dim)
+    pool = tuple(jnp.full(shape, 0.5, float32) for _ in range(config.num_layers))
+    step = jax.jit(lambda p, ids, kv, r: model.forward(p, ids, kv, r, settings))
+    arrays = (params, jnp.arange(6, dtype=jnp.int32), pool, rows)
+    return step(*arrays), str(jax.make_jaxpr(step)(*arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams")
+    or importlib.util.find_spec("jax_plugins") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs jax 0.11.2, the jax-cuda13 plugin and ptxas, not a GPU",
+)
+def test_compiles_ahead_of_time_for_an_h200() -> None:
+    """XLA's compiler for sm_90a, in a process of its own, on a machine without a GPU."""
+    script = Path(__file__).parent / "gpu_norm_compile.py"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.gpu_norm_compile"],
+        cwd=script.parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("compiled") == 6
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 3072, 4096, 5120, 8192])
+@pytest.mark.parametrize("num_rows", [1, 64, 2048])
+def test_equals_the_reference_on_the_chip(num_rows: int, size: int, dtype: Any) -> None:
+    arrays = inputs(num_rows, size, dtype)
+    assert_equal(run(add_and_norm, *arrays), run(reference, *arrays))
+
+
+@needs_gpu
+def test_columns_behind_a_row_are_not_read_on_the_chip() -> None:
+    """NaN in the rows around: what is masked lies there."""
+    x, delta, scale = inputs(3, 96, jnp.float32)
+    poisoned = x.at[jnp.asarray([0, 2])].set(jnp.nan)
+    got, wanted = (run(add_and_norm, a, delta, scale) for a in (poisoned, x))
+    for left, right in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(left[1], right[1])

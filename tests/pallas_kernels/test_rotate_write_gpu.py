@@ -1,0 +1,255 @@
+"""The kernel that rotates q and k and writes K and V, against RoPE, interleaving and a scatter.
+
+float32 is compared within a rounding or two: compilers may fuse a product with the sum behind it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.core.config import RopeConfig
+from jspec.layers.attention import Rotation, rotate_and_split
+from jspec.layers.rope import apply_rope, rotation
+from jspec.models.paged import AttentionSettings, PagedAttend
+from jspec.pallas_kernels import rotate_write_gpu
+from jspec.pallas_kernels.kv_update import interleave_kv, write_rows
+from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.reference import new_slots
+from jspec.pallas_kernels.rows import AttentionRows
+
+ROPE = RopeConfig(theta=10000.0)
+KERNEL = jax.jit(rotate_write_gpu.rotate_and_write, static_argnames=("num_heads", "interpret"))
+REFERENCE = jax.jit(rotate_write_gpu.reference, static_argnames="num_heads")
+
+
+def draw(
+    num_heads: int, num_kv: int, width: int, *, tokens: int, page_size: int, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(heads, positions, a pool of `tokens` + 2 pages, all NaN: nothing of it may be read)."""
+    rng = np.random.default_rng(0)
+    heads = rng.standard_normal((tokens, num_heads + 2 * num_kv, width))
+    positions = rng.integers(0, 5000, tokens)
+    pool = jnp.full((tokens + 2, page_size, 2 * num_kv, width), jnp.nan, dtype)
+    return jnp.asarray(heads, dtype), jnp.asarray(positions, jnp.int32), pool
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(np.uint16 if x.dtype == jnp.bfloat16 else np.uint32)
+
+
+def assert_rounded_alike(found: jax.Array, expected: jax.Array) -> None:
+    if found.dtype == jnp.bfloat16:
+        np.testing.assert_array_equal(bits(found), bits(expected))
+    else:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@partial(jax.jit, static_argnames="num_heads")
+def in_steps(
+    heads: jax.Array,
+    positions: jax.Array,
+    pool: jax.Array,
+    page: jax.Array,
+    offset: jax.Array,
+    *,
+    num_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """What the kernel replaces."""
+    first_v = (heads.shape[1] + num_heads) // 2
+    q, k, v = jnp.split(heads, (num_heads, first_v), axis=1)
+    q, k = (apply_rope(x, positions, rope=ROPE) for x in (q, k))
+    return q, write_rows(pool, page, offset, interleave_kv(k, v, width=pool.shape[3]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "width", "page_size"),
+    [(32, 8, 128, 16), (6, 2, 64, 1), (3, 1, 64, 64), (3, 1, 20, 8), (1, 1, 2, 16)],
+)
+def test_equals_rope_interleaving_and_scatter(
+    num_heads: int, num_kv: int, width: int, page_size: int, dtype: Any
+) -> None:
+    heads, positions, pool = draw(
+        num_heads, num_kv, width, tokens=5, page_size=page_size, dtype=dtype
+    )
+    page = jnp.asarray([3, 1, 6, 2, 5], jnp.int32)
+    offset = jnp.asarray([0, 1, 7, 15, 3], jnp.int32) % page_size
+    cos, sin = rotation(positions, head_dim=width, rope=ROPE)
+    expected = in_steps(heads, positions, pool, page, offset, num_heads=num_heads)
+    for run in (partial(KERNEL, interpret=True), REFERENCE):
+        q, pages = run(heads, cos, sin, pool, page, offset, num_heads=num_heads)
+        assert q.dtype == dtype
+        assert_rounded_alike(q, expected[0])
+        assert_rounded_alike(pages[page, offset], expected[1][page, offset])
+        untouched = np.ones(pool.shape[:2], bool)
+        untouched[np.asarray(page), np.asarray(offset)] = False
+        np.testing.assert_array_equal(bits(pages)[untouched], bits(pool)[untouched])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: Any) -> None:
+    """Any slots, some of them padding: no row but those and page 0 changes by a bit."""
+    slots = data.draw(st.permutations(range(1 * 4, 8 * 4)))[:6]
+    padding = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
+    page = np.where(padding, 0, np.asarray(slots) // 4).astype(np.int32)
+    offset = np.asarray(slots, np.int32) % 4
+    heads, positions, pool = draw(6, 2, 64, tokens=6, page_size=4, dtype=jnp.bfloat16)
+    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    q, pages = KERNEL(heads, cos, sin, pool, page, offset, num_heads=6, interpret=True)
+    expected_q, expected = in_steps(heads, positions, pool, page, offset, num_heads=6)
+    np.testing.assert_array_equal(bits(q), bits(expected_q))
+    np.testing.assert_array_equal(bits(pages)[1:], bits(expected)[1:])
+    assert np.isfinite(np.asarray(pages[1:], np.float32)).any() == (not all(padding))
+
+
+def test_heads_that_do_not_fit_the_pool_are_named() -> None:
+    heads, positions, pool = draw(4, 2, 64, tokens=3, page_size=4, dtype=jnp.bfloat16)
+    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    page = jnp.ones(3, jnp.int32)
+    with pytest.raises(ValueError, match=r"heads are \(8, 64\).*expected \(7, 64\)"):
+        KERNEL(heads, cos, sin, pool, page, page, num_heads=3, interpret=True)
+    with pytest.raises(ValueError, match="cos is 32 wide; expected 16"):
+        KERNEL(heads[..., :32], cos, sin, pool[..., :32], page, page, num_heads=4, interpret=True)
+
+
+def test_what_the_kernel_serves() -> None:
+    assert rotate_write_gpu.serves(64, 64)
+    assert not rotate_write_gpu.serves(64, 128)
+    assert not rotate_write_gpu.serves(63, 63)
+
+
+def paged(backend: Backend, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any]:
+    """(attend of two rows with 4 and 3 new tokens, its arguments); heads 64 wide, 4 over 2."""
+    rng = np.random.default_rng(1)
+    prefix, lens = np.asarray([21, 3]), np.asarray([4, 3])
+    positions = (prefix[:, None] + np.arange(4)).reshape(-1)
+    rows = AttentionRows(
+        page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
+        prefix_lens=jnp.asarray(prefix, jnp.int32),
+        cu_q_lens=jnp.asarray([0, *np.cumsum(lens)], jnp.int32),
+        q_positions=jnp.asarray(positions, jnp.int32),
+    )
+    heads = jnp.asarray(rng.standard_normal((8, 8, 64)), jnp.bfloat16)
+    pool = jnp.asarray(rng.standard_normal((6, 16, 4, wide)), jnp.bfloat16)
+    pool = pool.at[0].set(jnp.nan).at[4:].set(jnp.nan)
+
+    def attend(
+        heads: jax.Array, rows: AttentionRows, pool: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        one = PagedAttend(pool, rows, AttentionSettings(backend, None if packed else 4))
+        cos, sin = rotation(rows.q_positions, head_dim=64, rope=ROPE)
+        return one(heads, Rotation(cos=cos, sin=sin, num_heads=4)), one.pages
+
+    return attend, (heads, rows, pool)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+@pytest.mark.parametrize(("packed", "wide"), [(False, 64), (True, 64), (False, 128)])
+def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int) -> None:
+    """Also where the pool is wider than a head, and the kernel gives way."""
+    attend, args = paged("gpu_interpret", packed=packed, wide=wide)
+    assert ("rotate_and_write" in str(jax.make_jaxpr(attend)(*args))) == (wide == 64)
+    out, pages = jax.jit(attend)(*args)
+    expected, expected_pages = jax.jit(paged("xla", packed=packed, wide=wide)[0])(*args)
+    real = np.arange(8) < 7 if packed else np.arange(8) != 7
+    np.testing.assert_array_equal(bits(pages)[1:], bits(expected_pages)[1:])
+    found, wanted = (np.asarray(x, np.float32)[real] for x in (out, expected))
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_slots_are_those_of_the_new_rows(packed: bool) -> None:
+    """Row 0 goes on at token 21, page 2, offset 5; row 1 at token 3, its fourth query padding."""
+    _, (_, rows, _) = paged("xla", packed=packed, wide=64)
+    page, offset = new_slots(rows, 8, page_size=16, queries_per_row=None if packed else 4)
+    np.testing.assert_array_equal(page, [2, 2, 2, 2, 3, 3, 3, 0])
+    np.testing.assert_array_equal(offset[:7], [5, 6, 7, 8, 3, 4, 5])
+
+
+def test_no_other_backend_uses_the_kernel() -> None:
+    for backend in ("reference", "xla", "tpu_interpret"):
+        attend, args = paged(backend, packed=False, wide=64)
+        if backend == "tpu_interpret":
+            heads, rows, pool = args
+            args = (heads, rows, jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 64))))
+        assert "rotate_and_write" not in str(jax.make_jaxpr(attend)(*args))
+
+
+def test_heads_split_into_q_k_and_v() -> None:
+    heads, positions, _ = draw(6, 2, 64, tokens=3, page_size=1, dtype=jnp.float32)
+    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=6))
+    np.testing.assert_array_equal(v, heads[:, 8:])
+    np.testing.assert_allclose(q, apply_rope(heads[:, :6], positions, rope=ROPE), atol=1e-6)
+    np.testing.assert_allclose(k, apply_rope(heads[:, 6:8], positions, rope=ROPE), atol=1e-6)
+
+
+@pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+@pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 8, 128), (3, 1, 64)])
+def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, tokens: int) -> None:
+    """bf16 may differ in its last bit where a product and a sum were fused in one program only."""
+    heads, positions, pool = draw(
+        num_heads, num_kv, width, tokens=tokens, page_size=16, dtype=jnp.bfloat16
+    )
+    rng = np.random.default_rng(2)
+    slots = rng.permutation((tokens + 1) * 16)[:tokens] + 16
+    page, offset = (jnp.asarray(x, jnp.int32) for x in (slots // 16, slots % 16))
+    expected_q, expected = in_steps(heads, positions, pool, page, offset, num_heads=num_heads)
+    cos, sin = rotation(positions, head_dim=width, rope=ROPE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        q, pages = KERNEL(heads, cos, sin, pool, page, offset, num_heads=num_heads)
+    for found, wanted in ((q, expected_q), (pages, expected)):
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=2**-7, atol=1e-5
+        )
+    values = np.asarray(pages[page, offset], np.float32)[:, 1::2]
+    np.testing.assert_array_equal(values, np.asarray(heads[:, num_heads + num_kv :], np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None
+    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
+)
+def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
+    script = Path(__file__).parent / "gpu_rotate_compile.py"
+    root = str(script.parent.parent.parent)
+    paths = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PYTHONPATH": paths,
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("compiled") == 3
