@@ -51,19 +51,18 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
-from jspec.engine.compilation import compile_all, enable_persistent_cache
+from jspec.engine.compilation import compile_all, compiler_options, enable_persistent_cache
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
-from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.step import StepProgram
 from jspec.text.stream import IdsOnlyStream
 
 ROOT = Path(__file__).resolve().parent.parent
-WHOLE_STEPS = 12
+FEW_STEPS, MANY_STEPS, SLOPES = 2, 18, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +78,15 @@ class Bench:
     executables: dict[Any, Any]
     committed: int
 
-    def state(self) -> EngineState:
-        """Every slot full: L committed tokens in pages of its own."""
+    def state(self, committed: int | None = None) -> EngineState:
+        """Every slot full: L committed tokens (of the bench, if not given) in pages of its own."""
         empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
         state = place_state(empty, self.mesh)
         slots, width = state.rows.page_table.shape
         each = min(self.limits.num_pages // self.limits.num_slots, width)
         table = np.zeros((slots, width), np.int32)
         table[1:, :each] = 1 + np.arange((slots - 1) * each).reshape(slots - 1, each)
-        lens = np.full((slots,), self.committed, np.int32)
+        lens = np.full((slots,), self.committed if committed is None else committed, np.int32)
         lens[0] = 0
         rows = replace(
             state.rows,
@@ -112,7 +111,12 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
     dtype = resolve_dtype(args.dtype, devices[0].platform)
     models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
     limits = resolve_limits(
-        args, models.target_config, devices=devices, dtype=dtype, draft=models.draft_layer
+        args,
+        models.target_config,
+        devices=devices,
+        dtype=dtype,
+        draft=models.draft_layer,
+        backend=models.backend,
     )
     limits = replace(
         limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
@@ -122,7 +126,7 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         drafter=models.drafter,
         spec=args.speculative,
         full=False,
-        backend=choose_backend(mesh.devices.flat[0].platform, args.attention_backend),
+        backend=models.backend,
     )
     return Bench(
         workload=workload,
@@ -168,14 +172,19 @@ def step_of(bench: Bench, state: EngineState) -> Step:
 
 
 def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
-    """Milliseconds of the step's own program, dispatched back to back; and a way to run more."""
+    """Milliseconds of the step's own program, dispatched back to back; and a way to run more.
+
+    The difference of two runs over the difference of their steps: what starting and ending a run
+    costs the host is in neither. Rows grow meanwhile; on average they are as long as the bench's.
+    """
     batch = bench.limits.num_slots
     key = (StepKind.DECODE, batch, False)
     packed = layout_of(key, bench.limits)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = np.arange(1, batch + 1)
     flat = jnp.asarray(packed.pack(fields))
-    state = bench.state()
+    grown = SLOPES * (FEW_STEPS + MANY_STEPS) * (bench.program.spec.simulate_acceptance or 1.0)
+    state = bench.state(max(bench.committed - int(grown / 2), 1))
 
     def run(count: int) -> None:
         nonlocal state
@@ -183,13 +192,15 @@ def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
             state, _ = bench.executables[key](bench.models.params, state, flat)
         jax.block_until_ready(state)
 
-    run(2)
-    times = []
-    for _ in range(3):
+    def seconds(count: int) -> float:
         started = time.perf_counter()
-        run(WHOLE_STEPS)
-        times.append((time.perf_counter() - started) / WHOLE_STEPS)
-    return 1e3 * statistics.median(times), run
+        run(count)
+        return time.perf_counter() - started
+
+    run(2)
+    steps = MANY_STEPS - FEW_STEPS
+    slopes = [(seconds(MANY_STEPS) - seconds(FEW_STEPS)) / steps for _ in range(SLOPES)]
+    return 1e3 * statistics.median(slopes), run
 
 
 def engine_step_ms(bench: Bench) -> float:
@@ -254,7 +265,15 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
     for part in parts(step, state):
         cell: dict[str, Any] = {}
         try:
-            times[part.name] = part_ms(part, step, bench.mesh, floor_ms=floors.get(part.name, 0.0))
+            times[part.name] = part_ms(
+                part,
+                step,
+                bench.mesh,
+                floor_ms=floors.get(part.name, 0.0),
+                compiler_options=compiler_options(
+                    (StepKind.DECODE, batch, False), bench.limits, platform=jax.default_backend()
+                ),
+            )
             cell = {"ms": round(times[part.name], 4)}
         except Exception as error:  # the other parts are still wanted
             cell = {"error": describe_error(error)}

@@ -25,7 +25,9 @@ REPEATS = 5
 GOAL_MS = 40.0
 
 
-def part_ms(part: Part, step: Step, mesh: Mesh, *, floor_ms: float) -> float:
+def part_ms(
+    part: Part, step: Step, mesh: Mesh, *, floor_ms: float, compiler_options: dict[str, Any]
+) -> float:
     """Milliseconds of one run of the part, inside a loop of about GOAL_MS (by its floor)."""
     arrays = (step.rows, step.tree, part.arrays)
     count = int(np.clip(GOAL_MS / max(2 * floor_ms, 0.1), 8, 200))
@@ -33,7 +35,9 @@ def part_ms(part: Part, step: Step, mesh: Mesh, *, floor_ms: float) -> float:
     def loop(carry: Any, arrays: Any) -> Any:
         return jax.lax.fori_loop(0, count, lambda _, c: part.body(c, *arrays), carry)
 
-    run = jax.jit(on_mesh(loop, mesh), donate_argnums=(0,))
+    run = jax.jit(
+        on_mesh(loop, mesh), donate_argnums=(0,), compiler_options=compiler_options or None
+    )
     carry = jax.block_until_ready(run(part.carry, arrays))
     times = []
     for _ in range(REPEATS):

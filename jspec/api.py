@@ -30,7 +30,6 @@ from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.loading import resolve_paths
 from jspec.engine.memory import resolve_dtype
-from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_if_open, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
@@ -317,7 +316,6 @@ class Engine:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
         spec, stats = self._limits.spec, self.stats
         full, device = stats.counters, jax.devices()[0]
-        backend = choose_backend(device.platform, self.args.attention_backend)
         resolved = {name: getattr(self.args, name) for name in EngineArgs.names()}
         resolved |= {
             "speculative_algorithm": spec.algorithm.value,
@@ -325,7 +323,7 @@ class Engine:
             "speculative_eagle_topk": spec.topk,
             "speculative_num_draft_tokens": spec.num_draft_tokens,
             "dtype": jnp.dtype(resolve_dtype(self.args.dtype, device.platform)).name,
-            "attention_backend": "xla" if backend == "xla" else "pallas",
+            "attention_backend": "xla" if self._runner.backend == "xla" else "pallas",
             "page_size": self._limits.page_size,
             "max_running_requests": self._limits.num_slots,
             "context_length": self._limits.context_length,

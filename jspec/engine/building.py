@@ -13,8 +13,6 @@ from jspec.engine.compilation import Progress, enable_persistent_cache
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
 from jspec.engine.runner import DeviceRunner
-from jspec.pallas_kernels.dispatch import check_gpu_kernels
-from jspec.pallas_kernels.paged_attention import choose_backend
 from jspec.speculative.step import StepProgram
 
 
@@ -32,7 +30,6 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
             f"{available[0].platform} devices"
         )
     devices = available[: args.tp_size]
-    backend = choose_backend(devices[0].platform, args.attention_backend)
     mesh = sharding.make_mesh(devices)
     dtype = resolve_dtype(args.dtype, devices[0].platform)
     models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
@@ -43,24 +40,14 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         devices=devices,
         dtype=dtype,
         draft=models.draft_layer,
+        backend=models.backend,
     )
-    if backend == "gpu":
-        check_gpu_kernels(
-            compute_capability=getattr(devices[0], "compute_capability", "unknown"),
-            dtype=dtype,
-            page_size=limits.page_size,
-            head_dims=tuple(
-                config.head_dim
-                for config in (models.target_config, models.draft_layer)
-                if config is not None
-            ),
-        )
     program = StepProgram(
         target=models.target,
         drafter=models.drafter,
         spec=spec,
         full=False,
-        backend=backend,
+        backend=models.backend,
     )
     return DeviceRunner.create(
         program=program,

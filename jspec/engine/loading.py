@@ -20,12 +20,14 @@ from jspec.core.config_io import load_eagle3_config, load_transformer_config
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.engine.dummy_weights import dummy_params
+from jspec.engine.memory import KERNEL_PAGE_SIZE
 from jspec.layers.linear import Shard
 from jspec.models.hf_eagle3 import load_eagle3
 from jspec.models.hf_llama import load_llama
 from jspec.models.llama import Params
 from jspec.models.paged import PagedEagle3, PagedLlama
-from jspec.pallas_kernels.paged_attention import choose_backend
+from jspec.pallas_kernels.dispatch import gpu_problem
+from jspec.pallas_kernels.paged_attention import Backend, choose_backend
 from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -42,8 +44,12 @@ class ModelPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
-    """Static target and drafter, and their params on the mesh; the draft's layer, if any."""
+    """Static target and drafter, and their params on the mesh; the draft's layer, if any.
 
+    backend: what runs attention, chosen for these models on these devices.
+    """
+
+    backend: Backend
     target: PagedLlama
     drafter: Drafter
     params: dict[str, Any]
@@ -85,15 +91,19 @@ def load_models(
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     check_divisible(target_config, shards=mesh.size)
     if paths.draft is None:
+        backend = resolve_backend(args, mesh, dtype=dtype, layers=(target_config,))
         target, abstract = PagedLlama.create(target_config, shard=shard, dtype=dtype)
         placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
         return LoadedModels(
+            backend=backend,
             target=target,
             drafter=NoDrafter(),
             params={"target": placed, "draft": {}},
             target_config=target_config,
         )
     draft_config = _draft_config(args, paths.draft, target_config, shards=mesh.size)
+    layers = (target_config, draft_config.layer)
+    backend = resolve_backend(args, mesh, dtype=dtype, layers=layers)
     target, abstract = PagedLlama.create(
         target_config, shard=shard, dtype=dtype, aux_layer_ids=draft_config.aux_layer_ids
     )
@@ -101,18 +111,35 @@ def load_models(
     head, abstract = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
     draft = _draft_params(args, paths.draft, draft_config, abstract, placed, mesh=mesh)
     drafter = EagleDrafter(
-        head,
-        args.speculative,
-        choose_backend(mesh.devices.flat[0].platform, args.attention_backend),
-        draft_noise=args.speculative_draft_noise,
+        head, args.speculative, backend, draft_noise=args.speculative_draft_noise
     )
     return LoadedModels(
+        backend=backend,
         target=target,
         drafter=drafter,
         params={"target": placed, "draft": draft},
         target_config=target_config,
         draft_layer=draft_config.layer,
     )
+
+
+def resolve_backend(
+    args: EngineArgs, mesh: Mesh, *, dtype: DTypeLike, layers: tuple[TransformerConfig, ...]
+) -> Backend:
+    """What runs attention here: the platform's kernels where they serve, unless told otherwise.
+
+    Raises ConfigError for kernels asked for by name that do not serve.
+    """
+    device = mesh.devices.flat[0]
+    problem = None
+    if device.platform == "gpu":
+        problem = gpu_problem(
+            compute_capability=getattr(device, "compute_capability", "unknown"),
+            dtype=dtype,
+            page_size=args.page_size or KERNEL_PAGE_SIZE,
+            head_dims=tuple(layer.head_dim for layer in layers),
+        )
+    return choose_backend(device.platform, args.attention_backend, gpu_problem=problem)
 
 
 def _draft_config(

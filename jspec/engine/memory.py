@@ -14,15 +14,14 @@ from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.paged_attention import (
     Backend,
-    choose_backend,
-    is_tpu_kernel,
     pool_width,
 )
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
-# The TPU kernels start one copy a page and keep page tables in scalar memory: few, larger pages.
-TPU_PAGE_SIZE = 64
+# The kernels start one copy a page (and a TPU's keep page tables in scalar memory): larger pages.
+XLA_PAGE_SIZE, KERNEL_PAGE_SIZE = 16, 64
+LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
 
 
 def resolve_dtype(name: str, platform: str) -> DTypeLike:
@@ -41,6 +40,11 @@ def kv_bytes_per_token(
     return 2 * config.num_layers * heads * width * jnp.dtype(dtype).itemsize
 
 
+def default_page_size(backend: Backend) -> int:
+    """Tokens of a page where the arguments do not say."""
+    return XLA_PAGE_SIZE if backend in ("xla", "reference") else KERNEL_PAGE_SIZE
+
+
 def resolve_limits(
     args: EngineArgs,
     target: TransformerConfig,
@@ -48,6 +52,7 @@ def resolve_limits(
     devices: list[jax.Device],
     dtype: DTypeLike,
     draft: TransformerConfig | None,
+    backend: Backend,
 ) -> ServeLimits:
     """The static sizes of the engine.
 
@@ -58,9 +63,8 @@ def resolve_limits(
     is_cpu = platform == "cpu"
     context = _context_length(args, target)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
-    backend = choose_backend(platform, args.attention_backend)
-    page_size = args.page_size or (TPU_PAGE_SIZE if is_tpu_kernel(backend) else 16)
-    chunk = args.chunked_prefill_size or (256 if is_cpu else 2048)
+    page_size = args.page_size or default_page_size(backend)
+    chunk = args.chunked_prefill_size or _default_chunk(devices[0])
     total = args.max_total_tokens
     if total is None:
         pools = [target] if draft is None else [target, draft]
@@ -87,6 +91,14 @@ def resolve_limits(
         overlap_depth=args.overlap_depth,
         max_queued_requests=args.max_queued_requests,
     )
+
+
+def _default_chunk(device: jax.Device) -> int:
+    """Prefill tokens of one step: what each costs beside its tokens should not show."""
+    if device.platform == "cpu":
+        return 256
+    stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
+    return 8192 if stats.get("bytes_limit", 0) > LARGE_GPU_BYTES else 2048
 
 
 def _context_length(args: EngineArgs, target: TransformerConfig) -> int:

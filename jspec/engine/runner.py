@@ -20,6 +20,7 @@ from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
 from jspec.engine.transfer import pack, program_key, unpack_result
 from jspec.models.paged import empty_pool
+from jspec.pallas_kernels.paged_attention import Backend
 from jspec.speculative.draft import Drafter, EagleDrafter
 from jspec.speculative.step import StepProgram
 
@@ -40,6 +41,7 @@ class DeviceRunner:
         executables: dict[Any, Any],
         mesh: Mesh,
         vocab_size: int,
+        backend: Backend = "xla",
     ) -> None:
         self._limits = limits
         self._params = params
@@ -47,6 +49,7 @@ class DeviceRunner:
         self._executables = executables
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._vocab_size = vocab_size
+        self._backend = backend
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
     @classmethod
@@ -82,6 +85,7 @@ class DeviceRunner:
             executables=executables,
             mesh=mesh,
             vocab_size=program.target.config.vocab_size,
+            backend=program.backend,
         )
 
     @property
@@ -91,6 +95,11 @@ class DeviceRunner:
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def backend(self) -> Backend:
+        """What runs attention in its programs."""
+        return self._backend
 
     @property
     def num_programs(self) -> int:

@@ -189,7 +189,11 @@ MEMORY_FLAGS = (
     _sets("--page-size", _INT, "Tokens a KV page (16)"),
     _sets("--max-running-requests", _INT, "Sequences decoded together (8 on a CPU, else 48)"),
     _sets("--max-queued-requests", _INT, "Sequences that may wait; beyond: 503 (128)"),
-    _sets("--chunked-prefill-size", _INT, "Most prompt tokens of a step (256 on a CPU, else 2048)"),
+    _sets(
+        "--chunked-prefill-size",
+        _INT,
+        "Most prompt tokens of a step (256 on a CPU, 8192 on a large GPU, else 2048)",
+    ),
     _sets("--overlap-depth", _INT, "Steps dispatched before the one being read: 0, 1 or 2 (1)"),
     Flag(
         names=("--disable-overlap-schedule",),

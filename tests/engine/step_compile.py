@@ -43,7 +43,7 @@ from jspec.core.config import (
     TransformerConfig,
 )
 from jspec.core.plan import StepKind
-from jspec.engine.compilation import describe, lower
+from jspec.engine.compilation import compiler_options, describe, lower
 from jspec.engine.runner import init_state
 from jspec.engine.transfer import ProgramKey
 from jspec.layers.linear import Shard
@@ -210,9 +210,10 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     """Compiles one program; what was seen of it."""
     started = time.monotonic()
     program = dataclasses.replace(case.program, full=key[2])
+    platform = case.mesh.devices.flat[0].platform
     compiled = lower(
         key, program, case.limits, mesh=case.mesh, params=case.params, state=case.state
-    ).compile()
+    ).compile(compiler_options=compiler_options(key, case.limits, platform=platform))
     seconds = time.monotonic() - started
     text, memory = compiled.as_text(), compiled.memory_analysis()
     pools = case.local_pools()

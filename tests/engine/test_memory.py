@@ -25,6 +25,7 @@ def limits_of(*, context_length: int | None) -> ServeLimits:
         devices=jax.devices()[:1],
         dtype=jnp.float32,
         draft=None,
+        backend="xla",
     )
 
 

@@ -1,0 +1,57 @@
+"""What the compiler is told for which program."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.plan import StepKind
+from jspec.engine.compilation import compiler_options
+
+
+def limits_of(shape: str) -> ServeLimits:
+    steps, topk, nodes = (int(n) for n in shape.split("/"))
+    spec = SpeculativeConfig.plain()
+    if steps:
+        spec = SpeculativeConfig(
+            algorithm=Algorithm.EAGLE3, num_steps=steps, topk=topk, num_draft_tokens=nodes
+        )
+    return ServeLimits(
+        spec=spec,
+        num_slots=64,
+        num_pages=4096,
+        page_size=16,
+        context_length=512,
+        decode_buckets=(16, 64),
+        prefill_buckets=(64, 2048),
+        prefill_rows=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket", "shape", "has_triton", "has_no_splits"),
+    [
+        (StepKind.DECODE, 64, "0/1/1", False, False),
+        (StepKind.DECODE, 16, "3/1/4", False, False),  # 64 tokens as well
+        (StepKind.DECODE, 16, "0/1/1", True, False),
+        (StepKind.DECODE, 64, "3/1/4", True, True),
+        (StepKind.DECODE, 64, "3/4/16", True, False),
+        (StepKind.PREFILL, 64, "3/4/16", False, False),
+        (StepKind.PREFILL, 2048, "3/4/16", True, False),
+    ],
+)
+def test_the_tokens_of_a_gpu_step_choose_its_products(
+    kind: StepKind, bucket: int, shape: str, has_triton: bool, has_no_splits: bool
+) -> None:
+    options = compiler_options((kind, bucket, False), limits_of(shape), platform="gpu")
+    assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
+    is_known = jax.__version_info__ >= (0, 11)  # to the compiler that comes with it
+    assert ("xla_gpu_experimental_force_split_k" in options) is (has_no_splits and is_known)
+    assert options["xla_disable_hlo_passes"] == "rematerialization"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
+    key = (StepKind.DECODE, 64, False)
+    assert compiler_options(key, limits_of("0/1/1"), platform=platform) == {}
