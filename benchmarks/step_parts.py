@@ -20,9 +20,12 @@ from jspec.core.batch import DraftTree, Verified
 from jspec.core.state import EngineState, take_rows
 from jspec.layers.attention import Rotation, rotate_and_split
 from jspec.layers.norm import Residual
+from jspec.layers.rope import rotation
 from jspec.models.llama import bind, trunk
 from jspec.models.paged import AttentionSettings
 from jspec.pallas_kernels.paged_attention import paged_attention
+from jspec.pallas_kernels.reference import new_slots
+from jspec.pallas_kernels.rotate_write_gpu import rotate_and_write
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.draft import RowsInStep
 from jspec.speculative.step import StepProgram
@@ -93,7 +96,10 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
     """Every part of the step, in order; each yields fresh arrays only when it is asked for."""
     yield products_part(step)
     yield attention_part(step, state, writes=False)
-    yield attention_part(step, state, writes=True)
+    if has_one_kernel_for_writes(step):
+        yield writes_part(step, state)
+    else:
+        yield attention_part(step, state, writes=True)
     if step.program.spec.num_steps:
         yield propose_part(step, state)
         yield extend_part(step, state)
@@ -101,13 +107,25 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
     yield sampling_part(step)
 
 
+def has_one_kernel_for_writes(step: Step) -> bool:
+    """Whether RoPE and KV writes are one kernel, beside attention: it is the part KV_WRITES then."""
+    return AttentionSettings(step.program.backend, queries_per_row=None).has_gpu_kernels
+
+
 def products_part(step: Step) -> Part:
-    """The target without attention: products, norms, RoPE, activations, lm_head."""
+    """The target without attention: products, norms, activations, lm_head, and RoPE where the
+    KV writes are not one kernel with it."""
     target, config = step.program.target, step.program.target.config
+    is_rotated_elsewhere = has_one_kernel_for_writes(step)
     add_and_norm = AttentionSettings(step.program.backend, queries_per_row=None).add_and_norm
 
-    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
-        q, k, v = rotate_and_split(heads, rotation)
+    def attend(heads: jax.Array, turn: Rotation) -> jax.Array:
+        if is_rotated_elsewhere:
+            q, k, v = jnp.split(
+                heads, (config.num_heads, config.num_heads + config.num_kv_heads), 1
+            )
+        else:
+            q, k, v = rotate_and_split(heads, turn)
         return q + jnp.repeat(k + v, q.shape[-2] // k.shape[-2], axis=-2)
 
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
@@ -169,6 +187,37 @@ def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
     name = ATTENTION_AND_WRITES if writes else ATTENTION
     carry = (q, fresh(state.kv) if writes else ())
     return Part(name=name, body=body, carry=carry, arrays=() if writes else state.kv)
+
+
+def writes_part(step: Step, state: EngineState) -> Part:
+    """RoPE and the writing of the N new rows of K and V in all layers, as one kernel each."""
+    config = step.program.target.config
+    nodes = step.tree.tokens.shape[1]
+    shape = (step.num_queries, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    heads = jnp.ones(shape, state.kv[0].dtype)
+
+    def body(kv: Any, rows: RowsInStep, tree: DraftTree, heads: Any) -> Any:
+        where = verified_rows(step.program, rows, tree)
+        cos, sin = rotation(where.q_positions, head_dim=config.head_dim, rope=config.rope)
+        page, offset = new_slots(
+            where, heads.shape[0], page_size=kv[0].shape[1], queries_per_row=nodes
+        )
+        return tuple(
+            rotate_and_write(
+                heads,
+                cos,
+                sin,
+                pages,
+                page,
+                offset,
+                num_heads=config.num_heads,
+                queries_per_row=nodes,
+                interpret=step.program.backend == "gpu_interpret",
+            )[1]
+            for pages in kv
+        )
+
+    return Part(name=KV_WRITES, body=body, carry=fresh(state.kv), arrays=heads)
 
 
 def verified_rows(program: StepProgram, rows: RowsInStep, tree: DraftTree) -> AttentionRows:
