@@ -108,7 +108,7 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
 
 
 def has_one_kernel_for_writes(step: Step) -> bool:
-    """Whether RoPE and KV writes are one kernel, beside attention: it is the part KV_WRITES then."""
+    """Whether RoPE and KV writes are one kernel, which is the part KV_WRITES then."""
     return AttentionSettings(step.program.backend, queries_per_row=None).has_gpu_kernels
 
 

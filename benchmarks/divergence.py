@@ -1,0 +1,391 @@
+"""How often rounding changes the text: the first divergence of speculative from plain tokens.
+
+    python -m benchmarks.divergence [--out benchmarks/results/divergence.json]
+    python -m benchmarks.divergence --pair wide        (the same pair, where heads of 32 do not fit)
+    JAX_PLATFORMS=cpu python -m benchmarks.divergence --quick                     (does it run?)
+
+The rule is exact: a verification chooses the token that plain decoding would. Its N nodes and one
+decode step are multiplied in different shapes, though, and sums in bfloat16 then round differently,
+so that a near-tie can fall to another token. What stands behind it is another text, so each prompt
+counts up to its first divergence. In float32, with full-precision products, no prompt may diverge:
+the control, without which the other rows mean nothing.
+
+What moves without speculation is measured beside it: the same call again (rows meet in other
+batches), each prompt alone, and one attention backend against the other. Prompts are shorter than
+a page, so that none of them ever comes from the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.divergence_pairs import PAIRS, Ids, Pair, backend_problem, make_pair
+from benchmarks.environment import write_result
+from benchmarks.h200_table import describe_error
+from benchmarks.heldout import bootstrap_interval, results_path
+from benchmarks.workloads import MODES
+from jspec import Engine
+
+PAGE_SIZE = 64
+TEMPERATURES = (0.0, 1.0)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Sizes of a run. seconds: no engine is started that would likely end behind them."""
+
+    num_prompts: int = 32
+    prompt_tokens: int = 60
+    new_tokens: int = 128
+    num_rows: int = 8  # decoded at once
+    num_alone: int = 8  # prompts that are also decoded one by one
+    seconds: float = 100.0
+    temperatures: tuple[float, ...] = TEMPERATURES
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One engine."""
+
+    dtype: str
+    backend: str
+    mode: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.dtype}/{self.backend}/{self.mode}"
+
+
+def configurations(groups: Sequence[tuple[str, str]]) -> tuple[Configuration, ...]:
+    """Plain first in each group of (dtype, backend): the others are compared with it."""
+    return tuple(
+        Configuration(dtype=dtype, backend=backend, mode=mode)
+        for (dtype, backend), mode in itertools.product(groups, MODES)
+    )
+
+
+# Comparing.
+
+
+def first_divergence(ids: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or None; where one text ends first, it differs.
+
+    In:  (5, 6, 9), (5, 6, 7)   Out: 2
+    """
+    pairs = itertools.zip_longest(ids, reference)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def compare(texts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> Row:
+    """What diverged, by prompt; a prompt counts up to and with the first token that differs.
+
+    In:  texts (1, 2, 3, 4), (1, 9, 9, 9); references (1, 2, 3, 4), (1, 2, 3, 4)
+    Out: 1 of 2 diverged, at 1, in 4 + 2 tokens: 166.7 per 1,000
+    """
+    first = [first_divergence(a, b) for a, b in zip(texts, references, strict=True)]
+    found = sorted(at for at in first if at is not None)
+    counted = [
+        len(ids) if at is None else at + 1 for at, ids in zip(first, references, strict=True)
+    ]
+    num_tokens = sum(counted)
+    if found:
+        pairs = [(float(at is not None), float(n)) for at, n in zip(first, counted, strict=True)]
+        rate, low, high = bootstrap_interval(pairs)
+    else:
+        rate, low, high = 0.0, 0.0, 3.0 / num_tokens  # none in n: with 95%, fewer than 3 / n
+    return {
+        "num_prompts": len(first),
+        "num_diverged": len(found),
+        "tokens_compared": num_tokens,
+        "per_1000_tokens": round(1e3 * rate, 3),
+        "interval_95": [round(1e3 * low, 3), round(1e3 * high, 3)],
+        "first_positions": found,
+        "median_first_position": statistics.median(found) if found else None,
+    }
+
+
+# One engine.
+
+
+def engine_arguments(
+    pair: Pair, configuration: Configuration, settings: Settings
+) -> dict[str, Any]:
+    """Small sizes: on an accelerator a decode bucket or a prefill bucket more is seconds more."""
+    context = settings.prompt_tokens + settings.new_tokens
+    shared = {
+        **pair.arguments,
+        "skip_tokenizer_init": True,
+        "dtype": configuration.dtype,
+        "attention_backend": configuration.backend,
+        "page_size": PAGE_SIZE,
+        "context_length": context,
+        "max_running_requests": settings.num_rows,
+        "max_queued_requests": max(128, settings.num_prompts),
+        "max_total_tokens": settings.num_rows * (context + 2 * PAGE_SIZE),  # none waits for pages
+        "chunked_prefill_size": 128,
+        **settings.engine,
+    }
+    shape = MODES[configuration.mode]
+    if shape is None:
+        return {**shared, "speculative_algorithm": "NONE"}
+    steps, topk, nodes = shape
+    return {
+        **shared,
+        **pair.draft_arguments,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }
+
+
+@contextmanager
+def full_products(dtype: str) -> Iterator[None]:
+    """In float32, products without the shortcuts that accelerators take by default.
+
+    Set for all threads, because an engine compiles in several.
+    """
+    before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+
+
+def sampling_params(temperature: float, seed: int, settings: Settings) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "max_new_tokens": settings.new_tokens,
+        "sampling_seed": seed,
+        "ignore_eos": True,
+    }
+
+
+def decode_all(
+    engine: Engine, prompts: Sequence[Ids], temperature: float, settings: Settings
+) -> tuple[list[Ids], float]:
+    """(Ids of each prompt, mean acceptance length), from one call. Prompt i has seed i."""
+    params = [sampling_params(temperature, i, settings) for i in range(len(prompts))]
+    results = engine.generate(input_ids=list(prompts), sampling_params=params)
+    lengths = [result["meta_info"].get("acceptance_length", 1.0) for result in results]
+    return [tuple(result["output_ids"]) for result in results], statistics.mean(lengths)
+
+
+def decode_alone(
+    engine: Engine, prompts: Sequence[Ids], temperature: float, settings: Settings
+) -> list[Ids]:
+    """Ids of each prompt, each decoded before the next one comes."""
+    texts: list[Ids] = []
+    for i, prompt in enumerate(prompts):
+        params = sampling_params(temperature, i, settings)
+        texts.append(tuple(engine.generate(input_ids=prompt, sampling_params=params)["output_ids"]))
+    return texts
+
+
+# The whole run.
+
+
+class Measurement:
+    """Rows and plain texts so far; the file is rewritten after each configuration."""
+
+    def __init__(self, pair: Pair, settings: Settings, path: Path) -> None:
+        self._pair = pair
+        self._settings = settings
+        self._path = path
+        self._plain: dict[tuple[str, str, float], list[Ids]] = {}
+        self.engines: dict[str, Row] = {}
+        self.rows: list[Row] = []
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing failed, and no control diverged."""
+        failed = any("error" in entry for entry in self.engines.values())
+        return not failed and not any(
+            row["is_control"] and row.get("num_diverged") for row in self.rows
+        )
+
+    def run(self, todo: Sequence[Configuration]) -> None:
+        """Measures each configuration, whatever becomes of the others."""
+        start, longest = time.monotonic(), 0.0
+        for configuration in todo:
+            before = time.monotonic()
+            if before - start + longest > self._settings.seconds:
+                entry: Row = {"skipped": "out of time"}
+            else:
+                entry = self._attempt(configuration)
+                longest = max(longest, time.monotonic() - before)
+            self.engines[configuration.label] = entry
+            print(f"{configuration.label:24} {entry}", flush=True)
+            self._write()
+
+    def _attempt(self, configuration: Configuration) -> Row:
+        arguments = engine_arguments(self._pair, configuration, self._settings)
+        try:
+            problem = backend_problem(self._pair, arguments)
+            if problem is not None:
+                return {"skipped": problem}
+            with full_products(configuration.dtype), Engine(**arguments) as engine:
+                return self._measure(engine, configuration)
+        except Exception as error:  # whatever it is, the other configurations are still wanted
+            return {"error": describe_error(error)}
+
+    def _measure(self, engine: Engine, configuration: Configuration) -> Row:
+        started = time.monotonic()
+        lengths: dict[str, float] = {}
+        for temperature in self._settings.temperatures:
+            texts, length = decode_all(engine, self._pair.prompts, temperature, self._settings)
+            lengths[f"temperature {temperature:g}"] = round(length, 3)
+            if configuration.mode == "plain":
+                self._compare_plain(engine, configuration, temperature, texts)
+            else:
+                self._add(configuration, configuration.mode, "plain", temperature, texts)
+        return {
+            "startup_seconds": round(engine.startup_seconds, 2),
+            "seconds": round(time.monotonic() - started, 2),
+            "acceptance_length": lengths,
+        }
+
+    def _compare_plain(
+        self, engine: Engine, configuration: Configuration, temperature: float, texts: list[Ids]
+    ) -> None:
+        """Plain decoding against itself: another backend, another call, another batch."""
+        dtype, backend = configuration.dtype, configuration.backend
+        self._plain[dtype, backend, temperature] = texts
+        if backend != "xla":
+            self._add(configuration, "plain", "xla plain", temperature, texts, backend="xla")
+        if dtype == "float32":
+            return
+        prompts = self._pair.prompts
+        again, _ = decode_all(engine, prompts, temperature, self._settings)
+        self._add(configuration, "plain again", "plain", temperature, again)
+        few = prompts[: self._settings.num_alone]
+        alone = decode_alone(engine, few, temperature, self._settings)
+        self._add(configuration, "plain, alone", "plain", temperature, alone)
+
+    def _add(
+        self,
+        configuration: Configuration,
+        what: str,
+        against: str,
+        temperature: float,
+        texts: list[Ids],
+        *,
+        backend: str | None = None,
+    ) -> None:
+        """One row against the plain texts of the same dtype, and of `backend` or the same one.
+
+        Where those failed the row says so: what else the engine measures is still wanted.
+        """
+        dtype = configuration.dtype
+        key = (dtype, backend or configuration.backend, temperature)
+        row: Row = {
+            "dtype": dtype,
+            "backend": configuration.backend,
+            "what": what,
+            "against": against,
+            "temperature": temperature,
+            "is_control": dtype == "float32",
+        }
+        references = self._plain.get(key)
+        if references is None:
+            row["not_compared"] = f"no texts of {against}"
+        else:
+            row |= compare(texts, references[: len(texts)])
+        self.rows.append(row)
+
+    def _write(self) -> None:
+        settings = {
+            name: getattr(self._settings, name)
+            for name in Settings.__dataclass_fields__
+            if name != "engine"
+        }
+        result = {
+            "pair": self._pair.name,
+            "head_dim": self._pair.layers[0].head_dim,
+            "settings": settings,
+            "engines": self.engines,
+            "rows": self.rows,
+        }
+        write_result(self._path, result)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown; positions count from 0, tokens up to each prompt's first divergence."""
+    lines = [
+        "| dtype | backend | what | against | T | prompts diverged | tokens | first at "
+        "(median) | per 1,000 tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        head = f"| {row['dtype']} | {row['backend']} | {row['what']} | {row['against']} "
+        head += f"| {row['temperature']:g} "
+        if "not_compared" in row:
+            lines.append(f"{head}| {row['not_compared']} | | | |")
+            continue
+        low, high = row["interval_95"]
+        first = row["median_first_position"]
+        lines.append(
+            f"{head}| {row['num_diverged']} of {row['num_prompts']} | {row['tokens_compared']} "
+            f"| {'' if first is None else f'{first:g}'} "
+            f"| {row['per_1000_tokens']:.2f} [{low:.2f}, {high:.2f}] |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 if a configuration failed or a control diverged."""
+    usual = Settings()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", choices=tuple(PAIRS), default="bundled")
+    parser.add_argument("--prompts", type=int, default=usual.num_prompts)
+    parser.add_argument("--new-tokens", type=int, default=usual.new_tokens)
+    parser.add_argument("--batch", type=int, default=usual.num_rows, help="rows at once")
+    parser.add_argument("--seconds", type=float, default=usual.seconds)
+    parser.add_argument("--quick", action="store_true", help="4 prompts of 16 tokens, xla only")
+    parser.add_argument("--out", type=Path, help="default: results/divergence[_PAIR].json")
+    args = parser.parse_args(argv)
+    sizes: dict[str, Any] = {
+        "num_prompts": args.prompts,
+        "new_tokens": args.new_tokens,
+        "num_rows": args.batch,
+        "seconds": args.seconds,
+    }
+    groups = [("bfloat16", "xla"), ("bfloat16", "pallas"), ("float32", "xla")]
+    if args.quick:
+        sizes |= {"num_prompts": 4, "new_tokens": 16, "num_rows": 4, "num_alone": 2, "seconds": 600}
+        groups.remove(("bfloat16", "pallas"))
+    settings = Settings(**sizes)
+    name = "divergence" if args.pair == "bundled" else f"divergence_{args.pair}"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "quick.json" if args.quick else results_path(name)
+        pair = make_pair(
+            args.pair,
+            Path(folder),
+            num_prompts=settings.num_prompts,
+            prompt_tokens=settings.prompt_tokens,
+        )
+        measurement = Measurement(pair, settings, args.out or out)
+        measurement.run(configurations(groups))
+    print(table(measurement.rows))
+    return 0 if measurement.is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

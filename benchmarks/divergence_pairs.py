@@ -1,0 +1,185 @@
+"""Model pairs for the rate of first divergence, and what each is asked.
+
+The bundled pair has heads 32 wide, which the Hopper kernels do not serve. So there are two more:
+the same pair with its heads padded to 128, and random weights with heads 64 wide. It measures
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.heldout import heldout_prompts
+from benchmarks.workloads import WORKLOADS, Workload
+from jspec.core import sharding
+from jspec.core.config import Eagle3Config, TransformerConfig
+from jspec.core.config_io import (
+    eagle3_config_json,
+    load_eagle3_config,
+    load_transformer_config,
+    transformer_config_json,
+)
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.engine.loading import BUNDLED, resolve_backend
+from jspec.engine.memory import resolve_dtype
+from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
+from jspec.text.tokenizer import Tokenizer
+
+Ids = tuple[int, ...]
+
+# Heads four times as wide: the scale 1/sqrt(D) halves, and doubling the queries is exact.
+WIDENING = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Target and draft: their engine arguments, the layers that a backend must serve, prompts."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    draft_arguments: Mapping[str, Any]
+    layers: tuple[TransformerConfig, ...]
+    prompts: tuple[Ids, ...] = ()
+
+
+def backend_problem(pair: Pair, arguments: Mapping[str, Any]) -> str | None:
+    """Why this platform does not serve the pair with the backend that was asked for."""
+    devices = jax.devices()[:1]
+    args = EngineArgs.from_mapping(arguments)
+    dtype = resolve_dtype(args.dtype, devices[0].platform)
+    try:
+        resolve_backend(args, sharding.make_mesh(devices), dtype=dtype, layers=pair.layers)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def make_pair(name: str, directory: Path, *, num_prompts: int, prompt_tokens: int) -> Pair:
+    """The pair of that name (see PAIRS) and its prompts; its files go to `directory`."""
+    pair, shape = PAIRS[name](directory), (num_prompts, prompt_tokens)
+    is_dummy = "load_format" in pair.arguments
+    return replace(pair, prompts=random_prompts(pair, shape) if is_dummy else python_prompts(shape))
+
+
+def bundled_pair(_: Path) -> Pair:
+    """The bundled pair as it is."""
+    target, draft = bundled_configs()
+    return Pair(name="bundled", arguments={}, draft_arguments={}, layers=(target, draft.layer))
+
+
+def bundled_configs() -> tuple[TransformerConfig, Eagle3Config]:
+    target = load_transformer_config(BUNDLED / "target")
+    return target, load_eagle3_config(BUNDLED / "draft", target=target)
+
+
+def python_prompts(shape: tuple[int, int]) -> tuple[Ids, ...]:
+    """Held-out modules of this Python."""
+    tokenizer = Tokenizer.from_directory(BUNDLED / "target")
+    return tuple(heldout_prompts(tokenizer, count=shape[0], length=shape[1], seed=2))
+
+
+def random_prompts(pair: Pair, shape: tuple[int, int]) -> tuple[Ids, ...]:
+    ids = np.random.default_rng(2).integers(0, pair.layers[0].vocab_size, shape)
+    return tuple(tuple(row) for row in ids.tolist())
+
+
+# The bundled pair with wide heads.
+
+
+def wide_pair(directory: Path) -> Pair:
+    """The bundled pair with heads 128 wide: the same function, as real numbers go."""
+    target, draft = bundled_configs()
+    wide_target = wide_config(target)
+    wide_draft = replace(draft, layer=wide_config(draft.layer))
+    configs = {
+        "target": transformer_config_json(wide_target, dtype="bfloat16"),
+        "draft": eagle3_config_json(wide_draft, dtype="bfloat16"),
+    }
+    for name, config in configs.items():
+        with open_tensors(BUNDLED / name) as tensors:
+            wide = {
+                key: wide_tensor(key, tensors.read(key), head_dim=target.head_dim)
+                for key in tensors.sources
+            }
+        write_checkpoint(directory / name, config, wide)
+    return Pair(
+        name="wide",
+        arguments={"model_path": str(directory / "target")},
+        draft_arguments={"speculative_draft_model_path": str(directory / "draft")},
+        layers=(wide_target, wide_draft.layer),
+    )
+
+
+def wide_config(config: TransformerConfig) -> TransformerConfig:
+    """Pair i of a head turns by theta ** (-2i / D); a wider D asks for a power of theta.
+
+    In:  D 32, theta 1e4    Out: D 128, theta 1e16: 1e16 ** (-2i / 128) = 1e4 ** (-2i / 32)
+    """
+    rope = replace(config.rope, theta=config.rope.theta**WIDENING)
+    return replace(config, head_dim=WIDENING * config.head_dim, rope=rope)
+
+
+def wide_tensor(name: str, weight: HostArray, *, head_dim: int) -> HostArray:
+    """The projections into and out of heads, padded with zeros; all other tensors as they are."""
+    if name.endswith("o_proj.weight"):
+        return np.ascontiguousarray(wide_heads(weight.T, head_dim=head_dim).T)
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+        return wide_heads(weight, head_dim=head_dim)
+    if name.endswith("q_proj.weight"):
+        return wide_heads(weight, head_dim=head_dim) * weight.dtype.type(WIDENING**0.5)
+    return weight
+
+
+def wide_heads(weight: HostArray, *, head_dim: int) -> HostArray:
+    """[H*D, in] to [H*4D, in]. RoPE turns i with i + D/2, so each half is padded by itself.
+
+    In:  D 4, rows a b c d    Out: a b 0 0 0 0 0 0  c d 0 0 0 0 0 0
+    """
+    half, width = head_dim // 2, weight.shape[1]
+    halves = weight.reshape(-1, half, width)
+    padded = np.pad(halves, ((0, 0), (0, (WIDENING - 1) * half), (0, 0)))
+    return padded.reshape(-1, width)
+
+
+# Random weights.
+
+
+def random_pair(directory: Path) -> Pair:
+    """The bundled pair's build with heads 64 wide and an lm_head of its own.
+
+    With random weights a tied head would only ever repeat the last token, by a wide margin.
+    """
+    target, draft = bundled_configs()
+    workload = replace(
+        WORKLOADS["tiny"],
+        name="random",
+        target=replace(target, head_dim=64, tie_word_embeddings=False),
+        draft=replace(draft, layer=replace(draft.layer, head_dim=64, tie_word_embeddings=False)),
+        dtype="bfloat16",
+    )
+    return dummy_pair(workload, directory)
+
+
+def dummy_pair(workload: Workload, directory: Path) -> Pair:
+    """Random weights at the sizes of `workload`."""
+    workload.write_configs(directory)
+    return Pair(
+        name=workload.name,
+        arguments={"model_path": str(directory / "target"), "load_format": "dummy"},
+        draft_arguments={"speculative_draft_model_path": str(directory / "draft")},
+        layers=(workload.target, workload.draft.layer),
+    )
+
+
+PAIRS: Mapping[str, Callable[[Path], Pair]] = {
+    "bundled": bundled_pair,
+    "wide": wide_pair,
+    "random": random_pair,
+}
