@@ -138,15 +138,17 @@ def compile_all(
 ) -> dict[ProgramKey, Any]:
     """Executables by key; `programs` maps `full` to its static program.
 
+    Programs are lowered one after the other, in order, and compiled several at once: a Pallas
+    kernel's text holds where it was first traced from and how many came before it, so in any other
+    order the persistent cache would not know it again. Lowering holds Python's lock anyway.
     keys: which programs, all by default; a plan for one that was left out is a KeyError.
     """
     keys = program_keys(limits) if keys is None else keys
     done = 0
     platform = mesh.devices.flat[0].platform
 
-    def build(key: ProgramKey) -> Any:
+    def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
         nonlocal done
-        lowered = lower(key, programs[key[2]], limits, mesh=mesh, params=params, state=state)
         options = compiler_options(key, limits, platform=platform)
         executable = lowered.compile(compiler_options=options)
         done += 1
@@ -155,4 +157,8 @@ def compile_all(
         return executable
 
     with ThreadPoolExecutor(max_workers=min(len(keys), os.cpu_count() or 1)) as pool:
-        return dict(zip(keys, pool.map(build, keys), strict=True))
+        running = {}
+        for key in keys:
+            lowered = lower(key, programs[key[2]], limits, mesh=mesh, params=params, state=state)
+            running[key] = pool.submit(build, key, lowered)
+        return {key: future.result() for key, future in running.items()}

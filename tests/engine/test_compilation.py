@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import jax
 import pytest
 
+from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.plan import StepKind
+from jspec.engine import compilation
 from jspec.engine.compilation import compiler_options
+from jspec.engine.transfer import ProgramKey
 
 
 def limits_of(shape: str) -> ServeLimits:
@@ -55,3 +62,32 @@ def test_the_tokens_of_a_gpu_step_choose_its_products(
 def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
     key = (StepKind.DECODE, 64, False)
     assert compiler_options(key, limits_of("0/1/1"), platform=platform) == {}
+
+
+def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a Pallas kernel's text says depends on the kernels that were lowered before it."""
+    lowered: list[tuple[ProgramKey, str]] = []
+
+    class Lowered:
+        def __init__(self, key: ProgramKey) -> None:
+            self.key = key
+
+        def compile(self, **_: Any) -> ProgramKey:
+            time.sleep(0.01 if self.key[1] == 64 else 0.0)  # ends later than it was begun
+            return self.key
+
+    def lower(key: ProgramKey, *_: Any, **__: Any) -> Lowered:
+        lowered.append((key, threading.current_thread().name))
+        return Lowered(key)
+
+    monkeypatch.setattr(compilation, "lower", lower)
+    limits = limits_of("0/1/1")
+    mesh = sharding.make_mesh(jax.devices()[:1])
+    programs: dict[bool, Any] = {False: None, True: None}
+    found = compilation.compile_all(programs, limits, mesh=mesh, params={}, state={})
+    keys = compilation.program_keys(limits)
+    assert [key for key, _ in lowered] == list(keys)
+    assert {name for _, name in lowered} == {threading.current_thread().name}
+    assert found == {key: key for key in keys}
