@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels import (
     bonus_token,
     bonus_token_tpu,
+    hopper,
     kv_update,
     kv_update_gpu,
     kv_update_tpu,
@@ -29,7 +29,7 @@ def gpu_problem(
     odd = [width for width in head_dims if width not in (64, 128)]
     expected = {
         f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
-        f"jax {jax.__version__}": (hasattr(plgpu, "InterpretGPUParams"), "0.11 or later"),
+        f"jax {jax.__version__}": (hopper.has_mosaic_gpu(), "0.11 or later"),
         f"dtype {jnp.dtype(dtype).name}": (
             dtype in (jnp.bfloat16, jnp.float16),
             "bfloat16 or float16",

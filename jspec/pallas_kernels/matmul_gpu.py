@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
+from jspec.pallas_kernels.hopper import require_mosaic_gpu
 from jspec.pallas_kernels.tuning import (
     STAGED_TOKENS,
     Layout,
@@ -47,14 +48,6 @@ def reference(
 ) -> Float[Array, "M N"]:
     """x @ w, accumulated in float32."""
     return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(out_dtype)
-
-
-def require_mosaic_gpu() -> None:
-    """Raises NotImplementedError where this jax cannot run the kernels."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError(
-            f"Mosaic GPU kernels need jax 0.11.2 or newer, got jax {jax.__version__}"
-        )
 
 
 def choose_matmul(

@@ -10,7 +10,6 @@ to its place in the order of queries.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,9 +19,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS
+from jspec.pallas_kernels.hopper import LOG2E
 from jspec.pallas_kernels.query_tiles import tiles_of
 
-LOG2E = math.log2(math.e)
 NOTHING = -1e30  # the height of a share without keys: finite, so that differences are never NaN
 
 

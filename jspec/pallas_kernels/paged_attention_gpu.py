@@ -26,7 +26,6 @@ launch. benchmarks/attention_gpu.py has the speed.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,13 +36,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS, BlockPlan, choose_splits, plan_blocks
+from jspec.pallas_kernels.hopper import LOG2E, capped, check_attention, interpret_options
 from jspec.pallas_kernels.merge_shares_gpu import NOTHING, in_order, merge_shares
 from jspec.pallas_kernels.query_tiles import pack_queries, tiles_of
 from jspec.pallas_kernels.rows import AttentionRows
 
 MAX_QUERIES = 64  # R
-SHARED_BYTES = 232_448 - 1_024  # a program's limit, less the barriers
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,29 +176,18 @@ def _shape_of(
     interpreted: bool,
 ) -> _Shape:
     """Checks what is static, and chooses the splits."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"the pool is {kv_pages.dtype}; expected bfloat16 or float16")
-    if width not in (64, 128):
-        raise ValueError(f"head_dim is {width}; expected 64 or 128")
-    if page_size % 8 or (block % page_size and page_size % block):
-        raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
+    used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
+    used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
+    check_attention(
+        q, kv_pages, block_tokens=block, shared_bytes=used, scale=scale, soft_cap=soft_cap
+    )
     if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
         raise ValueError(
             f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
             f"expected the product, and at most {MAX_QUERIES} per row"
         )
-    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
-    if q[1] % (two_g // 2) or q[2] > width:
-        raise ValueError(f"q is {q}, the pool {kv_pages.shape}; heads or widths do not fit")
-    used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
-    used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
-    if used > SHARED_BYTES:
-        raise ValueError(f"{tuning} needs {used} bytes of shared memory; {SHARED_BYTES} exist")
     tiles, stored = tiles_of(queries_per_row * (q[1] // (two_g // 2)))
     splits = tuning.splits or choose_splits(
         programs=batch * (two_g // 2) * tiles,
@@ -255,10 +242,6 @@ def _launch(
         )
     if tuning.loader == "producer":
         scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
-    options: dict[str, Any] = {}
-    if shape.interpreted:
-        params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
-        options["interpret"] = params(detect_races=True)
     kernel = plgpu.kernel(
         functools.partial(_attend, shape),
         out_type=[
@@ -277,7 +260,7 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
         ),
-        **options,
+        **interpret_options(shape.interpreted),
     )
     return list(kernel(q, pool, page_table, plan.bounds, plan.words, plan.lowest))
 
@@ -496,14 +479,8 @@ def _absorb(
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
-    factor = shape.scale * LOG2E
-    if shape.soft_cap is not None:
-        # tanh by exp2: the chip's own tanh is off by 5e-4, times the cap, in an exponent.
-        power = jnp.exp2(scores * (2 * shape.scale / shape.soft_cap * LOG2E))
-        scores = 1.0 - 2.0 / (1.0 + power)
-        factor = shape.soft_cap * LOG2E
+    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
     scores = _mask(shape, block, scores, rule, masked=masked)
-    # The factor stays out of the scores: below, it is half of a fused multiply-add.
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))

@@ -30,7 +30,6 @@ time for compute capability 9.0, by default without spills. Not run on a chip: n
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.pallas_kernels.block_plan import NUM_SMS, TILE_ROWS
+from jspec.pallas_kernels.hopper import LOG2E, capped, check_attention, interpret_options
 from jspec.pallas_kernels.prefill_plan import (
     NUM_COLUMNS,
     OFFSET,
@@ -51,8 +51,6 @@ from jspec.pallas_kernels.prefill_plan import (
 )
 from jspec.pallas_kernels.rows import AttentionRows
 
-SHARED_BYTES = 232_448 - 1_024  # a program's limit, less the barriers
-LOG2E = math.log2(math.e)
 NOTHING = -1e30  # the maximum over no keys: finite, so that differences are never NaN
 
 
@@ -197,25 +195,18 @@ def _check(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
-    _, page_size, two_g, width = kv_pages.shape
-    block = tuning.block_tokens
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"the pool is {kv_pages.dtype}; expected bfloat16 or float16")
-    if width not in (64, 128):
-        raise ValueError(f"head_dim is {width}; expected 64 or 128")
-    if page_size % 8 or (block % page_size and page_size % block):
-        raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
+    block, width = tuning.block_tokens, kv_pages.shape[3]
+    used = (tuning.stages * block * 2 + tuning.consumers * TILE_ROWS) * width * 2
+    check_attention(
+        (q.shape[0], q.shape[1], q.shape[2]),
+        kv_pages,
+        block_tokens=block,
+        shared_bytes=used,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
     if rows.tail_mask is not None:
         raise ValueError("the packed kernel takes no tail mask; expected None")
-    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
-    if q.shape[1] % (two_g // 2) or q.shape[2] > width:
-        raise ValueError(f"q is {q.shape}, the pool {kv_pages.shape}; heads or widths do not fit")
-    used = (tuning.stages * block * 2 + tuning.consumers * TILE_ROWS) * width * 2
-    if used > SHARED_BYTES:
-        raise ValueError(f"{tuning} needs {used} bytes of shared memory; {SHARED_BYTES} exist")
 
 
 # ---- the kernel ----------------------------------------------------------------------------
@@ -248,10 +239,7 @@ def _launch(
     }
     if shape.takes_turns:
         scratch["turn"] = plgpu.Barrier(num_arrivals=2)
-    options: dict[str, Any] = {}
     if shape.interpreted:
-        params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
-        options["interpret"] = params(detect_races=True)
         scratch["weights"] = plgpu.SMEM(
             (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
         )
@@ -269,7 +257,7 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
         ),
-        **options,
+        **interpret_options(shape.interpreted),
     )
     out: jax.Array = kernel(q, pool, page_table, plan.bounds, plan.walks, plan.lines, heights)
     return out
@@ -510,14 +498,8 @@ def _absorb(
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
-    factor = shape.scale * LOG2E
-    if shape.soft_cap is not None:
-        # tanh by exp2: the chip's own tanh is off by 5e-4, times the cap, in an exponent.
-        power = jnp.exp2(scores * (2 * shape.scale / shape.soft_cap * LOG2E))
-        scores = 1.0 - 2.0 / (1.0 + power)
-        factor = shape.soft_cap * LOG2E
+    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
     scores = _mask(shape, block, scores, rule)
-    # The factor stays out of the scores: below, it is half of a fused multiply-add.
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
     fade = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))

@@ -1,0 +1,79 @@
+"""What the Mosaic GPU kernels share: the chip's limits, what both attentions ask of a call, and how
+a kernel is run where there is no chip.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jspec.pallas_kernels.tuning import SHARED_BYTES
+
+LOG2E = math.log2(math.e)
+
+
+def has_mosaic_gpu() -> bool:
+    """Whether this jax can compile and interpret the kernels: 0.11 can."""
+    return hasattr(plgpu, "InterpretGPUParams")
+
+
+def require_mosaic_gpu() -> None:
+    """Raises NotImplementedError where this jax cannot run the kernels."""
+    if not has_mosaic_gpu():
+        raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
+
+
+def interpret_options(interpreted: bool) -> dict[str, Any]:
+    """For plgpu.kernel: nothing on a chip; else the interpreter, with its race detector."""
+    if not interpreted:
+        return {}
+    params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
+    return {"interpret": params(detect_races=True)}
+
+
+def check_attention(
+    q: tuple[int, int, int],
+    kv_pages: jax.Array,
+    *,
+    block_tokens: int,
+    shared_bytes: int,
+    scale: float,
+    soft_cap: float | None,
+) -> None:
+    """Raises ValueError for what neither attention serves: q [T, H, Dq] and a pool.
+
+    block_tokens: keys of one step; shared_bytes: what the tuning needs of a program's.
+    """
+    require_mosaic_gpu()
+    _, page_size, two_g, width = kv_pages.shape
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"the pool is {kv_pages.dtype}; expected bfloat16 or float16")
+    if width not in (64, 128):
+        raise ValueError(f"head_dim is {width}; expected 64 or 128")
+    if page_size % 8 or (block_tokens % page_size and page_size % block_tokens):
+        raise ValueError(f"page_size is {page_size}; expected 8, 16, 32, 64 or a multiple of 128")
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale is {scale}, soft_cap {soft_cap}; expected more than 0")
+    if q[1] % (two_g // 2) or q[2] > width:
+        raise ValueError(f"q is {q}, the pool {kv_pages.shape}; heads or widths do not fit")
+    if shared_bytes > SHARED_BYTES:
+        raise ValueError(
+            f"the tuning needs {shared_bytes} bytes of shared memory; {SHARED_BYTES} exist"
+        )
+
+
+def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, float]:
+    """(scores, factor) such that scores * factor is log2(e) * c * tanh(scale * scores / c), or
+    log2(e) * scale * scores without a cap c.
+
+    The factor stays out of the scores: it is half of a fused multiply-add in what follows.
+    """
+    if soft_cap is None:
+        return scores, scale * LOG2E
+    # tanh by exp2: the chip's own tanh is off by 5e-4, times the cap, in an exponent.
+    power = jnp.exp2(scores * (2 * scale / soft_cap * LOG2E))
+    return 1.0 - 2.0 / (1.0 + power), soft_cap * LOG2E
