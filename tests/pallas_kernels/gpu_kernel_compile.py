@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
 from jspec.pallas_kernels.rows import AttentionRows
@@ -73,7 +75,11 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
         "tail_positions": array(jnp.int32, batch, queries),
     }
     pool = array(jnp.bfloat16, batch * pages + 1, page_size, 16, 128)
-    compiled = jax.jit(run).lower(array(jnp.bfloat16, total, 32, 128), pool, fields).compile()
+    # Inside a shard_map, as steps run: there Triton learns which chip it compiles for.
+    mapped = jax.shard_map(
+        run, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+    )
+    compiled = jax.jit(mapped).lower(array(jnp.bfloat16, total, 32, 128), pool, fields).compile()
     return compiled.as_text() or ""
 
 
@@ -82,7 +88,7 @@ def main() -> None:
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = NamedSharding(Mesh(np.array([device]), ("chip",)), PartitionSpec())
     for batch, queries, page_size, tuning in (
         (1, 1, 16, Tuning()),
         (64, 16, 64, Tuning()),
