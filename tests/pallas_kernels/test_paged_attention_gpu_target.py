@@ -64,7 +64,11 @@ def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any
             q, pool, rows, scale=0.09, queries_per_row=queries, tuning=tuning, **options
         )
 
-    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    device: Any = getattr(jax.sharding, "AbstractDevice")  # noqa: B009  # absent in jax 0.10
+    chip = device(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh):  # Triton's kernel asks which chip it is for
+        return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @needs_new_jax
