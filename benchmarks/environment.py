@@ -44,10 +44,11 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout, or "unknown" where there is no git or no repository."""
+    """The short hash of the checkout, "-dirty" behind it if a tracked file differs from it, or
+    "unknown" where there is no git or no repository."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
             capture_output=True,
             text=True,
             check=False,

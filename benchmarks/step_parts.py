@@ -20,7 +20,7 @@ from jspec.core.batch import DraftTree, Verified
 from jspec.core.state import EngineState, take_rows
 from jspec.layers.attention import Rotation, rotate_and_split
 from jspec.layers.norm import Residual
-from jspec.layers.rope import rotation
+from jspec.layers.rope import angles_of
 from jspec.models.llama import bind, trunk
 from jspec.models.paged import AttentionSettings
 from jspec.pallas_kernels.paged_attention import paged_attention
@@ -198,7 +198,7 @@ def writes_part(step: Step, state: EngineState) -> Part:
 
     def body(kv: Any, rows: RowsInStep, tree: DraftTree, heads: Any) -> Any:
         where = verified_rows(step.program, rows, tree)
-        cos, sin = rotation(where.q_positions, head_dim=config.head_dim, rope=config.rope)
+        cos, sin = angles_of(where.q_positions, head_dim=config.head_dim, rope=config.rope)
         page, offset = new_slots(
             where, heads.shape[0], page_size=kv[0].shape[1], queries_per_row=nodes
         )
@@ -313,12 +313,14 @@ def accept_part(step: Step, state: EngineState) -> Part:
 def sampling_part(step: Step) -> Part:
     """The target's token at every node, from float32 logits in memory."""
     vocab = step.params["target"]["lm_head"]["kernel"].shape[1]
-    logits = jnp.ones((*step.tree.tokens.shape, vocab), jnp.float32)
+    logits = jax.random.normal(jax.random.key(0), (*step.tree.tokens.shape, vocab), jnp.float32)
 
     def body(ids: jax.Array, rows: RowsInStep, tree: DraftTree, logits: jax.Array) -> jax.Array:
+        # Not the logits: before a kernel, XLA would write them once more.
+        rows = replace(rows, seq_lens=rows.seq_lens + jnp.minimum(ids[0, 0], 0))
         return choose_at_nodes(
             step.program.target,
-            nudge(logits, ids),
+            logits,
             tree,
             rows,
             spec=step.program.spec,

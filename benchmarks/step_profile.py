@@ -279,7 +279,10 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
                 bench.mesh,
                 floor_ms=floors.get(part.name, 0.0),
                 compiler_options=compiler_options(
-                    (StepKind.DECODE, batch, False), bench.limits, platform=jax.default_backend()
+                    (StepKind.DECODE, batch, False),
+                    bench.limits,
+                    platform=jax.default_backend(),
+                    backend=bench.program.backend,
                 ),
             )
             cell = {"ms": round(times[part.name], 4)}

@@ -40,7 +40,7 @@ class EngineArgs:
     skip_tokenizer_init: no tokenizer; token ids in, token ids out.
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
     attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
-        those on a TPU.
+        those on a TPU, and on a Hopper GPU where they serve model and dtype.
     max_total_tokens: size of the KV pool in tokens. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the

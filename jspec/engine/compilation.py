@@ -24,6 +24,7 @@ from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
 from jspec.engine.transfer import ProgramKey, layout_of
+from jspec.pallas_kernels.paged_attention import Backend
 from jspec.speculative.step import StepProgram, prefill_step, speculative_step
 
 Progress = Callable[[int, int, str], None]
@@ -103,21 +104,25 @@ def lower(
     return jitted.lower(_abstract(params), _abstract(state), flat)
 
 
-def compiler_options(key: ProgramKey, limits: ServeLimits, *, platform: str) -> dict[str, Any]:
+def compiler_options(
+    key: ProgramKey, limits: ServeLimits, *, platform: str, backend: Backend
+) -> dict[str, Any]:
     """What XLA is told beside its defaults, where a measurement or a compiled program says so.
 
     On a GPU: no rematerialization (it counts a donated pool twice, finds no memory, and computes
-    whole products a second time), and for some widths other products: a product in splits is
-    faster by itself, but not with the kernel that then adds them up.
+    whole products a second time). Decoding with the Hopper kernels, for some widths other products:
+    a product in splits is faster by itself, but not with the kernel that then adds them up.
     """
     if platform != "gpu":
         return {}
     options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     kind, bucket, _ = key
-    tokens = bucket * limits.spec.num_draft_tokens if kind is StepKind.DECODE else bucket
+    tokens = bucket * limits.spec.num_draft_tokens
+    if kind is not StepKind.DECODE or backend != "gpu":
+        return options
     if tokens in WITHOUT_TRITON:
         options["xla_gpu_enable_triton_gemm"] = False
-    if tokens in WITHOUT_SPLITS and jax.__version_info__ >= (0, 11):
+    if tokens in WITHOUT_SPLITS:
         options["xla_gpu_experimental_force_split_k"] = 1
     return options
 
@@ -149,7 +154,8 @@ def compile_all(
 
     def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
         nonlocal done
-        options = compiler_options(key, limits, platform=platform)
+        backend = programs[key[2]].backend
+        options = compiler_options(key, limits, platform=platform, backend=backend)
         executable = lowered.compile(compiler_options=options)
         done += 1
         if progress is not None:
@@ -158,7 +164,12 @@ def compile_all(
 
     with ThreadPoolExecutor(max_workers=min(len(keys), os.cpu_count() or 1)) as pool:
         running = {}
-        for key in keys:
-            lowered = lower(key, programs[key[2]], limits, mesh=mesh, params=params, state=state)
-            running[key] = pool.submit(build, key, lowered)
-        return {key: future.result() for key, future in running.items()}
+        try:
+            for key in keys:
+                program = programs[key[2]]
+                lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
+                running[key] = pool.submit(build, key, lowered)
+            return {key: future.result() for key, future in running.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
+            raise

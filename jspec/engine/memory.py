@@ -64,7 +64,7 @@ def resolve_limits(
     context = _context_length(args, target)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
     page_size = args.page_size or default_page_size(backend)
-    chunk = args.chunked_prefill_size or _default_chunk(devices[0])
+    chunk = args.chunked_prefill_size or _default_chunk(devices[0], backend)
     total = args.max_total_tokens
     if total is None:
         pools = [target] if draft is None else [target, draft]
@@ -93,11 +93,12 @@ def resolve_limits(
     )
 
 
-def _default_chunk(device: jax.Device) -> int:
-    """Prefill tokens of one step: what each costs beside its tokens should not show."""
+def _default_chunk(device: jax.Device, backend: Backend) -> int:
+    """Prefill tokens of one step. With the Hopper kernels many, so that what a step costs beside
+    its tokens does not show; XLA's attention meets every query with every row's keys."""
     if device.platform == "cpu":
         return 256
-    stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
+    stats = (device.memory_stats() or {}) if backend == "gpu" else {}
     return 8192 if stats.get("bytes_limit", 0) > LARGE_GPU_BYTES else 2048
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.config import TransformerConfig
 from jspec.layers.linear import Linear, Shard
-from jspec.layers.rope import rotate, rotation
+from jspec.layers.rope import angles_of, rotate
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "*b I"], positions: Int[Array, "*b"], attend: Attend
     ) -> Float[Array, "*b E"]:
         heads = self.qkv(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        cos, sin = rotation(positions, head_dim=self.head_dim, rope=self.rope)
+        cos, sin = angles_of(positions, head_dim=self.head_dim, rope=self.rope)
         mixed = attend(heads, Rotation(cos=cos, sin=sin, num_heads=self.num_heads))
         return self.out(mixed.reshape(*x.shape[:-1], -1))
 

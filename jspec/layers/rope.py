@@ -31,7 +31,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
     return inv.astype(np.float32)
 
 
-def rotation(
+def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
     """f32 (cos, sin) of each token's angles, half a head wide: the same for all heads."""
@@ -54,5 +54,5 @@ def apply_rope(
     x: Float[Array, "*b H D"], positions: Int[Array, "*b"], *, rope: RopeConfig
 ) -> Float[Array, "*b H D"]:
     """Rotates every head of x by its token's position."""
-    cos, sin = rotation(positions, head_dim=x.shape[-1], rope=rope)
+    cos, sin = angles_of(positions, head_dim=x.shape[-1], rope=rope)
     return rotate(x, cos, sin)

@@ -23,7 +23,12 @@ from jspec.layers.norm import AddAndNorm, Residual
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Llama, Params, bind, split, trunk
 from jspec.pallas_kernels import add_norm_gpu, fused_attention_gpu
-from jspec.pallas_kernels.paged_attention import Backend, paged_attention, pool_width
+from jspec.pallas_kernels.paged_attention import (
+    Backend,
+    is_gpu_kernel,
+    paged_attention,
+    pool_width,
+)
 from jspec.pallas_kernels.rows import AttentionRows
 
 KVPool = tuple[jax.Array, ...]
@@ -38,7 +43,7 @@ class AttentionSettings:
 
     @property
     def has_gpu_kernels(self) -> bool:
-        return self.backend in ("gpu", "gpu_interpret")
+        return is_gpu_kernel(self.backend)
 
     @property
     def add_and_norm(self) -> AddAndNorm | None:

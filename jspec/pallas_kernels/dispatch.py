@@ -19,7 +19,7 @@ from jspec.pallas_kernels import (
     kv_update_gpu,
     kv_update_tpu,
 )
-from jspec.pallas_kernels.paged_attention import Backend, is_tpu_kernel
+from jspec.pallas_kernels.paged_attention import Backend, is_gpu_kernel, is_tpu_kernel
 
 
 def gpu_problem(
@@ -63,7 +63,7 @@ def compact_paths(
             num_accepted,
             interpret=backend == "tpu_interpret",
         )
-    if backend in ("gpu", "gpu_interpret"):
+    if is_gpu_kernel(backend):
         return kv_update_gpu.compact_paths(
             kv,
             page_table,

@@ -17,7 +17,8 @@ from jspec.pallas_kernels.rows import AttentionRows
 def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
     """Whether the kernels take heads[T, H + 2G, D] and this pool."""
     fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
-    return fits and (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
+    few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
+    return fits and few and heads.dtype == kv_pages.dtype
 
 
 def rotate_write_and_attend(

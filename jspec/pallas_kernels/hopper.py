@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jspec.pallas_kernels.tuning import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
+NOTHING = -1e30  # the maximum, or height, over no keys: finite, so that differences are never NaN
 
 
 def has_mosaic_gpu() -> bool:

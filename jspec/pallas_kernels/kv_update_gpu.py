@@ -10,9 +10,8 @@ What does not move costs no traffic: its loads and stores are masked as a whole,
 of a row moves the program ends after reading its flags. What the reference writes to the dummy page
 is dropped here, since nobody reads that page.
 
-Written for Pallas's Triton backend, so not only for Hopper. What was run: Pallas's interpreter on
-jax 0.10 and 0.11, and the compiler for an H200 ahead of time (8B: 69 registers, no shared memory,
-every move of 16 bytes). Nothing was run or timed on a GPU yet; the sizes below are arithmetic.
+Written for Pallas's Triton backend, so not only for Hopper. Compiled for an H200 (8B: 69 registers,
+no shared memory, every move of 16 bytes) and run on one; the sizes below are arithmetic.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ on across tiles, so reading never pauses for an epilogue. Where several blocks s
 writes its own partial sum in float32, and XLA adds them in slot order, fused into whatever reads
 the product: no atomics, the same bits in every run.
 
-It knows nothing of layers or sharding. `reference` is the specification. Seen so far: equal to it
-in the GPU interpreter, without a race; compiled for sm_90a without a GPU, no register spilled, the
-matrix instructions not serialised. Not yet run on a chip, so no speed is claimed.
+It knows nothing of layers or sharding. `reference` is the specification. On an H200 it beats XLA's
+products alone at one token and not in a step (docs/kernels.md), so no layer uses it.
 """
 
 from __future__ import annotations

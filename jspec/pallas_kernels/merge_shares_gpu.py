@@ -19,10 +19,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS
-from jspec.pallas_kernels.hopper import LOG2E
+from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 from jspec.pallas_kernels.query_tiles import tiles_of
-
-NOTHING = -1e30  # the height of a share without keys: finite, so that differences are never NaN
 
 
 def merge_shares(

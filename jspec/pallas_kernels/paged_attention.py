@@ -99,7 +99,7 @@ def paged_attention(
         kv_pages = reference.write_new(
             k_new, v_new, kv_pages, rows, queries_per_row=queries_per_row
         )
-    if backend in ("gpu", "gpu_interpret") and not many:
+    if is_gpu_kernel(backend) and not many:
         settings |= {"interpret": backend == "gpu_interpret"}
         if queries_per_row is None:
             return paged_prefill_gpu.attend_packed(q, kv_pages, rows, **settings), kv_pages
@@ -137,6 +137,10 @@ def choose_backend(
 
 def is_tpu_kernel(backend: Backend) -> bool:
     return backend in ("tpu", "tpu_interpret")
+
+
+def is_gpu_kernel(backend: Backend) -> bool:
+    return backend in ("gpu", "gpu_interpret")
 
 
 def pool_width(head_dim: int, backend: Backend) -> int:

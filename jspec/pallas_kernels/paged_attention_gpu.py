@@ -36,8 +36,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS, BlockPlan, choose_splits, plan_blocks
-from jspec.pallas_kernels.hopper import LOG2E, capped, check_attention, interpret_options
-from jspec.pallas_kernels.merge_shares_gpu import NOTHING, in_order, merge_shares
+from jspec.pallas_kernels.hopper import (
+    LOG2E,
+    NOTHING,
+    capped,
+    check_attention,
+    interpret_options,
+)
+from jspec.pallas_kernels.merge_shares_gpu import in_order, merge_shares
 from jspec.pallas_kernels.query_tiles import pack_queries, tiles_of
 from jspec.pallas_kernels.rows import AttentionRows
 

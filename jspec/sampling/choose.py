@@ -1,8 +1,8 @@
 """Choosing the target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
 At T = 0 this is plain argmax; there is no branch. Each vocabulary shard reduces to (value, id),
-and every device decides from the same gathered pairs, the lowest id winning ties. On a GPU one
-kernel makes that pair where no filters are compiled in; elsewhere, and with filters, XLA does.
+and every device decides from the same gathered pairs, the lowest id winning ties. With the GPU's
+kernels one of them makes that pair, elsewhere XLA.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from jspec.core import noise
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels import sample_gpu
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.paged_attention import Backend, is_gpu_kernel
+from jspec.pallas_kernels.sample_gpu import COLDEST
 from jspec.sampling.filters import threshold
-
-# Dividing by less could take a logit out of float32's range; down here only the maximum is left.
-_COLDEST = 1e-6
 
 
 def perturb(
@@ -52,12 +50,14 @@ def choose(
     filtered: whether this program applies top-k, top-p and min-p.
     """
     is_split = shard.axis is not None and shard.size > 1
-    if backend in ("gpu", "gpu_interpret") and not filtered:
+    if is_gpu_kernel(backend):
+        limit = _threshold(logits, rows, shard=shard).reshape(-1) if filtered else None
         value, best = sample_gpu.sample(
             logits.reshape(-1, logits.shape[-1]),
             rows.temperature,
             rows.seed,
             positions.reshape(-1),
+            limit,
             first_id=token_ids[0] if is_split else 0,
             interpret=backend == "gpu_interpret",
         )
@@ -74,6 +74,17 @@ def choose(
     return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
 
 
+def _scaled(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """What the filters compare: logits / T, or the logits where T is 0."""
+    temperature = rows.temperature[:, None, None]
+    return logits / jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
+
+
+def _threshold(logits: jax.Array, rows: SamplingRows, *, shard: Shard) -> jax.Array:
+    """[B, N]: the least scaled logit that the filters keep."""
+    return threshold(_scaled(logits, rows), rows, shard=shard)
+
+
 def _best(
     logits: jax.Array,
     rows: SamplingRows,
@@ -86,9 +97,8 @@ def _best(
     """(value, id) of this shard's choice at each node, as XLA compiles it."""
     perturbed = perturb(logits, rows, positions=positions, token_ids=token_ids)
     if filtered:
-        temperature = rows.temperature[:, None, None]
-        scaled = logits / jnp.where(temperature > 0, jnp.maximum(temperature, _COLDEST), 1.0)
-        keep = scaled >= threshold(scaled, rows, shard=shard)[..., None]
+        limit = _threshold(logits, rows, shard=shard)
+        keep = _scaled(logits, rows) >= limit[..., None]
         perturbed = jnp.where(keep, perturbed, -jnp.inf)
     best = jnp.argmax(perturbed, axis=-1)
     return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")

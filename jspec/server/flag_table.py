@@ -186,13 +186,13 @@ SPECULATIVE_FLAGS = (
 MEMORY_FLAGS = (
     _sets("--mem-fraction-static", _FLOAT, "Share of a device's memory for weights and KV (0.85)"),
     _sets("--max-total-tokens", _INT, "Size of the KV pool in tokens; unset: what memory allows"),
-    _sets("--page-size", _INT, "Tokens a KV page (16)"),
+    _sets("--page-size", _INT, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)"),
     _sets("--max-running-requests", _INT, "Sequences decoded together (8 on a CPU, else 48)"),
     _sets("--max-queued-requests", _INT, "Sequences that may wait; beyond: 503 (128)"),
     _sets(
         "--chunked-prefill-size",
         _INT,
-        "Most prompt tokens of a step (256 on a CPU, 8192 on a large GPU, else 2048)",
+        "Most prompt tokens of a step (256 on a CPU, 8192 on an H200, else 2048)",
     ),
     _sets("--overlap-depth", _INT, "Steps dispatched before the one being read: 0, 1 or 2 (1)"),
     Flag(

@@ -213,7 +213,11 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     platform = case.mesh.devices.flat[0].platform
     compiled = lower(
         key, program, case.limits, mesh=case.mesh, params=case.params, state=case.state
-    ).compile(compiler_options=compiler_options(key, case.limits, platform=platform))
+    ).compile(
+        compiler_options=compiler_options(
+            key, case.limits, platform=platform, backend=program.backend
+        )
+    )
     seconds = time.monotonic() - started
     text, memory = compiled.as_text(), compiled.memory_analysis()
     pools = case.local_pools()

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core.config import RopeConfig
-from jspec.layers.rope import rotation
+from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.rotate_write_gpu import rotate_and_write
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
@@ -34,7 +34,7 @@ def compile_one(mesh: Mesh, tokens: int, pages: int) -> str:
         queries, pools = [], list(pools)
         for i, kernel in enumerate(kernels):
             heads = (x @ kernel).reshape(tokens, 48, 128)
-            cos, sin = rotation(positions, head_dim=128, rope=RopeConfig())
+            cos, sin = angles_of(positions, head_dim=128, rope=RopeConfig())
             q, pools[i] = rotate_and_write(heads, cos, sin, pools[i], *slots, num_heads=32)
             queries.append(q)
         return queries, pools
