@@ -148,7 +148,7 @@ async def _all_ids(view: ViewRunner, requests: list[Request]) -> list[tuple[int,
     return out
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     shards: int, tmp_path: Path
 ) -> None:
@@ -186,7 +186,9 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     assert served[shards] == served[1]
 
 
-@pytest.mark.parametrize("spec", [(0, 1, 1), (3, 1, 4), TREE], ids=str)
+@pytest.mark.parametrize(
+    "spec", [(0, 1, 1), pytest.param((3, 1, 4), marks=pytest.mark.slow), TREE], ids=str
+)
 def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
     compiled = engine(spec, PAGE, full=True)
     shapes = {x.shape for x in (*compiled.runner().state.kv, *compiled.runner().state.draft_kv)}

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.config import RopeConfig
 from jspec.layers.attention import Rotation, rotate_and_split
-from jspec.layers.rope import apply_rope, rotation
+from jspec.layers.rope import angles_of, apply_rope
 from jspec.models.paged import AttentionSettings, PagedAttend
 from jspec.pallas_kernels import rotate_write_gpu
 from jspec.pallas_kernels.kv_update import interleave_kv, write_rows
@@ -77,10 +77,20 @@ def in_steps(
     return q, write_rows(pool, page, offset, interleave_kv(k, v, width=pool.shape[3]))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv", "width", "page_size"),
-    [(32, 8, 128, 16), (6, 2, 64, 1), (3, 1, 64, 64), (3, 1, 20, 8), (1, 1, 2, 16)],
+    ("num_heads", "num_kv", "width", "page_size", "dtype"),
+    [
+        (32, 8, 128, 16, jnp.bfloat16),
+        (6, 2, 64, 1, jnp.float32),
+        (3, 1, 20, 8, jnp.bfloat16),
+        (1, 1, 2, 16, jnp.float32),
+        pytest.param(32, 8, 128, 16, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(6, 2, 64, 1, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, 1, 64, 64, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, 1, 64, 64, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(3, 1, 20, 8, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(1, 1, 2, 16, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_rope_interleaving_and_scatter(
     num_heads: int, num_kv: int, width: int, page_size: int, dtype: Any
@@ -90,7 +100,7 @@ def test_equals_rope_interleaving_and_scatter(
     )
     page = jnp.asarray([3, 1, 6, 2, 5], jnp.int32)
     offset = jnp.asarray([0, 1, 7, 15, 3], jnp.int32) % page_size
-    cos, sin = rotation(positions, head_dim=width, rope=ROPE)
+    cos, sin = angles_of(positions, head_dim=width, rope=ROPE)
     expected = in_steps(heads, positions, pool, page, offset, num_heads=num_heads)
     for run in (partial(KERNEL, interpret=True), REFERENCE):
         q, pages = run(heads, cos, sin, pool, page, offset, num_heads=num_heads)
@@ -111,7 +121,7 @@ def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: An
     page = np.where(padding, 0, np.asarray(slots) // 4).astype(np.int32)
     offset = np.asarray(slots, np.int32) % 4
     heads, positions, pool = draw(6, 2, 64, tokens=6, page_size=4, dtype=jnp.bfloat16)
-    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
     q, pages = KERNEL(heads, cos, sin, pool, page, offset, num_heads=6, interpret=True)
     expected_q, expected = in_steps(heads, positions, pool, page, offset, num_heads=6)
     np.testing.assert_array_equal(bits(q), bits(expected_q))
@@ -121,7 +131,7 @@ def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: An
 
 def test_heads_that_do_not_fit_the_pool_are_named() -> None:
     heads, positions, pool = draw(4, 2, 64, tokens=3, page_size=4, dtype=jnp.bfloat16)
-    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
     page = jnp.ones(3, jnp.int32)
     with pytest.raises(ValueError, match=r"heads are \(8, 64\).*expected \(7, 64\)"):
         KERNEL(heads, cos, sin, pool, page, page, num_heads=3, interpret=True)
@@ -154,7 +164,7 @@ def paged(backend: Backend, *, packed: bool, wide: int) -> tuple[Callable[..., A
         heads: jax.Array, rows: AttentionRows, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         one = PagedAttend(pool, rows, AttentionSettings(backend, None if packed else 4))
-        cos, sin = rotation(rows.q_positions, head_dim=64, rope=ROPE)
+        cos, sin = angles_of(rows.q_positions, head_dim=64, rope=ROPE)
         return one(heads, Rotation(cos=cos, sin=sin, num_heads=4)), one.pages
 
     return attend, (heads, rows, pool)
@@ -195,7 +205,7 @@ def test_no_other_backend_uses_the_kernel() -> None:
 
 def test_heads_split_into_q_k_and_v() -> None:
     heads, positions, _ = draw(6, 2, 64, tokens=3, page_size=1, dtype=jnp.float32)
-    cos, sin = rotation(positions, head_dim=64, rope=ROPE)
+    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
     q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=6))
     np.testing.assert_array_equal(v, heads[:, 8:])
     np.testing.assert_allclose(q, apply_rope(heads[:, :6], positions, rope=ROPE), atol=1e-6)
@@ -214,7 +224,7 @@ def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, t
     slots = rng.permutation((tokens + 1) * 16)[:tokens] + 16
     page, offset = (jnp.asarray(x, jnp.int32) for x in (slots // 16, slots % 16))
     expected_q, expected = in_steps(heads, positions, pool, page, offset, num_heads=num_heads)
-    cos, sin = rotation(positions, head_dim=width, rope=ROPE)
+    cos, sin = angles_of(positions, head_dim=width, rope=ROPE)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
         q, pages = KERNEL(heads, cos, sin, pool, page, offset, num_heads=num_heads)

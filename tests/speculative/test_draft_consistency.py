@@ -8,6 +8,7 @@ path, also after beams were re-ranked. Rejected and re-ranked rows are never att
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,23 +111,27 @@ def draft_and_record(spec: SpeculativeConfig) -> tuple[Any, list[Any], Any, Any,
 
 
 def extend_along(
-    kv: Any, params: Any, rows: RowsInStep, head: Any, tokens: np.ndarray, hidden: np.ndarray
-) -> np.ndarray:
-    """Output of the head's last row when [tokens; hidden] [B, M, .] are extended at L, L + 1..."""
-    most = tokens.shape[1]
+    kv: Any, params: Any, rows: RowsInStep, head: Any, *, most: int
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Of tokens [B, M] and hidden [B, M, E], M = most: the output of the head's last row when they
+    are extended at L, L + 1..."""
     spec = spec_of(most - 1, 1, most) if most > 1 else spec_of(1, 1, 2)
     drafter = EagleDrafter(UnfusedHead(head), spec)
     program = StepProgram(target=None, drafter=drafter, spec=spec, full=False)  # type: ignore[arg-type]
-    verified = Verified(
-        emitted_ids=jnp.asarray(tokens, jnp.int32),
-        bonus_ids=jnp.asarray(tokens[:, -1], jnp.int32),
-        num_accepted=jnp.full((BATCH,), most - 1, jnp.int32),
-        node_path=jnp.zeros((BATCH, most), jnp.int32),
-        hidden=jnp.asarray(hidden),
-    )
     shared = {"draft": {**params, "draft_ids": params["head"]["draft_ids"]}}
-    _, state = jax.jit(lambda kv: _extend_emitted(program, shared, kv, verified, rows))(kv)
-    return np.asarray(state.hidden)
+    extend = jax.jit(lambda kv, verified: _extend_emitted(program, shared, kv, verified, rows))
+
+    def along(tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        verified = Verified(
+            emitted_ids=jnp.asarray(tokens, jnp.int32),
+            bonus_ids=jnp.asarray(tokens[:, -1], jnp.int32),
+            num_accepted=jnp.full((BATCH,), most - 1, jnp.int32),
+            node_path=jnp.zeros((BATCH, most), jnp.int32),
+            hidden=jnp.asarray(hidden),
+        )
+        return np.asarray(extend(kv, verified)[1].hidden)
+
+    return along
 
 
 def check_paths(spec: SpeculativeConfig) -> int:
@@ -134,12 +139,13 @@ def check_paths(spec: SpeculativeConfig) -> int:
     _, record, _, kv, params, rows, (_, head, _) = draft_and_record(spec)
     checked = 0
     for depth, (_, hidden, _) in enumerate(record, start=1):
+        along = extend_along(kv, params, rows, head, most=depth)
         for k in range(spec.topk):
             path = path_of(record, depth, k)
             tokens = np.stack([step[0] for step in path], axis=1)
             features = np.stack([step[1] for step in path], axis=1)
             got = np.asarray(hidden)[:, k]
-            want = extend_along(kv, params, rows, head, tokens, features)
+            want = along(tokens, features)
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
             checked += 1
     return checked

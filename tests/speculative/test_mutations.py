@@ -6,6 +6,7 @@ named beside it. A mutation that no check notices is a hole in the suite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.core import shapes
+from jspec.core.request import Request
 from jspec.pallas_kernels import bonus_token, kv_update
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 from tests.speculative.test_draft_consistency import check_paths
@@ -21,17 +23,26 @@ from tests.speculative.test_draft_consistency import check_paths
 TREE = (3, 2, 7)
 
 
-def check_identity() -> None:
-    """A tree of unequal rows against plain decoding, in greedy and at temperature 1."""
-    requests = [
+def three_requests() -> list[Request]:
+    return [
         make_request(i, prompt_len=5 + 6 * i, seed=40 + i, temperature=i % 2, max_new_tokens=40)
         for i in range(3)
     ]
+
+
+@functools.cache
+def unmutated() -> list[tuple[int, ...]]:
+    """What plain decoding makes of the three requests when no index is moved."""
     with pytest.MonkeyPatch.context() as clean:
         for undo in _ORIGINALS:
             clean.setattr(undo.owner, undo.name, undo.value)
         plain = build(PLAIN, page_size=16, variants=(False,))
-        expected = [serve(plain, [request]).ids[0] for request in requests]
+        return [serve(plain, [request]).ids[0] for request in three_requests()]
+
+
+def check_identity() -> None:
+    """A tree of unequal rows against plain decoding, in greedy and at temperature 1."""
+    requests, expected = three_requests(), unmutated()
     engine = build(spec_of(*TREE), page_size=4, variants=(False,))
     assert list(serve(engine, requests, dial=dial_for(requests, expected)).ids) == expected
 
