@@ -7,6 +7,7 @@ the runner holds executables: nothing can compile later, and a wrong shape is an
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -127,6 +128,19 @@ def compiler_options(
     return options
 
 
+def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
+    """Compiles with those of `options` that this compiler knows: they are for speed alone, and
+    XLA may drop one of them with any release."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in options:
+            raise
+    kept = {name: value for name, value in options.items() if name != unknown[1]}
+    return compile_with(lowered, kept)
+
+
 def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
@@ -156,7 +170,7 @@ def compile_all(
         nonlocal done
         backend = programs[key[2]].backend
         options = compiler_options(key, limits, platform=platform, backend=backend)
-        executable = lowered.compile(compiler_options=options)
+        executable = compile_with(lowered, options)
         done += 1
         if progress is not None:
             progress(done, len(keys), describe(key))

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec.core import sharding
@@ -68,6 +70,19 @@ def test_a_gpu_without_the_kernels_keeps_its_products() -> None:
     key = (StepKind.DECODE, 64, False)
     options = compiler_options(key, limits_of("0/1/1"), platform="gpu", backend="xla")
     assert options == {"xla_disable_hlo_passes": "rematerialization"}
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out() -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    options = {"xla_of_another_day": 1, "xla_cpu_enable_fast_math": False, "xla_nor_this": True}
+    compiled = compilation.compile_with(lowered, options)
+    np.testing.assert_array_equal(compiled(jnp.zeros(3)), [1, 1, 1])
+
+
+def test_an_option_with_a_wrong_value_is_still_an_error() -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_enable_fast_math"):
+        compilation.compile_with(lowered, {"xla_cpu_enable_fast_math": "perhaps"})
 
 
 def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
