@@ -26,6 +26,7 @@ from benchmarks.h200_table import (
     engine_arguments,
     main,
     run_mode,
+    start_kind,
     table,
 )
 from benchmarks.step_parts import (
@@ -168,6 +169,20 @@ def test_one_mode_end_to_end(tmp_path: Path) -> None:
     assert len(cells["plain/1"]["all_tokens_per_second"]) == 3
     assert cells["plain/1"]["acceptance_length"] == 1.0
     assert cells["startup/plain"]["cold_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "is_warm", "kind"),
+    [
+        ({}, False, "cold_seconds"),
+        ({"cold_seconds": 40.0}, True, "warm_seconds"),
+        ({"cold_seconds": 40.0}, False, "second_seconds"),  # the cache did not know the programs
+    ],
+)
+def test_a_second_start_that_compiles_again_does_not_pass_for_the_first(
+    before: dict[str, float], is_warm: bool, kind: str
+) -> None:
+    assert start_kind(before, is_warm=is_warm) == kind
 
 
 def test_an_engine_that_does_not_start(tmp_path: Path) -> None:
