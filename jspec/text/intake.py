@@ -54,8 +54,7 @@ class Intake:
             else SamplingParams.from_mapping(sampling_params or {})
         )
         ids = self._prompt_ids(prompt, input_ids)
-        for token_id in sampling.stop_token_ids:
-            self._check_id("stop_token_ids", token_id)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
         if self._tokenizer is None and sampling.stop:
             raise RequestError(f"stop is {sampling.stop!r}; {NO_TOKENIZER} stop_token_ids")
         name = request_id if request_id is not None else f"jspec-{next(self._names)}"
@@ -89,16 +88,24 @@ class Intake:
                 raise RequestError("the prompt is empty; expected at least one token")
             return ids
         assert input_ids is not None
-        for token_id in input_ids:
-            self._check_id("input_ids", token_id)
+        self._check_ids("input_ids", input_ids)
         return tuple(input_ids)
 
-    def _check_id(self, name: str, token_id: object) -> None:
-        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not is_id or not 0 <= token_id < self._vocab_size:  # type: ignore[operator]
-            raise RequestError(
-                f"{name} holds {token_id!r}; expected ids from 0 to {self._vocab_size - 1}"
-            )
+    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises for the first that is no id. Prompts are long, and wait for this: all are checked
+        at once, and one by one only where something is odd."""
+        if len(token_ids) == 0 or (
+            set(map(type, token_ids)) == {int}
+            and min(token_ids) >= 0
+            and max(token_ids) < self._vocab_size
+        ):
+            return
+        for token_id in token_ids:
+            is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"{name} holds {token_id!r}; expected ids from 0 to {self._vocab_size - 1}"
+                )
 
     def _seed(self, sampling: SamplingParams) -> int:
         """The request's final seed: its own, or fresh entropy, or random_seed's next."""

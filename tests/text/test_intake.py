@@ -1,0 +1,52 @@
+"""What intake takes as token ids: the quick check of a whole prompt says what one by one would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.errors import RequestError
+from jspec.text.intake import Intake
+
+VOCAB = 320
+INTAKE = Intake(None, vocab_size=VOCAB, eos_token_ids=(0,))
+ids = st.integers(0, VOCAB - 1)
+odd = st.one_of(
+    st.integers(max_value=-1), st.integers(min_value=VOCAB), st.booleans(), st.floats(), st.text()
+)
+
+
+def is_id(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < VOCAB
+
+
+@given(st.lists(st.one_of(ids, odd), min_size=1))
+def test_the_first_odd_id_is_named(prompt: list[Any]) -> None:
+    wrong = [x for x in prompt if not is_id(x)]
+    if not wrong:
+        assert INTAKE.requests(input_ids=prompt)[0].prompt_ids == tuple(prompt)
+        return
+    with pytest.raises(RequestError) as raised:
+        INTAKE.requests(input_ids=prompt)
+    assert f"input_ids holds {wrong[0]!r}; expected ids from 0 to 319" in str(raised.value)
+
+
+@given(st.lists(ids, min_size=1))
+def test_ids_in_range_are_taken_as_they_are(prompt: list[int]) -> None:
+    assert INTAKE.requests(input_ids=prompt)[0].prompt_ids == tuple(prompt)
+
+
+def test_an_array_is_refused_by_its_first_element() -> None:
+    with pytest.raises(RequestError, match=r"input_ids holds np.int32\(5\)"):
+        INTAKE.requests(input_ids=np.array([5, 6], np.int32))  # type: ignore[arg-type]
+
+
+@given(st.lists(ids, max_size=4), odd)
+def test_stop_ids_are_checked_alike(stops: list[int], last: Any) -> None:
+    params = {"stop_token_ids": [*stops, last]}
+    with pytest.raises(RequestError):
+        INTAKE.requests(input_ids=[1], sampling_params=params)
