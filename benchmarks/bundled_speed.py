@@ -1,11 +1,13 @@
 """Speculation against plain decoding on this machine: the bundled pair at batch 1, and start-up.
 
     python -m benchmarks.bundled_speed [--out benchmarks/results/bundled_speed_cpu.json]
+    python -m benchmarks.bundled_speed --num-continuous-decode-steps 1 4
 
-Engines for plain decoding and for each S/K/N live side by side and take turns prompt by prompt, so
-that whatever else the machine does hits all of them alike; the median ratio is what counts. The
-text must be the same: it is asserted. The host gap is the time between a result's arrival and the
-next dispatch's end, by overlap depth, from the recorded trace.
+Engines for plain decoding and for each S/K/N, each in the asked numbers of rounds a step ("3/1/4
+x4" is four; plain decoding in one is always there), live side by side and take turns prompt by
+prompt, so that whatever else the machine does hits all of them alike; the median ratio is what
+counts. The text must be the same: it is asserted. The host gap is the time between a result's
+arrival and the next dispatch's end, by overlap depth, from the recorded trace.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--num-continuous-decode-steps", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/bundled_speed_cpu.json")
     )
     args = parser.parse_args()
-    engines = {name: make_engine(shape, args.dtype) for name, shape in SHAPES.items()}
+    rounds = args.num_continuous_decode_steps
+    engines = {"plain": make_engine(None, args.dtype)}
+    for (name, shape), num_rounds in itertools.product(SHAPES.items(), rounds):
+        full_name = name if num_rounds == 1 else f"{name} x{num_rounds}"
+        if full_name not in engines:
+            engines[full_name] = make_engine(
+                shape, args.dtype, num_continuous_decode_steps=num_rounds
+            )
     prompts = heldout_prompts(
         engines["plain"].tokenizer, count=args.prompts, length=args.prompt_tokens, seed=1
     )
@@ -48,7 +58,12 @@ def main() -> None:
     startup = {name: round(engine.startup_seconds, 2) for name, engine in engines.items()}
     for engine in engines.values():
         engine.shutdown()
-    gaps = {f"depth {depth}": host_gap(depth, prompts[0], args.dtype) for depth in (0, 1, 2)}
+    gaps = {
+        f"depth {depth}" + (f" x{num_rounds}" if num_rounds > 1 else ""): host_gap(
+            depth, prompts[0], args.dtype, num_rounds=num_rounds
+        )
+        for depth, num_rounds in itertools.product((0, 1, 2), rounds)
+    }
     for name, gap in gaps.items():
         print(f"host gap, {name}: {gap}")
     write_result(args.out, {"speed": tables, "startup_seconds": startup, "host_gap": gaps})
@@ -102,7 +117,7 @@ def compare(
             "acceptance_length": round(statistics.mean(lengths[name]), 3),
             "same_text_as_plain": f"{same[name]} of {len(prompts)}",
         }
-        print(f"T={temperature:g} {name:7} {table[name]}", flush=True)
+        print(f"T={temperature:g} {name:9} {table[name]}", flush=True)
     return table
 
 
@@ -118,14 +133,17 @@ def decode_seconds(
     return time.perf_counter() - first, result
 
 
-def host_gap(depth: int, prompt: tuple[int, ...], dtype: str) -> dict[str, float]:
-    """Median milliseconds of a decode step, and of it what the host adds.
+def host_gap(
+    depth: int, prompt: tuple[int, ...], dtype: str, *, num_rounds: int
+) -> dict[str, float]:
+    """Median milliseconds of a decode step, all its rounds together, and of it what the host adds.
 
     Gap: from the end of collecting step t to the end of the next dispatch behind it. At depth 0
     the device idles for all of it; at depth 1 and 2 it has work queued.
     """
     trace: list[TraceEvent] = []
-    with make_engine((3, 1, 4), dtype, overlap_depth=depth, trace=trace) as engine:
+    rounds = {"num_continuous_decode_steps": num_rounds}
+    with make_engine((3, 1, 4), dtype, overlap_depth=depth, trace=trace, **rounds) as engine:
         params = {"temperature": 0, "max_new_tokens": 256, "ignore_eos": True}
         engine.generate(input_ids=prompt, sampling_params=params)
         trace.clear()

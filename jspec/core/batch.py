@@ -12,7 +12,7 @@ from jspec.core.pytree import pytree
 
 @pytree
 class DecodeBatch:
-    """B rows to advance by one verification."""
+    """B rows to advance by the rounds of a step."""
 
     slots: jax.Array  # i32[B], 0 = padding
     grants: jax.Array  # i32[X, 3], (slot, index, page); slot 0 = padding

@@ -91,11 +91,11 @@ class SpeculativeConfig:
     def num_scratch_rows(self) -> int:
         return shapes.num_scratch_rows(self.num_steps, self.topk, self.num_draft_tokens)
 
-    def reserved_tokens(self, committed: int, *, unread_steps: int) -> int:
-        """Positions that a row must own before the next dispatch (see core.shapes)."""
+    def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
+        """Positions that a row must own for its next round (see core.shapes)."""
         return shapes.reserved_tokens(
             committed,
-            unread_steps=unread_steps,
+            unread_rounds=unread_rounds,
             num_steps=self.num_steps,
             topk=self.topk,
             num_draft_tokens=self.num_draft_tokens,
@@ -108,6 +108,7 @@ class ServeLimits:
 
     num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages (the
     dummy page 0 is extra). decode_buckets and prefill_buckets ascend: B and T of the programs.
+    num_rounds: verifications of one decode step, one behind the other without the host.
     """
 
     spec: SpeculativeConfig
@@ -119,6 +120,7 @@ class ServeLimits:
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
     overlap_depth: int = 1
+    num_rounds: int = 1
     max_queued_requests: int = 128
 
     def __post_init__(self) -> None:
@@ -126,7 +128,12 @@ class ServeLimits:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
-        least = shapes.num_pages(self.reserved_tokens_at_most(1), self.page_size)
+        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int):
+            raise ConfigError(f"num_rounds is {self.num_rounds!r}; expected an integer")
+        if self.num_rounds < 1:
+            raise ConfigError(f"num_rounds is {self.num_rounds}; expected at least 1")
+        reserved = self.spec.reserved_tokens(1, unread_rounds=self.overlap_depth)
+        least = shapes.num_pages(reserved, self.page_size)
         if self.num_pages < least:
             raise ConfigError(
                 f"max_total_tokens gives {self.num_pages} pages of {self.page_size} tokens; "
@@ -145,9 +152,15 @@ class ServeLimits:
 
     @property
     def pages_per_row(self) -> int:
-        """P: width of the page table; holds the context and the scratch behind it, or the pool."""
+        """P: width of the page table; holds the context and the scratch behind it, or the pool.
+
+        And what the later rounds of a step may write behind a row's end: nothing is reserved for
+        them (`budget.pages_for_decode`), so they are on page 0, but no index leaves the table.
+        """
         widest = self.reserved_tokens_at_most(self.context_length)
-        return min(shapes.num_pages(widest, self.page_size), self.num_pages)
+        behind_end = (self.num_rounds - 1) * self.spec.max_emitted
+        in_pool = self.num_pages + shapes.num_pages(behind_end, self.page_size)
+        return min(shapes.num_pages(widest, self.page_size), in_pool)
 
     @property
     def grants_per_row(self) -> int:
@@ -155,7 +168,9 @@ class ServeLimits:
         return shapes.num_pages(self.reserved_tokens_at_most(0), self.page_size) + 1
 
     def reserved_tokens_at_most(self, committed: int) -> int:
-        return self.spec.reserved_tokens(committed, unread_steps=self.overlap_depth)
+        """Positions behind which no round writes: the last one of a step, the others unread."""
+        unread = (self.overlap_depth + 1) * self.num_rounds - 1
+        return self.spec.reserved_tokens(committed, unread_rounds=unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,8 @@ class EngineArgs:
         memory for weights and pool together, if max_total_tokens is unset.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
         same tokens.
+    num_continuous_decode_steps: verifications of one dispatched step; the host then has less to do
+        for each, tokens arrive in lumps, and work behind a row's end is wasted. Same tokens.
     random_seed: makes requests without a sampling_seed reproducible in order of arrival.
     compilation_cache_dir: where compiled programs are kept; "" keeps none.
     """
@@ -72,6 +74,7 @@ class EngineArgs:
     chunked_prefill_size: int | None = None
     tp_size: int = 1
     overlap_depth: int = 1
+    num_continuous_decode_steps: int = 1
     random_seed: int | None = None
     compilation_cache_dir: str | None = None
 
@@ -84,6 +87,7 @@ class EngineArgs:
         _check_positive("chunked_prefill_size", self.chunked_prefill_size)
         _check_positive("max_queued_requests", self.max_queued_requests)
         _check_positive("tp_size", self.tp_size)
+        _check_count("num_continuous_decode_steps", self.num_continuous_decode_steps)
         _check_integer("overlap_depth", self.overlap_depth, low=0, high=2)
         if self.random_seed is not None:
             _check_integer("random_seed", self.random_seed, low=-(2**63), high=2**64 - 1)
@@ -179,7 +183,10 @@ def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if value is None:
-        return
+    if value is not None:
+        _check_count(name, value)
+
+
+def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")

@@ -92,11 +92,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the device emitted, row by row, in the order of `StepPlan.row_refs`.
+    """What the device emitted, round by round, rows in the order of `StepPlan.row_refs`.
 
-    emitted_ids[i]: () for a prefill chunk that is not final, one id for a final one,
-    num_accepted + 1 ids for a decode row.
+    rounds[r][i]: in a prefill, which is one round, () for a chunk that is not final and one id for
+    a final one; in each of a decode's `ServeLimits.num_rounds` rounds, num_accepted + 1 ids.
     """
 
     step: int
-    emitted_ids: tuple[tuple[int, ...], ...]
+    rounds: tuple[tuple[tuple[int, ...], ...], ...]

@@ -232,9 +232,9 @@ class SpecCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What one step added to one request; the last chunk carries the finish reason.
+    """What one round added to one request; the last chunk carries the finish reason.
 
-    new_ids: ids that this step emitted, after the cut. num_accepted of them (from the front) were
+    new_ids: ids that this round emitted, after the cut. num_accepted of them (from the front) were
     accepted drafts; the rest is the target's own. text: the new text, never half a character.
     """
 

@@ -64,14 +64,14 @@ def num_pages(num_tokens: int, page_size: int) -> int:
 
 
 def reserved_tokens(
-    committed: int, *, unread_steps: int, num_steps: int, topk: int, num_draft_tokens: int
+    committed: int, *, unread_rounds: int, num_steps: int, topk: int, num_draft_tokens: int
 ) -> int:
-    """Positions a row must own before a dispatch with `unread_steps` results not yet read.
+    """Positions a row must own for a round with `unread_rounds` before it not yet read.
 
-    Each unread step commits at most M tokens; the new step then writes its scratch behind them.
+    Each unread round commits at most M tokens; the new round then writes its scratch behind them.
     """
     scratch = num_scratch_rows(num_steps, topk, num_draft_tokens)
-    return committed + unread_steps * max_emitted(num_steps) + scratch
+    return committed + unread_rounds * max_emitted(num_steps) + scratch
 
 
 def bucket(value: int, buckets: tuple[int, ...]) -> int:

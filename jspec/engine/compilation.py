@@ -26,7 +26,7 @@ from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
 from jspec.engine.transfer import ProgramKey, layout_of
 from jspec.pallas_kernels.paged_attention import Backend
-from jspec.speculative.step import StepProgram, prefill_step, speculative_step
+from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 
 Progress = Callable[[int, int, str], None]
 
@@ -63,9 +63,16 @@ def describe(key: ProgramKey) -> str:
 
 
 def _decode_entry(
-    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+    program: StepProgram,
+    packed: PackedLayout,
+    params: Any,
+    state: Any,
+    flat: jax.Array,
+    *,
+    num_rounds: int,
 ) -> Any:
-    return speculative_step(program, params, state, DecodeBatch(**packed.unpack(flat)))
+    batch = DecodeBatch(**packed.unpack(flat))
+    return speculative_rounds(program, params, state, batch, num_rounds=num_rounds)
 
 
 def _prefill_entry(
@@ -84,7 +91,9 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
-    entry = _decode_entry if key[0] is StepKind.DECODE else _prefill_entry
+    is_decode = key[0] is StepKind.DECODE
+    decode = partial(_decode_entry, num_rounds=limits.num_rounds)
+    entry = decode if is_decode else _prefill_entry
     packed = layout_of(key, limits)
     in_specs = (sharding.param_specs(params), sharding.state_specs(state), PartitionSpec())
     step = jax.shard_map(

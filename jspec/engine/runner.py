@@ -126,7 +126,7 @@ class DeviceRunner:
     def collect(self) -> StepResult:
         """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""
         plan, output = self._in_flight.popleft()
-        return unpack_result(plan, np.asarray(output))
+        return unpack_result(plan, np.asarray(output), self._limits)
 
 
 def init_state(

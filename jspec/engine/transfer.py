@@ -98,7 +98,14 @@ def _write_admission(
         fields["stop_ids"][r, : len(stops)] = stops
 
 
-def unpack_result(plan: StepPlan, output: np.ndarray) -> StepResult:
-    """Ids by row. Prefill: is_final | root; decode: num_emitted | ids."""
-    rows = output[: len(plan.row_refs)].tolist()
-    return StepResult(step=plan.step, emitted_ids=tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
+def unpack_result(plan: StepPlan, output: np.ndarray, limits: ServeLimits) -> StepResult:
+    """Ids by round and row. Prefill: is_final | root; decode: num_emitted | ids.
+
+    output: the batch's rows once for each round, padding rows included.
+    """
+    num_rounds = limits.num_rounds if plan.kind is StepKind.DECODE else 1
+    rounds = output.reshape(num_rounds, -1, output.shape[1])[:, : len(plan.row_refs)].tolist()
+    return StepResult(
+        step=plan.step,
+        rounds=tuple(tuple(tuple(row[1 : 1 + row[0]]) for row in rows) for rows in rounds),
+    )

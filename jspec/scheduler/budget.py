@@ -8,6 +8,8 @@ It knows the static limits of the engine and nothing of the current state of the
     one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
     longest output     the last decode starts at L = prompt + max_new_tokens - 2 with nothing
                        unread and needs L + 4 <= 24, so max_new_tokens <= 24 - 4 - 10 + 2 = 12
+    3 rounds a step    the last round starts at 10 + 2 * 4 = 18 at most: 18 + 4 positions, 6 pages;
+                       with max_new_tokens 5 the last useful one at 13: 13 + 4 positions, 5 pages
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from jspec.core.config import ServeLimits
 from jspec.core.errors import RequestError
 from jspec.core.request import DEFAULT_NEW_TOKENS
 
-# A newcomer beside running rows must leave them pages for this many more steps, else the next
-# few steps would retract it again and its prefill would be wasted.
-HEADROOM_STEPS = 8
+# A newcomer beside running rows must leave them pages for this many more rounds, else the next
+# few would retract it again and its prefill would be wasted.
+HEADROOM_ROUNDS = 8
 
 
 def capacity(limits: ServeLimits) -> int:
@@ -27,9 +29,17 @@ def capacity(limits: ServeLimits) -> int:
     return limits.num_pages * limits.page_size
 
 
-def pages_for_decode(limits: ServeLimits, committed: int, *, unread_steps: int) -> int:
-    """Pages that a row must own before a decode step with `unread_steps` unread decodes of it."""
-    positions = limits.spec.reserved_tokens(committed, unread_steps=unread_steps)
+def pages_for_decode(limits: ServeLimits, committed: int, *, unread_rounds: int, last: int) -> int:
+    """Pages that a row must own before a decode step with `unread_rounds` unread rounds of it.
+
+    For the first round of the step, and for those behind it that can start at `last`
+    (`last_committed`) or before. A round that starts behind `last` emits nothing that is kept: it
+    gets no pages, and what it writes is written to page 0.
+    """
+    first = committed + unread_rounds * limits.spec.max_emitted
+    final = first + (limits.num_rounds - 1) * limits.spec.max_emitted
+    start = max(first, min(final, last))
+    positions = limits.spec.reserved_tokens(start, unread_rounds=0)
     return shapes.num_pages(positions, limits.page_size)
 
 
@@ -40,7 +50,8 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
     """
     if num_tokens_left <= 1:
         return shapes.num_pages(fill_len, limits.page_size)
-    return pages_for_decode(limits, fill_len, unread_steps=0)
+    last = fill_len + num_tokens_left - 2
+    return pages_for_decode(limits, fill_len, unread_rounds=0, last=last)
 
 
 def last_committed(prompt_len: int, max_new_tokens: int) -> int:
@@ -53,10 +64,11 @@ def last_committed(prompt_len: int, max_new_tokens: int) -> int:
 
 
 def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
-    """Pages with which a row at `committed` runs HEADROOM_STEPS more steps, or to its end."""
-    steps = HEADROOM_STEPS + limits.overlap_depth
-    goal = min(committed + steps * limits.spec.max_emitted, max(last, committed))
-    return pages_for_decode(limits, goal, unread_steps=0)
+    """Pages with which a row at `committed` runs HEADROOM_ROUNDS more rounds, or to its end."""
+    rounds = HEADROOM_ROUNDS + (limits.overlap_depth + 1) * limits.num_rounds - 1
+    goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
+    positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
+    return shapes.num_pages(positions, limits.page_size)
 
 
 def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:

@@ -74,8 +74,20 @@ def may_admit(
     return needed <= num_free_pages
 
 
+def pages_missing(limits: ServeLimits, sequence: Sequence) -> int:
+    """Pages that a running sequence still lacks for its next decode step."""
+    tenancy = sequence.held_tenancy
+    needed = budget.pages_for_decode(
+        limits,
+        tenancy.committed_len,
+        unread_rounds=tenancy.rounds_in_flight,
+        last=_last_committed(sequence),
+    )
+    return max(needed - len(tenancy.page_ids), 0)
+
+
 def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
-    """Pages that a running sequence still lacks for the steps of the headroom."""
+    """Pages that a running sequence still lacks for the rounds of the headroom."""
     tenancy = sequence.held_tenancy
     last = _last_committed(sequence)
     ahead = budget.pages_ahead(limits, tenancy.committed_len, last=last)
@@ -90,7 +102,7 @@ def may_decode(sequence: Sequence) -> bool:
     """Whether the row's next decode can be dispatched, pages aside.
 
     Its final chunk must be dispatched (the device then knows the root, read or not), and the
-    steps in flight, of which each emits at least one token, must leave a token to emit.
+    rounds in flight, of which each emits at least one token, must leave a token to emit.
     """
     tenancy = sequence.tenancy
     if tenancy is None or sequence.state is not SequenceState.RUNNING:

@@ -235,10 +235,8 @@ class Scheduler:
         steps of its own, or because ended rows return pages when their steps are collected. The
         row itself may be the victim.
         """
-        tenancy = sequence.held_tenancy
-        unread = tenancy.decodes_in_flight
-        needed = budget.pages_for_decode(self._limits, tenancy.committed_len, unread_steps=unread)
-        num_missing = max(needed - len(tenancy.page_ids), 0)
+        unread = sequence.held_tenancy.rounds_in_flight
+        num_missing = policy.pages_missing(self._limits, sequence)
         while num_missing > self._pool.num_free and sequence.tenancy is not None:
             if unread or any(other.ended for other in self._tenancies.values()):
                 break
@@ -278,30 +276,34 @@ class Scheduler:
             if chunk.is_final:
                 tenancy.sequence.state = SequenceState.RUNNING
         for row in plan.rows:
-            self._tenancies[row].decodes_in_flight += 1
+            self._tenancies[row].rounds_in_flight += self._limits.num_rounds
         for row in plan.row_refs:
             self._tenancies[row].steps_in_flight += 1
 
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """Applies the oldest step in flight; returns one chunk for each row that emitted.
+        """Applies the oldest step in flight; returns one chunk for each row and round that emitted.
+
+        The rounds behind a row's end are dropped: chunks and counters are those of single rounds.
 
         Raises InvariantError for a result out of order or of the wrong shape.
         """
         self._check_result(plan, result)
         self._in_flight.popleft()
         chunks = []
-        for row, ids in zip(plan.row_refs, result.emitted_ids, strict=True):
+        for i, row in enumerate(plan.row_refs):
             tenancy = self._tenancies[row]
             tenancy.steps_in_flight -= 1
             if plan.kind is StepKind.DECODE:
-                tenancy.decodes_in_flight -= 1
-            if tenancy.ended:
-                if tenancy.steps_in_flight == 0:
-                    self._release(tenancy)
-            elif ids:
-                chunks.append(self._commit_row(tenancy, ids, plan.kind))
+                tenancy.rounds_in_flight -= self._limits.num_rounds
+            if tenancy.ended and tenancy.steps_in_flight == 0:
+                self._release(tenancy)
+            for emitted in result.rounds:
+                if tenancy.ended:
+                    break
+                if emitted[i]:
+                    chunks.append(self._commit_row(tenancy, emitted[i], plan.kind))
         return tuple(chunks)
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
@@ -311,15 +313,17 @@ class Scheduler:
                 f"plan {plan.step} came with result {result.step}; expected both to be the "
                 f"oldest step in flight, {expected}"
             )
-        most = self._limits.spec.max_emitted if plan.kind is StepKind.DECODE else 1
+        is_decode = plan.kind is StepKind.DECODE
+        num_rounds = self._limits.num_rounds if is_decode else 1
+        most = self._limits.spec.max_emitted if is_decode else 1
         least = [int(chunk.is_final) for chunk in plan.chunks] or [1] * len(plan.rows)
-        lens = [len(ids) for ids in result.emitted_ids]
-        if len(lens) != len(least) or not all(
-            low <= n <= low * most for low, n in zip(least, lens, strict=True)
+        rounds = [[len(ids) for ids in emitted] for emitted in result.rounds]
+        if [len(lens) for lens in rounds] != [len(least)] * num_rounds or not all(
+            low <= n <= low * most for lens in rounds for low, n in zip(least, lens, strict=True)
         ):
             raise InvariantError(
-                f"step {plan.step} emitted {lens} ids; expected a number from {least} on, and at "
-                f"most {most}, for its {len(least)} rows"
+                f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
+                f"number from {least} on, and at most {most}, for its {len(least)} rows"
             )
 
     def _commit_row(self, tenancy: Tenancy, ids: tuple[int, ...], kind: StepKind) -> StreamChunk:

@@ -4,7 +4,7 @@ A Sequence lives from submit to its last chunk. A Tenancy is one stay of it in a
 ends a tenancy, not the sequence. Both are mutable and owned by the scheduler alone. Nothing here
 knows the queue, the pool, or the device.
 
-The cut also lives here: the one place where a step's ids are shortened, from which text, ids and
+The cut also lives here: the one place where a round's ids are shortened, from which text, ids and
 counters all derive.
 """
 
@@ -42,6 +42,7 @@ class Tenancy:
     fill_ids: prompt and what had been emitted at admission. page_ids: what the row owns, in order
     of position. num_filled: fill tokens dispatched. steps_in_flight: dispatched, uncollected steps
     that name the row; until it is 0, slot and pages stay taken, also when `ended`.
+    rounds_in_flight: rounds of the decodes among them.
     """
 
     row: RowRef
@@ -50,7 +51,7 @@ class Tenancy:
     page_ids: list[int]
     num_filled: int = 0
     steps_in_flight: int = 0
-    decodes_in_flight: int = 0
+    rounds_in_flight: int = 0
     is_prefill_read: bool = False
     ended: bool = False
 
@@ -82,14 +83,14 @@ class Tenancy:
 
     @property
     def emitting_in_flight(self) -> int:
-        """Unread steps that emit at least one token each: decodes and the final chunk."""
+        """What is unread and emits at least one token each: rounds and the final chunk."""
         awaits_root = self.is_prefill_dispatched and not self.is_prefill_read
-        return self.decodes_in_flight + awaits_root
+        return self.rounds_in_flight + awaits_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What is left of one step's ids: the ids, their text, and why the sequence ends, if so."""
+    """What is left of one round's ids: the ids, their text, and why the sequence ends, if so."""
 
     ids: tuple[int, ...]
     text: str
@@ -143,7 +144,7 @@ class Sequence:
         return (*self.request.prompt_ids, *self.emitted_ids)
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
-        """Cuts one step's ids once and appends what is left to the output.
+        """Cuts one round's ids once and appends what is left to the output.
 
         Order of the rules: a stop string, then a stop token or EOS, then the length. A stop token
         on the last token allowed is a stop. A stop token is kept as an id and has no text, unless

@@ -1,7 +1,8 @@
-"""Speculative decoding, whole: the two functions that run on the device.
+"""Speculative decoding, whole: the functions that run on the device.
 
-    prefill_step       KV of a chunk of each prompt; behind the last chunk, the first token (root)
-    speculative_step   propose -> score -> settle -> extend: from 1 to S + 1 tokens a row
+    prefill_step         KV of a chunk of each prompt; behind the last chunk, the first token (root)
+    speculative_step     propose -> score -> settle -> extend: from 1 to S + 1 tokens a row
+    speculative_rounds   several such steps, one behind the other, without the host
 
     propose   the drafter guesses a tree of N - 1 tokens behind the root
     score     one target forward over all N nodes
@@ -9,7 +10,7 @@
               what was guessed right, and the token behind it is the bonus
     extend    the draft reads what was emitted, with the target's features: the next level 1
 
-Both are pure: (program, params, state, batch) -> (state', output). A chain is a tree with K = 1,
+All are pure: (program, params, state, batch) -> (state', output). A chain is a tree with K = 1,
 plain decoding a tree of one node, greedy is temperature 0: there is no other path through here.
 """
 
@@ -89,6 +90,28 @@ def speculative_step(
     )
     num_emitted = verified.num_accepted + 1
     return next_state, jnp.concatenate((num_emitted[:, None], verified.emitted_ids), axis=1)
+
+
+def speculative_rounds(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    batch: DecodeBatch,
+    *,
+    num_rounds: int,
+) -> tuple[EngineState, Int[Array, "_ M1"]]:
+    """`num_rounds` steps, each from where the last one ended: i32[num_rounds * B, 1 + M], by round.
+
+    The host grants pages for all of them before the first.
+    """
+    # Unrolled: XLA for an H200 makes one CUDA graph of all rounds, of a loop one graph a round
+    # inside a while. On a CPU a loop's rounds ran slower, too. Neither copies a pool (decision 8).
+    outputs = []
+    for _ in range(num_rounds):
+        state, output = speculative_step(program, params, state, batch)
+        outputs.append(output)
+        batch = dataclasses.replace(batch, grants=batch.grants[:0])
+    return state, jnp.concatenate(outputs, axis=0)
 
 
 def _extend_emitted(

@@ -6,7 +6,7 @@ computes a step when it is dispatched and hands the result over when it is colle
 knows no more than it would of a device.
 
 The token at position p of a request is token_at(request, p), whatever the batch, the chunking or
-the acceptance; a decode step at length L accepts accepted_at(request, L) drafts. What the checks
+the acceptance; a round at length L accepts accepted_at(request, L) drafts. What the checks
 cover is listed at `FakeRunner`.
 """
 
@@ -32,6 +32,7 @@ from jspec.core.plan import (
 )
 from jspec.core.request import MAX_SEED, Request
 from jspec.core.shapes import powers_of_two
+from jspec.scheduler import budget
 from jspec.testing.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
@@ -97,6 +98,7 @@ def small_limits(
     chunk_size: int = 16,
     prefill_rows: int = 2,
     overlap_depth: int = 1,
+    num_rounds: int = 1,
     max_queued_requests: int = 8,
 ) -> ServeLimits:
     """ServeLimits of a toy engine; 0/1/1 is plain decoding."""
@@ -117,6 +119,7 @@ def small_limits(
         prefill_buckets=powers_of_two(1, chunk_size),
         prefill_rows=prefill_rows,
         overlap_depth=overlap_depth,
+        num_rounds=num_rounds,
         max_queued_requests=max_queued_requests,
     )
 
@@ -132,7 +135,7 @@ class FakeRow:
     num_emitted: int = 0
     read_len: int = 0  # L as of the collected steps
     num_read: int = 0
-    unread_decodes: int = 0
+    unread_rounds: int = 0
     steps_in_flight: int = 0
 
     @property
@@ -153,8 +156,10 @@ class FakeRunner:
     - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
       contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
       that the request would really emit.
-    - Decode: the final chunk is dispatched; the reservation holds for what the host can have read,
-      and the device's true length stays within it; some token is left to emit.
+    - Decode: the final chunk is dispatched; some token is left to emit; for each round that may be
+      of use, the reservation holds for what the host can have read, and the device's true length
+      stays within it; rounds behind a row's end stay within the table; no page is granted that is
+      not needed.
     """
 
     def __init__(
@@ -194,14 +199,16 @@ class FakeRunner:
         if plan.kind is StepKind.PREFILL:
             for admission in plan.admissions:
                 self._admit(admission)
-            emitted = tuple(self._prefill(chunk) for chunk in plan.chunks)
+            by_row = [self._prefill(chunk) for chunk in plan.chunks]
         else:
             self._grant(plan)
-            emitted = tuple(self._decode(row) for row in plan.rows)
+            by_row = [self._decode(row) for row in plan.rows]
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        self._in_flight.append((plan, StepResult(step=plan.step, emitted_ids=emitted)))
+        self._in_flight.append(
+            (plan, StepResult(step=plan.step, rounds=tuple(zip(*by_row, strict=True))))
+        )
         self.plans.append(plan)
 
     def collect(self) -> StepResult:
@@ -212,13 +219,15 @@ class FakeRunner:
         plan, result = self._in_flight.popleft()
         if plan.step == self._fail_at_step:
             raise RuntimeError(f"the fake device failed at step {plan.step}")
-        for ref, ids in zip(plan.row_refs, result.emitted_ids, strict=True):
-            row = self._rows[ref.slot]
-            row.steps_in_flight -= 1
-            row.num_read += len(ids)
-            if plan.kind is StepKind.DECODE:
-                row.unread_decodes -= 1
-                row.read_len += len(ids)
+        for ref in plan.row_refs:
+            self._rows[ref.slot].steps_in_flight -= 1
+        for emitted in result.rounds:
+            for ref, ids in zip(plan.row_refs, emitted, strict=True):
+                row = self._rows[ref.slot]
+                row.num_read += len(ids)
+                if plan.kind is StepKind.DECODE:
+                    row.unread_rounds -= 1
+                    row.read_len += len(ids)
         return result
 
     def _check_thread(self) -> None:
@@ -290,7 +299,7 @@ class FakeRunner:
         self._page_owner[page] = ref
         self._rows[ref.slot].page_ids.append(page)
 
-    def _prefill(self, chunk: PrefillChunk) -> tuple[int, ...]:
+    def _prefill(self, chunk: PrefillChunk) -> tuple[tuple[int, ...], ...]:
         row = self._row(chunk.row)
         fill_ids, end = row.admission.fill_ids, chunk.start + len(chunk.token_ids)
         _require(chunk.start == row.num_filled, f"chunk at {chunk.start} after {row.num_filled}")
@@ -302,9 +311,9 @@ class FakeRunner:
         next_id = None if row.is_filled else fill_ids[end]
         _require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
         if not row.is_filled:
-            return ()
+            return ((),)
         row.num_emitted = 1
-        return (self._token_at(row.admission.request, row.seq_len),)
+        return ((self._token_at(row.admission.request, row.seq_len),),)
 
     def _grant(self, plan: StepPlan) -> None:
         refs = {ref.slot: ref for ref in plan.rows}
@@ -315,38 +324,70 @@ class FakeRunner:
         for grant in plan.grants:
             self._check_grant(grant, self._row(refs[grant.slot]))
             self._own(grant.page, refs[grant.slot])
+        for slot in per_slot:
+            row = self._rows[slot]
+            needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
+            _require(needed > without, f"slot {slot} needs {needed} and had {without} granted")
 
     def _check_grant(self, grant: PageGrant, row: FakeRow) -> None:
         _require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
         _require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
 
-    def _decode(self, ref: RowRef) -> tuple[int, ...]:
-        row, spec = self._row(ref), self._limits.spec
-        request = row.admission.request
+    def _needed(self, row: FakeRow) -> int:
+        """Positions that the rounds of the next step may write to any purpose."""
+        spec = self._limits.spec
+        first = row.read_len + row.unread_rounds * spec.max_emitted
+        final = first + (self._limits.num_rounds - 1) * spec.max_emitted
+        return max(first, min(final, self._last(row))) + spec.num_scratch_rows
+
+    def _last(self, row: FakeRow) -> int:
+        """Length at which the request's last token may be still to come."""
+        admission, sampling = row.admission, row.admission.request.sampling
+        most = budget.clip_max_new_tokens(
+            self._limits, admission.prompt_len, sampling.max_new_tokens
+        )
+        return budget.last_committed(admission.prompt_len, most)
+
+    def _decode(self, ref: RowRef) -> tuple[tuple[int, ...], ...]:
+        """The row's ids, round by round."""
+        row = self._row(ref)
         _require(row.is_filled, f"{ref} decodes before its final chunk")
-        reserved = spec.reserved_tokens(row.read_len, unread_steps=row.unread_decodes)
+        reserved = row.read_len + row.unread_rounds * self._limits.spec.max_emitted
+        reserved += self._limits.spec.num_scratch_rows
         owned = self._num_owned(row)
         _require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
-        written = row.seq_len + spec.num_scratch_rows
-        _require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+        _require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
         self._check_tokens_left(row)
+        return tuple(self._run_round(row) for _ in range(self._limits.num_rounds))
+
+    def _run_round(self, row: FakeRow) -> tuple[int, ...]:
+        spec, ref, request = self._limits.spec, row.admission.row, row.admission.request
+        last, owned = self._last(row), self._num_owned(row)
+        written = row.seq_len + spec.num_scratch_rows
+        if row.seq_len <= last:
+            start = min(row.read_len + row.unread_rounds * spec.max_emitted, last)
+            reserved = start + spec.num_scratch_rows
+            _require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+            _require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+        width = self._limits.pages_per_row * self._limits.page_size
+        _require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
         num_accepted = self._accepted_at(request, row.seq_len)
         _require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
         row.seq_len += len(emitted)
         row.num_emitted += len(emitted)
-        row.unread_decodes += 1
+        row.unread_rounds += 1
         return emitted
 
     def _check_tokens_left(self, row: FakeRow) -> None:
-        """What the host has read, plus one token for each unread emitting step, is below the cap.
+        """What the host has read, and a token for each unread round or chunk, is below the cap.
 
         num_read is 0 while the final chunk is unread, and that chunk then counts as one.
         """
         admission = row.admission
         before = len(admission.fill_ids) - admission.prompt_len
-        known = before + max(row.num_read, 1) + row.unread_decodes
+        known = before + max(row.num_read, 1) + row.unread_rounds
         most = admission.request.sampling.wanted_tokens
         _require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
 

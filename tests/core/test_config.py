@@ -86,23 +86,25 @@ def test_limits_of_the_worked_sizes() -> None:
     st.sampled_from([(0, 1, 1), (3, 1, 4), (4, 4, 16), (5, 8, 4)]),
     st.sampled_from([1, 4, 16, 64]),
     st.integers(0, 2),
+    st.integers(1, 5),
     st.integers(0, 500),
 )
 def test_the_page_table_is_wide_enough_at_every_page_size(
-    spec: tuple[int, int, int], page_size: int, depth: int, committed: int
+    spec: tuple[int, int, int], page_size: int, depth: int, num_rounds: int, committed: int
 ) -> None:
     limits = replace(
         LIMITS,
         spec=eagle(*spec) if spec[0] else SpeculativeConfig.plain(),
         page_size=page_size,
         overlap_depth=depth,
+        num_rounds=num_rounds,
         context_length=500,
         num_pages=1000,
     )
     reserved = limits.reserved_tokens_at_most(committed)
     assert shapes.num_pages(reserved, page_size) <= limits.pages_per_row
     # From one plan to the next a row grows by at most the step that was read in between.
-    later = limits.reserved_tokens_at_most(committed + limits.spec.max_emitted)
+    later = limits.reserved_tokens_at_most(committed + num_rounds * limits.spec.max_emitted)
     new = shapes.num_pages(later, page_size) - shapes.num_pages(reserved, page_size)
     assert new <= limits.grants_per_row
 
@@ -112,6 +114,8 @@ def test_the_page_table_is_wide_enough_at_every_page_size(
     [
         ({"overlap_depth": 3}, "overlap_depth is 3; expected 0, 1 or 2"),
         ({"overlap_depth": -1}, "overlap_depth is -1"),
+        ({"num_rounds": 0}, "num_rounds is 0; expected at least 1"),
+        ({"num_rounds": 1.5}, "num_rounds is 1.5; expected an integer"),
         ({"page_size": 0}, "page_size is 0; expected at least 1"),
         ({"num_pages": 0}, "0 pages of 16 tokens; one request needs at least 1 pages"),
         ({"page_size": 1, "num_pages": 8}, "8 pages of 1 tokens; .* at least 9 pages"),

@@ -52,7 +52,7 @@ def test_reservation_holds_every_write_of_every_step_in_flight(
     num_draft_tokens = num_steps + 1
     reserved = shapes.reserved_tokens(
         committed,
-        unread_steps=unread,
+        unread_rounds=unread,
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=num_draft_tokens,

@@ -167,8 +167,18 @@ def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
 
 def test_results_come_back_by_row() -> None:
     decoded = np.array([[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]])
-    result = unpack_result(DECODE, decoded)
+    result = unpack_result(DECODE, decoded, LIMITS)
     assert result.step == 7
-    assert result.emitted_ids == ((41, 42), (43,), (1, 2, 3, 4))
+    assert result.rounds == (((41, 42), (43,), (1, 2, 3, 4)),)
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
-    assert unpack_result(PREFILL, prefilled).emitted_ids == ((), (77,))
+    assert unpack_result(PREFILL, prefilled, LIMITS).rounds == (((), (77,)),)
+
+
+def test_results_of_several_rounds_come_back_by_round() -> None:
+    limits = replace(LIMITS, num_rounds=2)
+    first = [[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]]
+    second = [[1, 51, 0, 0, 0], [3, 52, 53, 54, 0], [1, 55, 0, 0, 0], [1, 9, 9, 9, 9]]
+    result = unpack_result(DECODE, np.array(first + second), limits)
+    assert result.rounds == (((41, 42), (43,), (1, 2, 3, 4)), ((51,), (52, 53, 54), (55,)))
+    prefilled = np.array([[0, 0], [1, 77], [0, 0]])
+    assert unpack_result(PREFILL, prefilled, limits).rounds == (((), (77,)),)

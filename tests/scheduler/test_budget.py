@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import RequestError
 from jspec.scheduler import budget
 from jspec.testing.fake_runner import small_limits
 
 EXAMPLE = small_limits(steps_topk_nodes=(3, 1, 4), page_size=4, num_pages=6)
+THREE_ROUNDS = replace(EXAMPLE, num_rounds=3)
+FAR = 1000  # `last` of a sequence that does not end soon
 
 
 def test_worked_example() -> None:
     assert budget.capacity(EXAMPLE) == 24
     assert budget.pages_for_admission(EXAMPLE, 10, num_tokens_left=12) == 4
-    assert budget.pages_for_decode(EXAMPLE, 10, unread_steps=0) == 4
-    assert budget.pages_for_decode(EXAMPLE, 10, unread_steps=1) == 5
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=0, last=FAR) == 4
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=1, last=FAR) == 5
     assert budget.clip_max_new_tokens(EXAMPLE, 10, 100) == 12
+
+
+def test_worked_example_of_three_rounds() -> None:
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=0, last=FAR) == 6
+    last = budget.last_committed(10, 5)
+    assert last == 13
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=0, last=last) == 5
+    assert budget.pages_for_admission(THREE_ROUNDS, 10, num_tokens_left=5) == 5
+    # Unread rounds may all emit M; the first of this step behind them is reserved for in full.
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=3, last=last) == 7
+
+
+@pytest.mark.parametrize("most", [None, 5, 100])
+def test_rounds_never_shorten_what_may_be_asked_for(most: int | None) -> None:
+    limits = replace(EXAMPLE, context_length=200)
+    clipped = budget.clip_max_new_tokens(limits, 10, most)
+    assert budget.clip_max_new_tokens(replace(limits, num_rounds=9), 10, most) == clipped
 
 
 def test_the_last_token_needs_no_scratch() -> None:
@@ -62,6 +83,7 @@ LIMITS = st.fixed_dictionaries(
         "page_size": st.sampled_from([1, 4, 16, 64]),
         "num_pages": st.integers(40, 80),
         "overlap_depth": st.integers(0, 2),
+        "num_rounds": st.integers(1, 5),
     }
 )
 
@@ -78,6 +100,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
             budget.clip_max_new_tokens(limits, prompt_len, wanted)
         return
     most = budget.clip_max_new_tokens(limits, prompt_len, wanted)
+    last = budget.last_committed(prompt_len, most)
     assert 1 <= most <= wanted
     assert prompt_len + most <= limits.context_length
     for num_out in range(most):
@@ -85,20 +108,30 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
         pages = budget.pages_for_admission(limits, fill_len, num_tokens_left=left)
         assert pages <= limits.num_pages
         if left > 1:  # the decode after this prefill, and every later one, starts within `last`
-            assert fill_len <= budget.last_committed(prompt_len, most)
-            assert budget.pages_for_decode(limits, fill_len, unread_steps=0) == pages
+            assert fill_len <= last
+            needed = budget.pages_for_decode(limits, fill_len, unread_rounds=0, last=last)
+            assert needed == pages
+            # Never more than what its last useful round needs.
+            positions = last + limits.spec.num_scratch_rows
+            assert needed <= shapes.num_pages(positions, limits.page_size)
 
 
-@given(knobs=LIMITS, committed=st.integers(1, 126), unread=st.integers(0, 2))
+@given(
+    knobs=LIMITS, committed=st.integers(1, 126), unread=st.integers(0, 2), last=st.integers(1, 126)
+)
 def test_growth_of_one_step_fits_the_grants_and_the_table(
-    knobs: dict[str, Any], committed: int, unread: int
+    knobs: dict[str, Any], committed: int, unread: int, last: int
 ) -> None:
     limits = small_limits(**knobs)
     if unread > limits.overlap_depth:
         return
-    before = budget.pages_for_decode(limits, committed, unread_steps=unread)
-    after = budget.pages_for_decode(limits, committed, unread_steps=unread + 1)
-    assert after - before <= limits.grants_per_row
+    before, after = (
+        budget.pages_for_decode(
+            limits, committed, unread_rounds=steps * limits.num_rounds, last=last
+        )
+        for steps in (unread, unread + 1)
+    )
+    assert 0 <= after - before <= limits.grants_per_row
     assert min(before, limits.num_pages) <= limits.pages_per_row  # a row never owns more
 
 
@@ -108,5 +141,27 @@ def test_headroom_never_asks_for_less_than_the_next_step_or_more_than_the_end(
 ) -> None:
     limits = small_limits(**knobs)
     ahead = budget.pages_ahead(limits, committed, last=last)
-    assert ahead >= budget.pages_for_decode(limits, committed, unread_steps=0)
-    assert ahead <= budget.pages_for_decode(limits, max(committed, last), unread_steps=0)
+    end = max(committed, last)
+    assert ahead >= budget.pages_for_decode(limits, committed, unread_rounds=0, last=last)
+    assert ahead <= budget.pages_for_decode(limits, end, unread_rounds=0, last=last)
+
+
+@given(
+    knobs=LIMITS, committed=st.integers(1, 126), unread=st.integers(0, 10), last=st.integers(1, 126)
+)
+def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
+    knobs: dict[str, Any], committed: int, unread: int, last: int
+) -> None:
+    limits = small_limits(**knobs)
+    most, size = limits.spec.max_emitted, limits.page_size
+    owned = size * budget.pages_for_decode(limits, committed, unread_rounds=unread, last=last)
+    for later in range(limits.num_rounds):
+        start = committed + (unread + later) * most
+        if later == 0 or start <= last:
+            assert start + limits.spec.num_scratch_rows <= owned
+        else:  # it starts at most here; where it starts at `last` or before, it is of use
+            assert last + limits.spec.num_scratch_rows <= owned
+    single = small_limits(**{**knobs, "num_rounds": 1})
+    alone = budget.pages_for_decode(single, committed, unread_rounds=unread, last=last)
+    reserved = single.spec.reserved_tokens(committed, unread_rounds=unread)
+    assert alone == shapes.num_pages(reserved, size)

@@ -70,7 +70,7 @@ def test_a_good_walk() -> None:
     runner = started()
     runner.dispatch(decode(2, ROW))
     result = runner.collect()
-    assert result.emitted_ids == (tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),)
+    assert result.rounds == ((tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),),)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jspec.core.errors import QueueFullError, RequestError
 from jspec.core.plan import StepPlan
-from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
+from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
 from jspec.scheduler.budget import capacity, clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.sequence import count_verification, empty_counters
 from jspec.testing.fake_runner import FakeRunner, hash_token, random_acceptance, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 
@@ -30,6 +31,7 @@ class Interleavings(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 16, 64]),
         capacity_pages=st.integers(1, 3),
         depth=st.integers(0, 2),
+        num_rounds=st.sampled_from([1, 2, 3, 7]),
         num_slots=st.integers(1, 4),
         chunk_size=st.integers(1, 16),
         prefill_rows=st.integers(1, 3),
@@ -42,6 +44,7 @@ class Interleavings(RuleBasedStateMachine):
         page_size: int,
         capacity_pages: int,
         depth: int,
+        num_rounds: int,
         num_slots: int,
         chunk_size: int,
         prefill_rows: int,
@@ -57,11 +60,11 @@ class Interleavings(RuleBasedStateMachine):
             chunk_size=chunk_size,
             prefill_rows=prefill_rows,
             overlap_depth=depth,
+            num_rounds=num_rounds,
             max_queued_requests=4,
         )
-        self.runner = FakeRunner(
-            self.limits, accepted_at=random_acceptance(acceptance, spec[0], salt=salt)
-        )
+        self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
+        self.runner = FakeRunner(self.limits, accepted_at=self.accepted_at)
         self.scheduler = Scheduler(self.limits, make_stream=FakeTextStream.for_request)
         self.in_flight: deque[StepPlan] = deque()
         self.requests: dict[str, Request] = {}
@@ -193,6 +196,22 @@ class Interleavings(RuleBasedStateMachine):
             assert text == text_of(ids)
         else:
             assert (ids, text, last.finish) == (expected.ids, expected.text, expected.finish)
+            if last.num_retractions == 0:  # a prefill would begin other rounds
+                assert chunks[-1].counters == self.counted(request, num_out=len(ids))
+
+    def counted(self, request: Request, *, num_out: int) -> SpecCounters:
+        """Counters of rounds run one at a time until num_out tokens are out."""
+        counters, out = empty_counters(self.limits.spec), 1
+        while out < num_out:
+            num_emitted = self.accepted_at(request, len(request.prompt_ids) + out - 1) + 1
+            counters = count_verification(
+                counters,
+                self.limits.spec,
+                num_emitted=num_emitted,
+                num_kept=min(num_emitted, num_out - out),
+            )
+            out += num_emitted
+        return counters
 
     def check_totals(self, last_chunks: list[StreamChunk]) -> None:
         stats = self.scheduler.stats

@@ -77,7 +77,7 @@ def test_alone_a_newcomer_needs_its_first_decode_only() -> None:
 
 
 def test_beside_others_a_newcomer_leaves_their_headroom() -> None:
-    # Headroom is 9 steps of 4 tokens, depth 1 included. The newcomer: 8 + 36 + 4 positions, 12
+    # Headroom is 9 rounds of 4 tokens, depth 1 included. The newcomer: 8 + 36 + 4 positions, 12
     # pages. The other, at 8 with 5 pages: 12 - 5 = 7 more.
     newcomer, other = make_sequence(8, arrival=1), make_sequence(8)
     seat(other, num_filled=8, num_pages=5)
@@ -96,21 +96,21 @@ def test_headroom_ends_where_the_sequence_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_filled", "decodes", "max_new_tokens", "expected"),
+    ("num_filled", "rounds", "max_new_tokens", "expected"),
     [
         (3, 0, 9, False),  # the final chunk is not dispatched
         (4, 0, 9, True),  # it is, and unread: the device knows the root
         (4, 0, 1, False),  # the unread chunk emits the only token
-        (4, 1, 2, False),  # the chunk and one decode emit two at least
+        (4, 1, 2, False),  # the chunk and one round emit two at least
         (4, 1, 3, True),
     ],
 )
 def test_may_decode_with_an_unread_prefill(
-    num_filled: int, decodes: int, max_new_tokens: int, expected: bool
+    num_filled: int, rounds: int, max_new_tokens: int, expected: bool
 ) -> None:
     sequence = make_sequence(4, max_new_tokens=max_new_tokens)
     tenancy = seat(sequence, num_filled=num_filled)
-    tenancy.decodes_in_flight = decodes
+    tenancy.rounds_in_flight = rounds
     assert policy.may_decode(sequence) is expected
 
 
@@ -119,9 +119,9 @@ def test_may_decode_counts_what_was_read() -> None:
     tenancy = seat(sequence, num_filled=4)
     tenancy.is_prefill_read = True
     sequence.emitted_ids = [1, 2, 3]
-    tenancy.decodes_in_flight = 1
+    tenancy.rounds_in_flight = 1
     assert policy.may_decode(sequence)
-    tenancy.decodes_in_flight = 2
+    tenancy.rounds_in_flight = 2
     assert not policy.may_decode(sequence)
 
 

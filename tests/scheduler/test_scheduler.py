@@ -315,15 +315,15 @@ def test_results_out_of_order_or_out_of_shape_raise() -> None:
     first = bench.must_dispatch(StepKind.PREFILL)
     second = bench.must_dispatch(StepKind.DECODE)
     with pytest.raises(InvariantError, match="oldest step in flight, 1"):
-        bench.scheduler.commit(second, StepResult(step=2, emitted_ids=((1,),)))
+        bench.scheduler.commit(second, StepResult(step=2, rounds=(((1,),),)))
     with pytest.raises(InvariantError, match="result 2"):
-        bench.scheduler.commit(first, StepResult(step=2, emitted_ids=((1,),)))
+        bench.scheduler.commit(first, StepResult(step=2, rounds=(((1,),),)))
     for wrong in ((), ((),), ((1, 2),), ((1,), (2,))):
         with pytest.raises(InvariantError, match="step 1 emitted"):
-            bench.scheduler.commit(first, StepResult(step=1, emitted_ids=wrong))
+            bench.scheduler.commit(first, StepResult(step=1, rounds=(wrong,)))
     bench.collect()
     with pytest.raises(InvariantError, match="step 2 emitted"):
-        bench.scheduler.commit(second, StepResult(step=2, emitted_ids=((1,) * 5,)))
+        bench.scheduler.commit(second, StepResult(step=2, rounds=(((1,) * 5,),)))
 
 
 def test_plain_decoding_is_one_token_a_step_and_no_verification() -> None:

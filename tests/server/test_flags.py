@@ -191,6 +191,15 @@ def test_defaults_in_the_docs_are_the_defaults() -> None:
             ), field.name
 
 
+def test_rounds_a_step_are_an_engine_argument() -> None:
+    assert parse("--num-continuous-decode-steps", "4").engine == {"num_continuous_decode_steps": 4}
+    with pytest.raises(ConfigError, match="num_continuous_decode_steps is 0; expected an integer"):
+        parse("--num-continuous-decode-steps", "0")
+    for value in (None, True, 1.5, "2", -1):
+        with pytest.raises(ConfigError, match=r"num_continuous_decode_steps is .* of at least 1"):
+            EngineArgs.from_mapping({"num_continuous_decode_steps": value})
+
+
 def test_the_docs_hold_the_table() -> None:
     message = "docs/server.md is out of date: replace its tables by the output of `jspec flags`"
     assert markdown_table().strip() in DOCS.read_text(encoding="utf-8"), message

@@ -68,7 +68,9 @@ def tiny_params() -> tuple[Params, Params]:
     return target, head
 
 
-def limits_of(spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200) -> ServeLimits:
+def limits_of(
+    spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200, num_rounds: int = 1
+) -> ServeLimits:
     return ServeLimits(
         spec=spec,
         num_slots=NUM_SLOTS,
@@ -79,6 +81,7 @@ def limits_of(spec: SpeculativeConfig, *, page_size: int, num_tokens: int = 3200
         prefill_buckets=(32,),
         prefill_rows=4,
         overlap_depth=2,
+        num_rounds=num_rounds,
     )
 
 
@@ -123,6 +126,7 @@ def build(
     shards: int = 1,
     params: tuple[Params, Params] | None = None,
     variants: tuple[bool, ...] = (False, True),
+    num_rounds: int = 1,
     backend: Backend = "xla",
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
@@ -148,7 +152,7 @@ def build(
             empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
             draft_params = {"head": head_params, "dial": empty}
     program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
-    limits = limits_of(spec, page_size=page_size)
+    limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
     placed = place(mesh, {"target": target_params, "draft": draft_params})
     executables = compile_all(
         {full: dataclasses.replace(program, full=full) for full in (False, True)},
@@ -195,7 +199,7 @@ class Served:
     """What came out of one run.
 
     accepted[i]: num_accepted of each verification of request i, those behind its end included.
-    accepted_together: num_accepted of all rows of each decode step.
+    accepted_together: num_accepted of all rows of each round.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -260,12 +264,15 @@ async def _serve(view: ViewRunner, requests: list[Request]) -> Served:
     }
     accepted: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for plan, result in decodes:
-        for row, emitted in zip(plan.rows, result.emitted_ids, strict=True):
-            accepted[owner[row]].append(len(emitted) - 1)
+        for round_ids in result.rounds:
+            for row, emitted in zip(plan.rows, round_ids, strict=True):
+                accepted[owner[row]].append(len(emitted) - 1)
     return Served(
         accepted=tuple(tuple(accepted[request.request_id]) for request in requests),
         accepted_together=tuple(
-            tuple(len(emitted) - 1 for emitted in result.emitted_ids) for _, result in decodes
+            tuple(len(emitted) - 1 for emitted in round_ids)
+            for _, result in decodes
+            for round_ids in result.rounds
         ),
         ids=tuple(ids for ids, _ in drained),
         per_request=tuple(counters for _, counters in drained),

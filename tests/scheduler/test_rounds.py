@@ -1,0 +1,214 @@
+"""Several rounds a step: what comes out is what single rounds give, chunk for chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jspec.core.config import ServeLimits
+from jspec.core.errors import InvariantError
+from jspec.core.plan import PageGrant, StepKind, StepResult
+from jspec.core.request import FinishKind, StreamChunk
+from jspec.scheduler import budget
+from jspec.testing.fake_runner import (
+    FakeRunner,
+    PlanError,
+    random_acceptance,
+    scripted_tokens,
+    small_limits,
+)
+from jspec.testing.fake_text import ids_of
+from tests.scheduler import test_fake_runner as walk
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+
+THREE = small_limits(num_rounds=3)
+
+
+def chunks_of(limits: ServeLimits, *, acceptance: float) -> dict[str, list[StreamChunk]]:
+    """Five requests that end in every way, in a pool that is large enough for all."""
+    accepted_at = random_acceptance(acceptance, limits.spec.num_steps)
+    bench = Bench(limits, FakeRunner(limits, accepted_at=accepted_at))
+    bench.submit(
+        make_request("length", max_new_tokens=21),
+        make_request("one", max_new_tokens=1),
+        make_request("id", max_new_tokens=60, stop_token_ids=[3, 8]),
+        make_request("text", max_new_tokens=60, stop=["e", "qx"]),
+        make_request("least", max_new_tokens=60, min_new_tokens=17, stop=list("abcdefgh")),
+    )
+    bench.run_all()
+    stats = bench.scheduler.stats
+    assert (stats.num_free_pages, stats.num_leaked_pages) == (stats.num_pages, 0)
+    return bench.chunks
+
+
+@pytest.mark.parametrize("spec", [(0, 1, 1), (3, 1, 4), (2, 2, 4)])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("num_rounds", [2, 3, 8])
+def test_chunks_and_counters_are_those_of_single_rounds(
+    spec: tuple[int, int, int], depth: int, num_rounds: int
+) -> None:
+    limits = small_limits(
+        steps_topk_nodes=spec, num_slots=5, num_pages=256, chunk_size=64, overlap_depth=depth
+    )
+    for acceptance in (0.3, 0.9):
+        single = chunks_of(limits, acceptance=acceptance)
+        several = chunks_of(replace(limits, num_rounds=num_rounds), acceptance=acceptance)
+        assert several == single
+    kinds = [chunks[-1].finish and chunks[-1].finish.kind for chunks in single.values()]
+    assert set(kinds) == {FinishKind.LENGTH, FinishKind.STOP}
+
+
+def test_one_step_brings_the_chunks_of_its_rounds() -> None:
+    bench = Bench(THREE, FakeRunner(THREE, accepted_at=lambda _r, length: length % 2))
+    bench.submit(make_request(prompt_len=5, max_new_tokens=30))
+    bench.must_dispatch(StepKind.PREFILL)
+    bench.must_dispatch(StepKind.DECODE)
+    bench.collect()
+    # L = 5 accepts one and emits two, then L = 7 and L = 9 do the same.
+    assert [len(chunk.new_ids) for chunk in bench.collect()] == [2, 2, 2]
+
+
+def test_rounds_behind_an_end_are_dropped_and_counted_nowhere() -> None:
+    script = scripted_tokens({"r": ids_of("abzabcabcabcabc")})
+    bench = Bench(THREE, FakeRunner(THREE, token_at=script, accepted_at=lambda _r, _l: 3))
+    bench.submit(make_request(max_new_tokens=30, stop_token_ids=[25]))
+    bench.must_dispatch(StepKind.PREFILL)
+    bench.must_dispatch(StepKind.DECODE)
+    bench.collect()
+    (last,) = bench.collect()
+    assert last.finish is not None
+    assert last.finish.matched == 25
+    stats = bench.scheduler.stats
+    assert (last.counters.verify_ct, stats.counters, stats.num_emitted) == (1, last.counters, 3)
+    assert stats.num_free_pages == stats.num_pages
+
+
+def test_an_abort_drops_all_rounds_in_flight_and_keeps_the_pages_until_then() -> None:
+    bench = Bench(THREE)
+    bench.submit(make_request(max_new_tokens=50))
+    bench.must_dispatch(StepKind.PREFILL)
+    bench.must_dispatch(StepKind.DECODE)
+    bench.collect()
+    bench.must_dispatch(StepKind.DECODE)
+    assert bench.scheduler.abort("r") is not None
+    assert bench.collect() == ()
+    assert bench.scheduler.stats.num_free_pages < bench.scheduler.stats.num_pages
+    assert bench.collect() == ()
+    assert bench.scheduler.stats.num_free_pages == bench.scheduler.stats.num_pages
+    assert bench.scheduler.stats.num_emitted == 1
+
+
+@pytest.mark.parametrize(("max_new_tokens", "num_decodes"), [(1, 0), (2, 1), (4, 1), (5, 2)])
+def test_rounds_in_flight_bound_what_is_dispatched(max_new_tokens: int, num_decodes: int) -> None:
+    # The final chunk emits one token, and each of a step's three rounds one at least.
+    bench = Bench(small_limits(num_rounds=3, overlap_depth=2))
+    bench.submit(make_request(max_new_tokens=max_new_tokens))
+    while bench.dispatch():
+        pass
+    assert [plan.kind for plan in bench.in_flight][1:] == [StepKind.DECODE] * num_decodes
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 9])
+@pytest.mark.parametrize("num_accepted", [0, 3])
+def test_a_sequence_alone_fills_the_same_pool_whatever_the_rounds(
+    num_rounds: int, num_accepted: int
+) -> None:
+    # As of one round: 24 positions, scratch 4, prompt 10, at most 12 tokens (see budget.py).
+    limits = small_limits(num_pages=6, page_size=4, overlap_depth=2, num_rounds=num_rounds)
+    bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: num_accepted))
+    request = make_request(prompt_len=10, max_new_tokens=100)
+    bench.submit(request)
+    bench.run_all()
+    assert bench.output("r") == expected_ids(request, 12)
+    assert bench.chunks["r"][-1].num_retractions == 0
+
+
+@pytest.mark.parametrize("context_length", [2, 3, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_tiny_context_is_filled_to_its_end(context_length: int, page_size: int) -> None:
+    limits = small_limits(
+        context_length=context_length, page_size=page_size, num_rounds=7, overlap_depth=2
+    )
+    bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: 3))
+    requests = [
+        make_request(name, prompt_len=1, max_new_tokens=context_length - 1) for name in "ab"
+    ]
+    bench.submit(*requests)
+    bench.run_all()
+    for request in requests:
+        assert bench.output(request.request_id) == expected_ids(request, context_length - 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_page_pressure_changes_no_token(depth: int, page_size: int) -> None:
+    num_pages = 160 // page_size
+    limits = small_limits(num_pages=num_pages, page_size=page_size, overlap_depth=depth)
+    bench = Bench(replace(limits, num_rounds=3))
+    requests = [make_request(name, prompt_len=2, max_new_tokens=100) for name in "abc"]
+    bench.submit(*requests)
+    bench.run_all()
+    for request in requests:
+        assert bench.output(request.request_id) == expected_ids(request, 100)
+    assert bench.chunks["a"][-1].num_retractions == 0
+    assert bench.scheduler.stats.num_retractions > 0
+    assert bench.scheduler.stats.num_free_pages == num_pages
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3, 8])
+def test_a_row_owns_no_page_behind_its_last_useful_round(num_rounds: int) -> None:
+    limits = small_limits(page_size=1, overlap_depth=0, num_rounds=num_rounds)
+    bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: 0))
+    bench.submit(make_request(prompt_len=5, max_new_tokens=20))
+    bench.run_all()
+    plans = bench.runner.plans
+    owned = sum(len(admission.page_ids) for plan in plans for admission in plan.admissions)
+    owned += sum(len(plan.grants) for plan in plans)
+    assert owned == budget.last_committed(5, 20) + limits.spec.num_scratch_rows
+
+
+def test_a_result_of_another_number_of_rounds_raises() -> None:
+    bench = Bench(THREE)
+    bench.submit(make_request(max_new_tokens=30))
+    first = bench.must_dispatch(StepKind.PREFILL)
+    second = bench.must_dispatch(StepKind.DECODE)
+    with pytest.raises(InvariantError, match=r"step 1 emitted .* expected 1 rounds"):
+        bench.scheduler.commit(first, StepResult(step=1, rounds=(((1,),),) * 3))
+    bench.collect()
+    for wrong in ((((1,),),) * 2, (((1,),), ((1,),), ()), (((1,),), ((1,),), ((),))):
+        with pytest.raises(InvariantError, match=r"step 2 emitted .* expected 3 rounds"):
+            bench.scheduler.commit(second, StepResult(step=2, rounds=wrong))
+
+
+# The fake runner's rules about rounds, each broken once.
+
+
+def started(*, max_new_tokens: int) -> FakeRunner:
+    """One row, prefilled and collected: L = 5, 12 positions owned; each round emits 4."""
+    limits = replace(walk.LIMITS, num_rounds=3)
+    runner = FakeRunner(limits, accepted_at=lambda _r, _l: 3)
+    sampling = replace(walk.REQUEST.sampling, max_new_tokens=max_new_tokens)
+    request = replace(walk.REQUEST, sampling=sampling)
+    admission = replace(walk.admission(), request=request)
+    runner.dispatch(walk.prefill(1, walk.chunk(), admit=(admission,)))
+    runner.collect()
+    return runner
+
+
+def grants(count: int) -> tuple[PageGrant, ...]:
+    return tuple(PageGrant(1, 3 + i, 4 + i) for i in range(count))
+
+
+def test_later_rounds_must_be_reserved_for_as_far_as_they_are_of_use() -> None:
+    # The third round starts at 13 at most and writes up to 17: two pages more than the first 12.
+    for count in (0, 1):
+        with pytest.raises(PlanError, match=r"needs 1[37] positions and owns 1[26]"):
+            started(max_new_tokens=40).dispatch(walk.decode(2, walk.ROW, grants=grants(count)))
+    started(max_new_tokens=40).dispatch(walk.decode(2, walk.ROW, grants=grants(2)))
+    started(max_new_tokens=4).dispatch(walk.decode(2, walk.ROW))  # the last one starts at 7
+
+
+def test_a_page_that_no_round_needs_is_refused() -> None:
+    with pytest.raises(PlanError, match="slot 1 needs 17 and had 20 granted"):
+        started(max_new_tokens=40).dispatch(walk.decode(2, walk.ROW, grants=grants(3)))

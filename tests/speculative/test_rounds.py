@@ -1,0 +1,244 @@
+"""Several rounds in one program: the same tokens and counters as one at a time, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.core.plan import StepKind
+from jspec.core.request import FinishKind, Request, StreamChunk
+from jspec.scheduler.loop import EngineLoop
+from jspec.scheduler.scheduler import Scheduler
+from jspec.testing.fake_text import FakeTextStream
+from tests.engine.pool_copies import pool_copies
+from tests.speculative.engines import (
+    CONTEXT,
+    Compiled,
+    ViewRunner,
+    build,
+    dial_for,
+    make_request,
+    plain_ids,
+    serve,
+    spec_of,
+)
+
+ROUNDS, PAGE = 3, 4
+CHAIN, TREE = (2, 1, 3), (2, 2, 4)
+FULL: dict[str, Any] = {"top_p": 0.95, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+
+
+@functools.cache
+def chain_engine(num_rounds: int = ROUNDS) -> Compiled:
+    return build(spec_of(*CHAIN), page_size=PAGE, variants=(False,), num_rounds=num_rounds)
+
+
+@functools.cache
+def tree_engine() -> Compiled:
+    return build(spec_of(*TREE), page_size=PAGE, variants=(True,), num_rounds=ROUNDS)
+
+
+def six_requests(**sampling: Any) -> list[Request]:
+    """Greedy and sampled by turns; their ends fall on every round of a step."""
+    return [
+        make_request(
+            i,
+            prompt_len=4 + 5 * i,
+            seed=300 + i,
+            temperature=float(i % 2),
+            max_new_tokens=17 + 10 * i,
+            ignore_eos=True,
+            **sampling,
+        )
+        for i in range(6)
+    ]
+
+
+def with_stop_ids(requests: list[Request]) -> list[Request]:
+    """Each stops at an id that plain decoding gives it somewhere in the middle."""
+    stopped = []
+    for request in requests:
+        ids = plain_ids(request)
+        sampling = dataclasses.replace(request.sampling, stop_token_ids=(ids[len(ids) // 2],))
+        stopped.append(dataclasses.replace(request, sampling=sampling))
+    return stopped
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_chain_in_rounds_gives_the_same_tokens(depth: int) -> None:
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    dial = dial_for(requests, expected)
+    served = serve(chain_engine(), requests, overlap_depth=depth, dial=dial)
+    assert list(served.ids) == expected
+    assert all(served.counters.accept_histogram)
+    assert (served.num_leaked_pages, served.num_retractions) == (0, 0)
+    assert served.num_free_pages == chain_engine().limits.num_pages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_chain_in_rounds_gives_the_same_counters(depth: int) -> None:
+    requests = six_requests()
+    dial = dial_for(requests, [plain_ids(request) for request in requests])
+    single = serve(chain_engine(1), requests, overlap_depth=depth, dial=dial)
+    several = serve(chain_engine(), requests, overlap_depth=depth, dial=dial)
+    assert several.ids == single.ids
+    assert several.per_request == single.per_request
+    assert several.counters == single.counters
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_tree_in_rounds_with_filters_and_penalties(depth: int) -> None:
+    requests = six_requests(**FULL)
+    expected = [plain_ids(request) for request in requests]
+    served = serve(tree_engine(), requests, overlap_depth=depth, dial=dial_for(requests, expected))
+    assert list(served.ids) == expected
+    assert all(served.counters.accept_histogram)
+    assert any(len(set(counts)) > 1 for counts in served.accepted_together)
+    assert served.num_free_pages == tree_engine().limits.num_pages
+
+
+@pytest.mark.parametrize("sampling", [{}, {"min_new_tokens": 12}])
+def test_a_stop_id_in_any_round_ends_the_text_there(sampling: dict[str, Any]) -> None:
+    """Of a minimum length the tree's full program masks the ids until it is reached."""
+    engine = tree_engine() if sampling else chain_engine()
+    more = FULL if sampling else {}
+    requests = with_stop_ids(six_requests(**more, **sampling))
+    expected = [plain_ids(request) for request in requests]
+    assert any(
+        len(ids) < request.sampling.wanted_tokens
+        for request, ids in zip(requests, expected, strict=True)
+    )
+    served = serve(engine, requests, num_slots=2, dial=dial_for(requests, expected))
+    assert list(served.ids) == expected
+    assert served.num_free_pages == engine.limits.num_pages
+
+
+def test_rows_at_the_end_of_the_context_write_into_no_other() -> None:
+    """Rows fill the context to its last token beside one that goes on, in a pool that is full."""
+    lengths = (CONTEXT - 40, CONTEXT - 11, CONTEXT - 2, 20)
+    requests = [
+        make_request(
+            i,
+            prompt_len=length,
+            seed=500 + i,
+            temperature=float(i % 2),
+            max_new_tokens=min(CONTEXT - length, 120),
+            ignore_eos=True,
+        )
+        for i, length in enumerate(lengths)
+    ]
+    expected = [plain_ids(request) for request in requests]
+    assert [len(ids) for ids in expected] == [40, 11, 2, 120]
+    num_pages = 4 * CONTEXT // PAGE - 40
+    served = serve(
+        chain_engine(),
+        requests,
+        overlap_depth=2,
+        dial=dial_for(requests, expected),
+        num_pages=num_pages,
+    )
+    assert list(served.ids) == expected
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
+
+
+def test_retraction_between_rounds_changes_no_token() -> None:
+    requests = [
+        make_request(i, prompt_len=9 + i, seed=70 + i, temperature=i % 2, max_new_tokens=130)
+        for i in range(4)
+    ]
+    expected = [plain_ids(request) for request in requests]
+    served = serve(
+        chain_engine(), requests, dial=dial_for(requests, expected), num_pages=80, chunk_size=8
+    )
+    assert list(served.ids) == expected
+    assert served.num_retractions > 0
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, 80)
+
+
+def test_an_abort_between_rounds_ends_one_request_and_no_other() -> None:
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    limits = dataclasses.replace(chain_engine().limits, overlap_depth=1)
+    view = ViewRunner(chain_engine().runner(dial=dial_for(requests, expected)), limits)
+
+    async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        loop = EngineLoop(scheduler, view)
+        streams = [loop.submit(request) for request in requests]
+
+        async def drain(i: int) -> list[StreamChunk]:
+            chunks = []
+            async for chunk in streams[i]:
+                chunks.append(chunk)
+                if i == 5 and len(chunks) == 3:
+                    assert loop.abort("r5")
+            return chunks
+
+        drained = await asyncio.gather(*(drain(i) for i in range(6)))
+        while scheduler.stats.num_steps_in_flight:
+            await asyncio.sleep(0.001)
+        await loop.close()
+        return drained, scheduler
+
+    drained, scheduler = asyncio.run(run())
+    ids = [tuple(i for chunk in chunks for i in chunk.new_ids) for chunks in drained]
+    assert ids[:5] == expected[:5]
+    assert ids[5] == expected[5][: len(ids[5])]
+    assert len(ids[5]) < len(expected[5])
+    last = drained[5][-1].finish
+    assert last is not None
+    assert last.kind is FinishKind.ABORT
+    assert scheduler.stats.num_free_pages == limits.num_pages
+    assert scheduler.stats.num_emitted == sum(len(row) for row in ids)
+
+
+def test_a_step_of_several_rounds_copies_no_pool_and_is_donated() -> None:
+    for compiled in (chain_engine(), tree_engine()):
+        runner = compiled.runner()
+        before = runner.state
+        shapes = {x.shape for x in (*before.kv, *before.draft_kv)}
+        for key, executable in compiled.executables.items():
+            text = executable.as_text()
+            for shape in shapes:
+                assert pool_copies(text, shape) == [], key
+        view = ViewRunner(runner, compiled.limits)
+        asyncio.run(_first_chunks(view))
+        assert all(x.is_deleted() for x in (*before.kv, *before.draft_kv))
+        decodes = [result for plan, result in view.steps if plan.kind is StepKind.DECODE]
+        assert {len(result.rounds) for result in decodes} == {ROUNDS}
+
+
+async def _first_chunks(view: ViewRunner) -> None:
+    loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
+    async for _ in loop.submit(six_requests(**FULL if view.limits.spec.topk > 1 else {})[0]):
+        pass
+    await loop.close()
+
+
+def test_what_nobody_wrote_stays_unread_behind_an_end() -> None:
+    """NaN in both pools: rounds behind an end read past what was written, and spoil no row."""
+    requests = six_requests()
+    expected = [plain_ids(request) for request in requests]
+    runner = chain_engine().runner(dial=dial_for(requests, expected))
+    spoil = functools.partial(jax.tree.map, lambda x: np.full(x.shape, np.nan, x.dtype))
+    state = runner.state
+    spoiled = dataclasses.replace(state, kv=spoil(state.kv), draft_kv=spoil(state.draft_kv))
+    runner.replace_state(jax.device_put(spoiled, jax.tree.map(lambda x: x.sharding, state)))
+    view = ViewRunner(runner, dataclasses.replace(chain_engine().limits, num_slots=8))
+
+    async def run() -> list[tuple[int, ...]]:
+        loop = EngineLoop(Scheduler(view.limits, make_stream=FakeTextStream.for_request), view)
+        streams = [loop.submit(request) for request in requests]
+        ids = [tuple([i async for chunk in s for i in chunk.new_ids]) for s in streams]
+        await loop.close()
+        return ids
+
+    assert asyncio.run(run()) == expected
