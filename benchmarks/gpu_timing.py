@@ -57,6 +57,23 @@ def seconds_per_call(
     return median(seconds)
 
 
+def sustained_seconds(
+    run: Callable[..., Any], arguments: Sequence[Any], calls: int, *, seconds: float = 0.5
+) -> float:
+    """Median seconds of one of the `calls` programs that one `run` enqueues, under lasting load:
+    the device is kept busy for `seconds` before the first sample and for as long while sampling."""
+    once = max(seconds_per_call(run, arguments, calls, samples=1) * calls, 1e-5)
+    repeats = max(1, round(seconds / 10 / once))
+    found = []
+    for _ in range(20):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            out = run(*arguments)
+        jax.block_until_ready(out)
+        found.append((time.perf_counter() - started) / (repeats * calls))
+    return median(found[10:])
+
+
 def compiled_in_waves(
     jobs: Sequence[tuple[Key, Callable[[], Any]]], *, wave: int, workers: int
 ) -> Iterator[tuple[Key, Callable[[], Any]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
@@ -24,6 +25,9 @@ _PARAM_RULES: dict[tuple[str, str], PartitionSpec] = {
     ("lm_head", "kernel"): PartitionSpec(None, TENSOR_AXIS),
     ("draft", "draft_ids"): PartitionSpec(TENSOR_AXIS),
 }
+# Weights that the Hopper kernels read along their inputs. Seen as [in, out] everywhere; there their
+# memory holds [out, in], so that the instruction takes a tile of any multiple of 8 columns.
+_BY_COLUMNS = {("gate_up", "kernel")}
 _STATE_RULES: dict[str, PartitionSpec] = {
     "kv": PartitionSpec(None, None, TENSOR_AXIS, None),
     "draft_kv": PartitionSpec(None, None, TENSOR_AXIS, None),
@@ -48,6 +52,24 @@ def param_specs(params: Any) -> Any:
         return _PARAM_RULES.get((names[-2], names[-1]), PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(rule, params)
+
+
+def param_places(mesh: Mesh, params: Any, *, by_columns: bool) -> Any:
+    """Where every array of {"target": ..., "draft": ...} lives: for jax.device_put and jax.jit.
+
+    by_columns: for a backend that reads some weights along their inputs (Backend "gpu"); those
+    get a Format, which orders memory and leaves shapes alone.
+    """
+
+    def place(path: tuple[Any, ...], spec: PartitionSpec) -> NamedSharding | Format:
+        names, split = _names(path), NamedSharding(mesh, spec)
+        turned = by_columns and (names[-2], names[-1]) in _BY_COLUMNS
+        return Format(Layout(major_to_minor=(1, 0)), split) if turned else split
+
+    specs = param_specs(params)
+    return jax.tree_util.tree_map_with_path(
+        place, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
 
 
 def state_specs(state: Any) -> Any:

@@ -106,7 +106,10 @@ def lower(
     to_shardings = partial(sharding.shardings, mesh)
     jitted = jax.jit(
         step,
-        in_shardings=tuple(to_shardings(specs) for specs in in_specs),
+        in_shardings=(
+            sharding.param_places(mesh, params, by_columns=program.target.by_columns),
+            *(to_shardings(specs) for specs in in_specs[1:]),
+        ),
         out_shardings=(to_shardings(in_specs[1]), to_shardings(PartitionSpec())),
         donate_argnums=(1,),
     )

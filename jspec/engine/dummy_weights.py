@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding
 
 from jspec.core import sharding
@@ -22,14 +23,16 @@ from jspec.core.noise import mix32
 STD = 0.02
 
 
-def dummy_params(abstract: dict[str, Any], *, mesh: Mesh, vocab_size: int) -> dict[str, Any]:
+def dummy_params(
+    abstract: dict[str, Any], *, mesh: Mesh, vocab_size: int, by_columns: bool = False
+) -> dict[str, Any]:
     """Arrays for `abstract` ({"target": ..., "draft": ...} of shapes), sharded as the rules say.
 
     Matrices and tables are normal with a standard deviation of 0.02, norms are 1, biases 0;
     draft_ids ascend evenly over the target's vocabulary. The same shapes give the same weights,
-    whatever the number of devices.
+    whatever the number of devices. by_columns: as sharding.param_places takes it.
     """
-    places = sharding.shardings(mesh, sharding.param_specs(abstract))
+    places = sharding.param_places(mesh, abstract, by_columns=by_columns)
     maker = _Maker(vocab_size)
     made: dict[str, Any] = jax.tree_util.tree_map_with_path(maker.make, abstract, places)
     return jax.block_until_ready(made)
@@ -43,7 +46,7 @@ class _Maker:
         self._programs: dict[Any, Any] = {}
 
     def make(
-        self, path: tuple[Any, ...], like: jax.ShapeDtypeStruct, place: NamedSharding
+        self, path: tuple[Any, ...], like: jax.ShapeDtypeStruct, place: NamedSharding | Format
     ) -> jax.Array:
         """The array at `path`, which alone decides its seed."""
         name = jax.tree_util.keystr(path)

@@ -104,12 +104,25 @@ def load_models(
     draft_config = _draft_config(args, paths.draft, target_config, shards=mesh.size)
     layers = (target_config, draft_config.layer)
     backend = resolve_backend(args, mesh, dtype=dtype, layers=layers)
+    # A verification multiplies many tokens at once, which the Hopper kernel does best so; decoding
+    # one token a row is slower by 1% (docs/kernels.md), and plain decoding stays with [in, out].
+    by_columns = backend == "gpu"
     target, abstract = PagedLlama.create(
-        target_config, shard=shard, dtype=dtype, aux_layer_ids=draft_config.aux_layer_ids
+        target_config,
+        shard=shard,
+        dtype=dtype,
+        aux_layer_ids=draft_config.aux_layer_ids,
+        by_columns=by_columns,
     )
-    placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
-    head, abstract = PagedEagle3.create(draft_config, shard=shard, dtype=dtype)
-    draft = _draft_params(args, paths.draft, draft_config, abstract, placed, mesh=mesh)
+    placed = _target_params(
+        args, paths.target, target_config, abstract, mesh=mesh, by_columns=by_columns
+    )
+    head, abstract = PagedEagle3.create(
+        draft_config, shard=shard, dtype=dtype, by_columns=by_columns
+    )
+    draft = _draft_params(
+        args, paths.draft, draft_config, abstract, placed, mesh=mesh, by_columns=by_columns
+    )
     drafter = EagleDrafter(
         head, args.speculative, backend, draft_noise=args.speculative_draft_noise
     )
@@ -163,15 +176,25 @@ def _draft_config(
 
 
 def _target_params(
-    args: EngineArgs, path: Path, config: TransformerConfig, abstract: Params, *, mesh: Mesh
+    args: EngineArgs,
+    path: Path,
+    config: TransformerConfig,
+    abstract: Params,
+    *,
+    mesh: Mesh,
+    by_columns: bool = False,
 ) -> Params:
     """The target's params on the mesh, in the dtype of `abstract`: read, or made."""
     if args.load_format == "dummy":
-        made = dummy_params({"target": abstract}, mesh=mesh, vocab_size=config.vocab_size)
-        return made["target"]
+        return dummy_params(
+            {"target": abstract},
+            mesh=mesh,
+            vocab_size=config.vocab_size,
+            by_columns=by_columns,
+        )["target"]
     dtype = abstract["embed"]["table"].dtype
     weights = load_llama(path, config, dtype=np.dtype(dtype), shards=mesh.size)
-    return place(mesh, {"target": weights})["target"]
+    return place(mesh, {"target": weights}, by_columns=by_columns)["target"]
 
 
 def _draft_params(
@@ -182,24 +205,27 @@ def _draft_params(
     target_params: Params,
     *,
     mesh: Mesh,
+    by_columns: bool,
 ) -> Params:
     """The head's params on the mesh; a dummy head reads the target's embedding, as most do."""
     if args.load_format == "dummy":
         own = {name: value for name, value in abstract.items() if name != "embed"}
         vocab_size = config.layer.vocab_size
-        made = dummy_params({"draft": own}, mesh=mesh, vocab_size=vocab_size)["draft"]
+        made = dummy_params(
+            {"draft": own}, mesh=mesh, vocab_size=vocab_size, by_columns=by_columns
+        )["draft"]
         return {**made, "embed": target_params["embed"]}
     dtype = abstract["fc"]["kernel"].dtype
     weights = load_eagle3(
         path, config, target_params=target_params, dtype=np.dtype(dtype), shards=mesh.size
     )
-    return place(mesh, {"draft": weights})["draft"]
+    return place(mesh, {"draft": weights}, by_columns=by_columns)["draft"]
 
 
-def place(mesh: Mesh, params: dict[str, Any]) -> dict[str, Any]:
+def place(mesh: Mesh, params: dict[str, Any], *, by_columns: bool = False) -> dict[str, Any]:
     """Puts each array where its rule says (core.sharding)."""
-    specs = sharding.param_specs(params)
-    placed: dict[str, Any] = jax.device_put(params, sharding.shardings(mesh, specs))
+    places = sharding.param_places(mesh, params, by_columns=by_columns)
+    placed: dict[str, Any] = jax.device_put(params, places)
     return placed
 
 

@@ -21,7 +21,7 @@ from jspec.core.config import Eagle3Config
 from jspec.layers.attention import Attend, Attention
 from jspec.layers.embedding import Embedding
 from jspec.layers.linear import Linear, Shard
-from jspec.layers.mlp import GatedMLP
+from jspec.layers.mlp import GatedMLP, GatedProduct
 from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
 
 
@@ -47,13 +47,14 @@ class Eagle3Layer(nnx.Module):
         positions: Int[Array, "*b"],
         attend: Attend,
         add_and_norm: AddAndNorm | None = None,
+        gated_product: GatedProduct | None = None,
     ) -> Float[Array, "*b E"]:
         normed = self.hidden_norm(hidden)
         wide = jnp.concatenate((self.input_norm(embedded), normed), axis=-1)
         residual = normed if self.norm_before_residual else hidden
         stream = Residual(x=residual, delta=self.attention(wide, positions, attend))
         x, normed = self.post_norm.of_sum(stream, add_and_norm)
-        return x + self.mlp(normed)
+        return x + self.mlp(normed, gated_product)
 
 
 class DraftVocabulary(nnx.Variable[Any]):

@@ -18,7 +18,7 @@ from jspec.core.config import TransformerConfig
 from jspec.layers.attention import Attend, Attention
 from jspec.layers.embedding import Embedding
 from jspec.layers.linear import Linear, Shard
-from jspec.layers.mlp import GatedMLP
+from jspec.layers.mlp import GatedMLP, GatedProduct
 from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
 
 Params = dict[str, Any]
@@ -42,11 +42,12 @@ class LlamaLayer(nnx.Module):
         positions: Int[Array, "*b"],
         attend: Attend,
         add_and_norm: AddAndNorm | None = None,
+        gated_product: GatedProduct | None = None,
     ) -> Residual:
         x, normed = self.input_norm.of_sum(stream, add_and_norm)
         stream = Residual(x=x, delta=self.attention(normed, positions, attend))
         x, normed = self.post_norm.of_sum(stream, add_and_norm)
-        return Residual(x=x, delta=self.mlp(normed))
+        return Residual(x=x, delta=self.mlp(normed, gated_product))
 
 
 class Llama(nnx.Module):

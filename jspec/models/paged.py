@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int
 from jspec.core.config import Eagle3Config, TransformerConfig
 from jspec.layers.attention import Rotation, kv_heads_per_shard, rotate_and_split
 from jspec.layers.linear import Shard, logits_of
+from jspec.layers.mlp import GatedProduct
 from jspec.layers.norm import AddAndNorm, Residual
 from jspec.models.eagle3 import Eagle3
 from jspec.models.llama import Llama, Params, bind, split, trunk
-from jspec.pallas_kernels import add_norm_gpu, fused_attention_gpu
+from jspec.pallas_kernels import add_norm_gpu, fused_attention_gpu, gated_matmul_gpu
 from jspec.pallas_kernels.paged_attention import (
     Backend,
     is_gpu_kernel,
@@ -51,6 +52,23 @@ class AttentionSettings:
         if not self.has_gpu_kernels:
             return None
         return partial(add_norm_gpu.add_and_norm, interpret=self.backend == "gpu_interpret")
+
+    def gated_product(
+        self, num_tokens: int, layer: Params, *, by_columns: bool
+    ) -> GatedProduct | None:
+        """One kernel for an MLP's first product and its gate, where the backend has a faster one
+        for so many tokens. Interpreted it takes minutes at the sizes that it serves: XLA's there.
+
+        by_columns: how the weights lie (sharding.param_places).
+        """
+        weights = layer["mlp"]["gate_up"]["kernel"]
+        size, width = weights.shape
+        if self.backend != "gpu":
+            return None
+        tuning = gated_matmul_gpu.choose_gated(
+            num_tokens, size, width, dtype=weights.dtype, by_columns=by_columns
+        )
+        return None if tuning is None else partial(gated_matmul_gpu.gated_product, tuning=tuning)
 
 
 class PagedAttend:
@@ -96,7 +114,7 @@ class PagedAttend:
         return out[..., : heads.shape[-1]]  # a pool may be wider than a head
 
 
-@partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
+@partial(jax.jit, static_argnames=("definition", "settings", "by_columns"), inline=False)
 def _llama_layer(
     params: Params,
     stream: Residual,
@@ -105,9 +123,12 @@ def _llama_layer(
     *,
     definition: nnx.GraphDef[Any],
     settings: AttentionSettings,
+    by_columns: bool,
 ) -> tuple[Residual, jax.Array]:
     attend, add_and_norm = PagedAttend(pages, rows, settings), settings.add_and_norm
-    stream = bind(definition, params)(stream, rows.q_positions, attend, add_and_norm)
+    gated_product = settings.gated_product(stream.x.shape[0], params, by_columns=by_columns)
+    layer = bind(definition, params)
+    stream = layer(stream, rows.q_positions, attend, add_and_norm, gated_product)
     if add_and_norm is None:  # nothing to gain by waiting; and XLA rounds what leaves an inner jit
         stream = Residual(x=stream.sum())
     return stream, attend.pages
@@ -115,13 +136,17 @@ def _llama_layer(
 
 @dataclass(frozen=True, slots=True)
 class PagedLlama:
-    """A Llama target over its pool. `aux_layer_ids` selects what a draft head will be fed."""
+    """A Llama target over its pool. `aux_layer_ids` selects what a draft head will be fed.
+
+    by_columns: its weights are placed so (sharding.param_places).
+    """
 
     config: TransformerConfig
     shard: Shard
     aux_layer_ids: tuple[int, ...]
     definition: nnx.GraphDef[Any]
     layer_definition: nnx.GraphDef[Any]
+    by_columns: bool = False
 
     @classmethod
     def create(
@@ -131,12 +156,14 @@ class PagedLlama:
         shard: Shard,
         dtype: DTypeLike,
         aux_layer_ids: tuple[int, ...] = (),
+        by_columns: bool = False,
     ) -> tuple[PagedLlama, Params]:
         """The static model and its abstract params (shapes and dtypes)."""
         module = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0), shard=shard))
         definition, abstract = split(module)
         layer_definition, _ = split(module.layers[0])
-        return cls(config, shard, aux_layer_ids, definition, layer_definition), abstract
+        made = cls(config, shard, aux_layer_ids, definition, layer_definition, by_columns)
+        return made, abstract
 
     def forward(
         self,
@@ -157,6 +184,7 @@ class PagedLlama:
                 rows,
                 definition=self.layer_definition,
                 settings=settings,
+                by_columns=self.by_columns,
             )
             return stream
 
@@ -175,7 +203,7 @@ class PagedLlama:
         return shard_ids(self.config.vocab_size, self.shard)
 
 
-@partial(jax.jit, static_argnames=("definition", "settings"), inline=False)
+@partial(jax.jit, static_argnames=("definition", "settings", "by_columns"), inline=False)
 def _eagle3_layer(
     params: Params,
     embedded: jax.Array,
@@ -185,30 +213,33 @@ def _eagle3_layer(
     *,
     definition: nnx.GraphDef[Any],
     settings: AttentionSettings,
+    by_columns: bool,
 ) -> tuple[jax.Array, jax.Array]:
     attend = PagedAttend(pages, rows, settings)
     layer = bind(definition, params)
-    y = layer(embedded, hidden, rows.q_positions, attend, settings.add_and_norm)
+    gated_product = settings.gated_product(hidden.shape[0], params, by_columns=by_columns)
+    y = layer(embedded, hidden, rows.q_positions, attend, settings.add_and_norm, gated_product)
     return y, attend.pages
 
 
 @dataclass(frozen=True, slots=True)
 class PagedEagle3:
-    """An EAGLE-3 head over its own pool (one layer)."""
+    """An EAGLE-3 head over its own pool (one layer). by_columns: as PagedLlama's."""
 
     config: Eagle3Config
     shard: Shard
     definition: nnx.GraphDef[Any]
     layer_definition: nnx.GraphDef[Any]
+    by_columns: bool = False
 
     @classmethod
     def create(
-        cls, config: Eagle3Config, *, shard: Shard, dtype: DTypeLike
+        cls, config: Eagle3Config, *, shard: Shard, dtype: DTypeLike, by_columns: bool = False
     ) -> tuple[PagedEagle3, Params]:
         module = nnx.eval_shape(lambda: Eagle3(config, dtype=dtype, rngs=nnx.Rngs(0), shard=shard))
         definition, abstract = split(module)
         layer_definition, _ = split(module.layer)
-        return cls(config, shard, definition, layer_definition), abstract
+        return cls(config, shard, definition, layer_definition, by_columns), abstract
 
     def features(self, params: Params, aux_hidden: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
         """The target's aux features, fused; applied once, before an extend."""
@@ -233,6 +264,7 @@ class PagedEagle3:
             rows,
             definition=self.layer_definition,
             settings=settings,
+            by_columns=self.by_columns,
         )
         return out, (pages,)
 

@@ -5,15 +5,20 @@ a kernel is run where there is no chip.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
 from jspec.pallas_kernels.tuning import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
+SWIZZLE = 128  # bytes; a tile's rows of 64 bf16 are spread over the banks by it
+MEMBER = "member"  # axis of a cluster's blocks
 NOTHING = -1e30  # the maximum, or height, over no keys: finite, so that differences are never NaN
 
 
@@ -34,6 +39,27 @@ def interpret_options(interpreted: bool) -> dict[str, Any]:
         return {}
     params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
     return {"interpret": params(detect_races=True)}
+
+
+def swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
+    """Transforms of shared memory that TMA fills and the matrix instruction reads."""
+    columns = row_bytes // jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
+
+
+def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> dict[str, Any]:
+    """Of a ring that a producer fills with `copies` copies a stage: "full" and "empty"."""
+    empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+    if cluster > 1:  # a multicast writes into all members: all must be done with the stage
+        empty = plgpu.ClusterBarrier(
+            collective_axes=(MEMBER,), num_arrivals=consumers, num_barriers=stages
+        )
+    return {"full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages), "empty": empty}
+
+
+def each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
+    """body(i) for i in [start, stop)."""
+    lax.fori_loop(start, stop, lambda i, _: body(i), None)
 
 
 def check_attention(

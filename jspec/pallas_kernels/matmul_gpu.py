@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
-from jspec.pallas_kernels.hopper import require_mosaic_gpu
+from jspec.pallas_kernels.hopper import MEMBER, each, require_mosaic_gpu, ring_barriers, swizzled
 from jspec.pallas_kernels.tuning import (
     STAGED_TOKENS,
     Layout,
@@ -37,8 +37,6 @@ from jspec.pallas_kernels.tuning import (
     schedule_of,
 )
 
-SWIZZLE = 128  # bytes; a tile's rows of 64 bf16 are spread over the banks by it
-MEMBER = "member"  # axis of a cluster's blocks
 STAGED_BYTES = 64  # of a row, in each of the two buffers that an epilogue alternates
 
 
@@ -187,36 +185,25 @@ def _width(w: jax.Array, k: int, tuning: MatmulTuning) -> int:
 def _scratch(tuning: MatmulTuning, out_dtype: DTypeLike) -> dict[str, Any]:
     """The ring, its barriers, and the tile that an epilogue stages."""
     stages, consumers = tuning.num_stages, tuning.num_consumers
-    ring = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_swizzled(jnp.bfloat16))
+    ring = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
     w_tile = (tuning.tile_k, tuning.tile_n)
     if tuning.layout is Layout.OUT_IN:
         w_tile = (tuning.tile_n, tuning.tile_k)
-    empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
-    if tuning.cluster > 1:  # a multicast writes into all members: all must be done with the stage
-        empty = plgpu.ClusterBarrier(
-            collective_axes=(MEMBER,), num_arrivals=consumers, num_barriers=stages
-        )
     rows = tuning.rows_per_consumer
     if tuning.rows is Rows.WEIGHTS:
         chunk = min(tuning.tile_m, STAGED_TOKENS)
         staged = plgpu.SMEM((consumers, tuning.num_buffers, chunk, rows), out_dtype)
     else:
         chunk = STAGED_BYTES // jnp.dtype(out_dtype).itemsize
-        transforms = _swizzled(out_dtype, STAGED_BYTES)
+        transforms = swizzled(out_dtype, STAGED_BYTES)
         shape = (consumers, tuning.num_buffers, rows, chunk)
         staged = plgpu.SMEM(shape, out_dtype, transforms=transforms)
     return {
         "x_smem": ring((stages, tuning.tile_m, tuning.tile_k)),
         "w_smem": ring((stages, *w_tile)),
         "staged": staged,
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "empty": empty,
+        **ring_barriers(stages, copies=2, consumers=consumers, cluster=tuning.cluster),
     }
-
-
-def _swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
-    columns = row_bytes // jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
 
 
 def _body(
@@ -270,12 +257,12 @@ def _produce(plan: _Plan, x: Any, w: Any, x_smem: Any, w_smem: Any, full: Any, e
         copy_tokens(step)
 
     first = jnp.minimum(total, tuning.num_stages)
-    _each(0, first, copy_weights)
+    each(0, first, copy_weights)
     if tuning.early_start and not plan.interpreted:
         plgpu.griddepcontrol_wait()
-    _each(0, first, copy_tokens)
-    _each(first, total, refill)
-    _each(total - first, total, partial(_await_release, empty, tuning=tuning))
+    each(0, first, copy_tokens)
+    each(first, total, refill)
+    each(total - first, total, partial(_await_release, empty, tuning=tuning))
 
 
 def _await_release(empty: Any, step: jax.Array, tuning: MatmulTuning) -> None:
@@ -318,7 +305,7 @@ def _consume(
                 def _() -> None:
                     plgpu.barrier_arrive(empty.at[lax.rem(position - 1, tuning.num_stages)])
 
-            _each(step, step + length, multiply)
+            each(step, step + length, multiply)
             return acc[...]
 
         shape = plgpu.WGMMAAccumulatorRef((tuning.rows_per_consumer, columns), jnp.float32)
@@ -331,11 +318,6 @@ def _consume(
 
     lax.while_loop(lambda step: step < total, run, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _each(start: Any, stop: Any, body: Any) -> None:
-    """body(i) for i in [start, stop)."""
-    lax.fori_loop(start, stop, lambda i, _: body(i), None)
 
 
 def _operands(tuning: MatmulTuning, x_tile: Any, w_tile: Any) -> tuple[Any, Any]:

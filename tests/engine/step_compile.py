@@ -133,7 +133,9 @@ class Case:
         return dataclasses.replace(self, limits=limits, state=state)
 
 
-def make_case(model: str, topology: str, shape: str, *, page_size: int, backend: Any) -> Case:
+def make_case(
+    model: str, topology: str, shape: str, *, page_size: int, backend: Any, num_rounds: int = 1
+) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
     program, params = _program(MODELS[model], shape, shards=mesh.size, backend=backend)
@@ -146,6 +148,7 @@ def make_case(model: str, topology: str, shape: str, *, page_size: int, backend:
         decode_buckets=(64,),
         prefill_buckets=(2048,),
         prefill_rows=16,
+        num_rounds=num_rounds,
     )
     case = Case(mesh=mesh, program=program, limits=limits, params=params, state=None)
     case = case.with_pages(limits.num_pages)
@@ -197,10 +200,16 @@ def _program(
             target_hidden_size=config.hidden_size,
             aux_layer_ids=aux,
         )
-        head, params["draft"] = PagedEagle3.create(draft_config, shard=shard, dtype=jnp.bfloat16)
+        head, params["draft"] = PagedEagle3.create(
+            draft_config, shard=shard, dtype=jnp.bfloat16, by_columns=backend == "gpu"
+        )
         drafter = EagleDrafter(head, spec, backend)
     target, params["target"] = PagedLlama.create(
-        config, shard=shard, dtype=jnp.bfloat16, aux_layer_ids=aux
+        config,
+        shard=shard,
+        dtype=jnp.bfloat16,
+        aux_layer_ids=aux,
+        by_columns=backend == "gpu" and num_steps > 0,
     )
     program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
     return program, params
@@ -246,11 +255,10 @@ def main(
     prefill: list[str],
     page_size: int,
     backend: Any,
+    num_rounds: int,
 ) -> None:
-    cases = {
-        shape: make_case(model, topology, shape, page_size=page_size, backend=backend)
-        for shape in shapes
-    }
+    make = partial(make_case, page_size=page_size, backend=backend, num_rounds=num_rounds)
+    cases = {shape: make(model, topology, shape) for shape in shapes}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
         running = [
             (shape, threads.submit(compile_one, case, key))
@@ -272,6 +280,7 @@ if __name__ == "__main__":
     parser.add_argument("--prefill", nargs="*", metavar="S/K/N", help="all, if not given")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla")
+    parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
     arguments = parser.parse_args()
     main(
         arguments.model,
@@ -280,4 +289,5 @@ if __name__ == "__main__":
         prefill=arguments.shapes if arguments.prefill is None else arguments.prefill,
         page_size=arguments.page_size,
         backend=arguments.backend,
+        num_rounds=arguments.num_continuous_decode_steps,
     )

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,26 +27,33 @@ CASES = [
     ("llama-3.1-70b", "v5p:2x2x2", 64, TREE),
 ]
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
 )
-@pytest.mark.parametrize(("model", "topology", "page_size", "prefill"), CASES)
-def test_steps_compile_for_a_tpu(
-    model: str, topology: str, page_size: int, prefill: tuple[str, ...]
-) -> None:
-    module = [sys.executable, "-m", "tests.engine.step_compile", model, topology]
+
+
+def compiled_programs(*arguments: str) -> list[dict[str, Any]]:
+    """What step_compile prints of each program, from a process of its own."""
     done = subprocess.run(
-        [*module, *SHAPES, "--page-size", str(page_size), "--prefill", *prefill, *BACKEND],
+        [sys.executable, "-m", "tests.engine.step_compile", *arguments, *BACKEND],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs_compiler
+@pytest.mark.parametrize(("model", "topology", "page_size", "prefill"), CASES)
+def test_steps_compile_for_a_tpu(
+    model: str, topology: str, page_size: int, prefill: tuple[str, ...]
+) -> None:
+    page = ("--page-size", str(page_size))
+    programs = compiled_programs(model, topology, *SHAPES, *page, "--prefill", *prefill)
     assert len(programs) == len(SHAPES) + len(prefill)
     for program in programs:
         print({name: value for name, value in program.items() if "copies" not in name})
@@ -55,3 +63,14 @@ def test_steps_compile_for_a_tpu(
         assert program["weight_copies"] == [], name
         assert program["device_bytes"] < program["hbm_bytes"], program
         assert program["pool_bytes"] > program["hbm_bytes"] / 3, program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_compiler
+def test_several_rounds_compile_for_a_tpu_and_copy_nothing() -> None:
+    rounds = ("--num-continuous-decode-steps", "3")
+    (program,) = compiled_programs("small", "v5e:2x2", "3/1/4", "--prefill", *rounds)
+    assert program["pool_copies"] == []
+    assert program["weight_copies"] == []
+    assert program["kernels"] >= 3 * 7, "a layer of a round without a Mosaic kernel"

@@ -7,19 +7,30 @@ captured features, queries laid out by one kernel for the next, a bias, and rows
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.config import Eagle3Config
 from jspec.layers.linear import Shard
-from jspec.models.llama import Params
-from jspec.models.paged import AttentionSettings, PagedEagle3, PagedLlama, empty_pool
+from jspec.layers.norm import Residual
+from jspec.models.llama import Params, bind
+from jspec.models.paged import (
+    AttentionSettings,
+    PagedAttend,
+    PagedEagle3,
+    PagedLlama,
+    empty_pool,
+)
+from jspec.pallas_kernels.gated_matmul_gpu import LEAST_TOKENS, gated_product
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.tuning import GatedTuning
 from jspec.testing.tiny_models import tiny_target_config
 
 pytestmark = pytest.mark.skipif(not has_mosaic_gpu(), reason="needs jax 0.11 or later")
@@ -115,3 +126,34 @@ def test_a_draft_head_gives_what_it_gives_over_xla(norm_before_residual: bool) -
     mine, expected = run("gpu_interpret"), run("xla")
     assert_close(mine[0][LIVE], expected[0][LIVE])
     assert_close(mine[1][0][1:], expected[1][0][1:])
+
+
+def test_a_layer_with_a_gated_product_gives_what_it_gives_without() -> None:
+    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128)
+    target, abstract = PagedLlama.create(config, shard=Shard(), dtype=jnp.bfloat16)
+    layer = bind(target.layer_definition, drawn(abstract, 3)["layers"][0])
+    rng = np.random.default_rng(4)
+    stream = Residual(x=jnp.asarray(rng.normal(size=(2 * QUERIES, 64)), jnp.bfloat16))
+    tuning = GatedTuning(tile_n=64, num_stages=2, cluster=1, num_blocks=2)
+    interpreter = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+    hook = partial(gated_product, tuning=tuning, interpret=interpreter)
+
+    def run(hook: Any) -> jax.Array:
+        attend = PagedAttend(pool(1)[0], ROWS, AttentionSettings("xla", QUERIES))
+        out: jax.Array = layer(stream, ROWS.q_positions, attend, None, hook).sum()
+        return out
+
+    assert_close(run(hook)[LIVE], run(None)[LIVE])
+
+
+def test_the_gated_product_is_for_many_tokens_on_a_chip() -> None:
+    def chosen(backend: Any, num_tokens: int, dtype: Any = jnp.bfloat16) -> Any:
+        layer = {"mlp": {"gate_up": {"kernel": jax.ShapeDtypeStruct((4096, 28672), dtype)}}}
+        settings = AttentionSettings(backend, None)
+        return settings.gated_product(num_tokens, layer, by_columns=False)
+
+    assert chosen("gpu", LEAST_TOKENS).func is gated_product
+    assert chosen("gpu", LEAST_TOKENS // 2) is None
+    assert chosen("gpu", LEAST_TOKENS, jnp.float32) is None
+    assert chosen("gpu_interpret", LEAST_TOKENS) is None
+    assert chosen("xla", LEAST_TOKENS) is None

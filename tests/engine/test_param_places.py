@@ -1,0 +1,99 @@
+"""Weights ordered in memory as a kernel reads them: same values, same shapes, same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jspec.core import sharding
+from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.plan import StepKind
+from jspec.engine.compilation import lower
+from jspec.engine.dummy_weights import dummy_params
+from jspec.engine.loading import place
+from jspec.engine.runner import init_state, place_state
+from jspec.engine.transfer import layout_of
+from jspec.layers.linear import Shard
+from jspec.models.llama import Llama, split
+from jspec.models.paged import PagedLlama
+from jspec.speculative.draft import NoDrafter
+from jspec.speculative.step import StepProgram
+from jspec.testing.tiny_models import tiny_target_config
+
+CONFIG = tiny_target_config()
+KEY = (StepKind.DECODE, 2, False)
+
+
+def orders(params: Any) -> dict[str, tuple[int, ...]]:
+    """By path: the axes of each matrix from slowest to fastest."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {
+        jax.tree_util.keystr(path): x.format.layout.major_to_minor for path, x in flat if x.ndim > 1
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("made", [False, True])
+def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: bool) -> None:
+    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    shard = Shard(shards, sharding.TENSOR_AXIS)
+    _, abstract = PagedLlama.create(CONFIG, shard=shard, dtype=jnp.float32)
+    like = {"target": abstract}
+    plain = dummy_params(like, mesh=mesh, vocab_size=CONFIG.vocab_size)
+    if made:
+        turned = dummy_params(like, mesh=mesh, vocab_size=CONFIG.vocab_size, by_columns=True)
+    else:
+        turned = place(mesh, jax.tree.map(np.asarray, plain), by_columns=True)
+    jax.tree.map(np.testing.assert_array_equal, turned, plain)
+    jax.tree.map(
+        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0, turned, plain
+    )
+    found = orders(turned)
+    assert {order for path, order in found.items() if "gate_up" in path} == {(1, 0)}
+    assert {order for path, order in found.items() if "gate_up" not in path} == {(0, 1)}
+
+
+def test_a_step_reads_them_where_they_lie() -> None:
+    """The program takes that order, copies nothing into another, and emits the same token."""
+    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    shard = Shard(1, sharding.TENSOR_AXIS)
+    limits = ServeLimits(
+        spec=SpeculativeConfig.plain(),
+        num_slots=2,
+        num_pages=8,
+        page_size=8,
+        context_length=32,
+        decode_buckets=(2,),
+        prefill_buckets=(8,),
+        prefill_rows=2,
+    )
+    _, weights = split(Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0), shard=Shard()))
+    target, _ = PagedLlama.create(CONFIG, shard=shard, dtype=jnp.float32)
+    spec = limits.spec
+    program = StepProgram(target=target, drafter=NoDrafter(), spec=spec, full=False)
+    packed = layout_of(KEY, limits)
+    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][:] = (1, 2)
+    emitted = []
+    for by_columns in (False, True):
+        state = place_state(init_state(program, limits, shards=1, kv_dtype=jnp.float32), mesh)
+        turned = dataclasses.replace(
+            program, target=dataclasses.replace(target, by_columns=by_columns)
+        )
+        params = place(mesh, {"target": weights, "draft": {}}, by_columns=by_columns)
+        step = lower(KEY, turned, limits, mesh=mesh, params=params, state=state).compile()
+        taken = orders(params)
+        formats, _ = jax.tree_util.tree_flatten_with_path(step.input_formats[0][0])
+        for path, chosen in formats:
+            name = jax.tree_util.keystr(path)
+            assert name not in taken or chosen.layout.major_to_minor == taken[name]
+        _, output = step(params, state, jnp.asarray(packed.pack(fields)))
+        emitted.append(np.asarray(output))
+    np.testing.assert_array_equal(emitted[0], emitted[1])
+    assert emitted[0][:, 0].tolist() == [1, 1]
