@@ -35,17 +35,19 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-continuous-decode-steps", type=int, nargs="+", default=[1])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--depths", type=int, nargs="*", default=[0, 1, 2], help="of the host gap")
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/bundled_speed_cpu.json")
     )
     args = parser.parse_args()
     rounds = args.num_continuous_decode_steps
     engines = {"plain": make_engine(None, args.dtype)}
-    for (name, shape), num_rounds in itertools.product(SHAPES.items(), rounds):
+    for name, num_rounds in itertools.product(args.shapes, rounds):
         full_name = name if num_rounds == 1 else f"{name} x{num_rounds}"
         if full_name not in engines:
             engines[full_name] = make_engine(
-                shape, args.dtype, num_continuous_decode_steps=num_rounds
+                SHAPES[name], args.dtype, num_continuous_decode_steps=num_rounds
             )
     prompts = heldout_prompts(
         engines["plain"].tokenizer, count=args.prompts, length=args.prompt_tokens, seed=1
@@ -62,7 +64,7 @@ def main() -> None:
         f"depth {depth}" + (f" x{num_rounds}" if num_rounds > 1 else ""): host_gap(
             depth, prompts[0], args.dtype, num_rounds=num_rounds
         )
-        for depth, num_rounds in itertools.product((0, 1, 2), rounds)
+        for depth, num_rounds in itertools.product(args.depths, rounds)
     }
     for name, gap in gaps.items():
         print(f"host gap, {name}: {gap}")

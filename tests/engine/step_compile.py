@@ -158,10 +158,12 @@ def make_case(
 
 
 def devices_of(topology: str) -> list[Any]:
-    """A slice of TPUs by its name, or one H200 (with the jax-cuda13 plugin and ptxas)."""
-    if topology == "h200":
+    """A slice of TPUs by its name; "h200", or "h200:2" for two of one host (with the jax-cuda13
+    plugin and ptxas)."""
+    name, _, number = topology.partition(":")
+    if name == "h200":
         described = topologies.get_topology_desc(
-            topology, "cuda", target_config=H200, topology="1x1x1"
+            name, "cuda", target_config=H200, topology=f"1x1x{number or 1}"
         )
     else:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)

@@ -114,7 +114,7 @@ class Compiled:
 
 def mesh_of(shards: int) -> jax.sharding.Mesh:
     """The default device, or as many fake CPU devices (tests/conftest.py makes four)."""
-    devices = jax.devices() if shards == 1 else jax.devices("cpu")
+    devices = jax.devices() if shards <= jax.device_count() else jax.devices("cpu")
     return sharding.make_mesh(devices[:shards])
 
 
