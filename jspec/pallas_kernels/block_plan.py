@@ -26,7 +26,8 @@ NUM_SMS = 132  # of an H100 SXM or H200
 class BlockPlan:
     """What one call's rows and mask mean in blocks: the same for all layers of one window."""
 
-    bounds: jax.Array  # i32[B, 4]: first block, first masked block, block after the last, keys
+    # i32[B, 5]: first block, first masked block, block after the last, keys, valid queries
+    bounds: jax.Array
     words: jax.Array  # i32[B, tiles, edges, block / 32, 64], bit c: the query sees key 32 w + c
     lowest: jax.Array  # i32[B, tiles, 64]: no key in a slot before it is seen (window)
     valid: jax.Array  # bool[B, R]
@@ -77,7 +78,7 @@ def plan_blocks(
     least = jnp.min(jnp.where(valid, lowest, 2**31 - 1), axis=1)
     first = jnp.minimum(least, masked) // block
     edge = masked // block
-    bounds = jnp.stack([first, edge, -(-keys // block), keys], axis=1).astype(jnp.int32)
+    bounds = jnp.stack([first, edge, -(-keys // block), keys, lens], axis=1).astype(jnp.int32)
     edges = num_edge_blocks(tail=tail, queries_per_row=queries_per_row, block_tokens=block)
     slot = edge[:, None] * block + jnp.arange(edges * block, dtype=jnp.int32)
     mask = rows.tail_mask

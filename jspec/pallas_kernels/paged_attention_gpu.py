@@ -3,7 +3,8 @@
 One program of the grid serves one row, one kv head, up to 64 packed queries (group x R, the rows
 of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
 into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
-softmax in float32 registers. Shares are merged by a small second kernel (merge_shares_gpu.py).
+softmax in float32 registers. Shares are merged by a small second kernel (merge_shares_gpu.py);
+one that is a row's whole keys is written to its place in the result, and nothing runs behind it.
 
     splits     shares of a row's keys, so that few rows still fill the chip
     consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
@@ -26,6 +27,7 @@ launch. benchmarks/attention_gpu.py has the speed.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -44,7 +46,7 @@ from jspec.pallas_kernels.hopper import (
     interpret_options,
 )
 from jspec.pallas_kernels.merge_shares_gpu import in_order, merge_shares
-from jspec.pallas_kernels.query_tiles import pack_queries, tiles_of
+from jspec.pallas_kernels.query_tiles import can_place, pack_queries, tiles_of
 from jspec.pallas_kernels.rows import AttentionRows
 
 MAX_QUERIES = 64  # R
@@ -55,7 +57,7 @@ class Tuning:
     """What changes the speed and nothing else. `splits` None: chosen by `choose_splits`."""
 
     block_tokens: int = 64  # keys of one step: 64 or 128
-    stages: int = 3  # blocks in a consumer's ring
+    stages: int = 2  # blocks in a consumer's ring
     consumers: int = 1
     loader: Literal["self", "producer"] = "self"
     weights: Literal["registers", "shared"] = "registers"  # where P is for the second product
@@ -78,6 +80,8 @@ class _Shape:
     num_kv: int
     width: int  # D
     page_size: int
+    queries: int  # R
+    group: int  # heads of a kv head
     tiles: int
     stored: int  # rows of a tile that exist, rounded up to 8
     splits: int
@@ -86,6 +90,7 @@ class _Shape:
     scale: float
     soft_cap: float | None
     windowed: bool
+    has_sinks: bool
     interpreted: bool
 
     @property
@@ -101,6 +106,11 @@ class _Shape:
     @property
     def parts(self) -> int:
         return self.splits * self.tuning.consumers
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a program's result is final, and the program puts it in its place."""
+        return self.parts == 1 and not self.has_sinks and can_place(self.queries, self.group)
 
     @property
     def warpgroups(self) -> int:
@@ -142,14 +152,14 @@ def attend_rows(
         scale=scale,
         soft_cap=soft_cap,
         windowed=window is not None,
+        has_sinks=sinks is not None,
         interpreted=interpret,
     )
-    group = num_heads // shape.num_kv
     if plan is None:
         plan = plan_blocks(
             rows,
             queries_per_row=queries_per_row,
-            group=group,
+            group=shape.group,
             window=window,
             block_tokens=tuning.block_tokens,
         )
@@ -160,7 +170,10 @@ def attend_rows(
         q = pack_queries(q.astype(shape.dtype), *size, width=shape.width)
     packed = q.reshape(-1, shape.stored, shape.width)
     pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
-    parts, heights = _launch(packed, pool, rows.page_table, plan, shape=shape)
+    results = _launch(packed, pool, rows.page_table, plan, shape=shape)
+    if shape.is_direct:
+        return results[0].reshape(num_queries, num_heads, shape.width)
+    parts, heights = results
     sizes = {"num_heads": num_heads, "num_kv": shape.num_kv}
     if shape.parts > 1 or sinks is not None:
         out = merge_shares(parts, heights, plan.valid, sinks, **sizes, interpret=interpret)
@@ -176,25 +189,22 @@ def _shape_of(
     *,
     queries_per_row: int,
     tuning: Tuning,
-    scale: float,
-    soft_cap: float | None,
-    windowed: bool,
-    interpreted: bool,
+    **fixed: Any,  # scale, soft_cap, windowed, has_sinks, interpreted
 ) -> _Shape:
     """Checks what is static, and chooses the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
     used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
     used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
-    check_attention(
-        q, kv_pages, block_tokens=block, shared_bytes=used, scale=scale, soft_cap=soft_cap
-    )
+    limits = {name: fixed[name] for name in ("scale", "soft_cap")}
+    check_attention(q, kv_pages, block_tokens=block, shared_bytes=used, **limits)
     if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
         raise ValueError(
             f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
             f"expected the product, and at most {MAX_QUERIES} per row"
         )
-    tiles, stored = tiles_of(queries_per_row * (q[1] // (two_g // 2)))
+    group = q[1] // (two_g // 2)
+    tiles, stored = tiles_of(queries_per_row * group)
     splits = tuning.splits or choose_splits(
         programs=batch * (two_g // 2) * tiles,
         max_blocks=-(-rows.page_table.shape[1] * page_size // block),
@@ -204,15 +214,14 @@ def _shape_of(
         num_kv=two_g // 2,
         width=width,
         page_size=page_size,
+        queries=queries_per_row,
+        group=group,
         tiles=tiles,
         stored=stored,
         splits=splits,
         tuning=tuning,
         dtype=kv_pages.dtype,
-        scale=scale,
-        soft_cap=soft_cap,
-        windowed=windowed,
-        interpreted=interpreted,
+        **fixed,
     )
 
 
@@ -228,8 +237,13 @@ def _launch(
     *,
     shape: _Shape,
 ) -> list[jax.Array]:
-    """(parts, heights). An inner jit: however many layers call it, it is compiled once."""
+    """[out[B, R, H, D]] if direct, else [parts, heights]. Compiled once, however many layers."""
     tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
+    array: Any = jax.ShapeDtypeStruct
+    results = [
+        array((shape.parts, programs, shape.stored, shape.width), shape.dtype),
+        array((shape.parts, programs, TILE_ROWS), jnp.float32),
+    ]
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     rings = tuning.consumers * tuning.stages
     scratch: dict[str, Any] = {
@@ -248,12 +262,17 @@ def _launch(
         )
     if tuning.loader == "producer":
         scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
+    if shape.is_direct:
+        num_heads = shape.num_kv * shape.group
+        results = [array((shape.batch, shape.queries, num_heads, shape.width), shape.dtype)]
+        # The result lies in tiles that can be cut between any two queries. It takes the queries'
+        # place: two programs could not share a multiprocessor if it had its own.
+        cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), swizzled[1])
+        mean = plgpu.SMEM((1, TILE_ROWS, shape.width), shape.dtype, transforms=cut)
+        scratch["queries"] = plgpu.RefUnion(scratch["queries"], mean)
     kernel = plgpu.kernel(
         functools.partial(_attend, shape),
-        out_type=[
-            jax.ShapeDtypeStruct((shape.parts, programs, shape.stored, shape.width), shape.dtype),
-            jax.ShapeDtypeStruct((shape.parts, programs, TILE_ROWS), jnp.float32),
-        ],
+        out_type=results,
         scratch_types=scratch,
         # The last axis varies fastest: the heads of one page are read at the same time.
         grid=(shape.batch * shape.splits, shape.tiles, shape.num_kv),
@@ -283,13 +302,14 @@ class _Work:
     end: Any
     edge: Any  # first block that needs the mask
     keys: Any  # written slots of the row
+    valid: Any  # queries of the row that are
     program: Any  # index of (row, head, tile) in the packed queries and the results
 
 
 def _locate(shape: _Shape, bounds: Any) -> _Work:
     share, tile, head = (lax.axis_index(name) for name in ("share", "tile", "head"))
     row, split = lax.div(share, shape.splits), lax.rem(share, shape.splits)
-    first, edge, last, keys = (bounds[row, i] for i in range(4))
+    first, edge, last, keys, valid = (bounds[row, i] for i in range(5))
     blocks = last - first
     return _Work(
         row=row,
@@ -300,13 +320,14 @@ def _locate(shape: _Shape, bounds: Any) -> _Work:
         end=first + lax.div(blocks * (split + 1), shape.splits),
         edge=edge,
         keys=keys,
+        valid=valid,
         program=(row * shape.num_kv + head) * shape.tiles + tile,
     )
 
 
 @dataclass(frozen=True)
 class _Refs:
-    """Inputs, results, shared memory and barriers, in the order in which the kernel gets them."""
+    """Inputs, results, shared memory and barriers."""
 
     q: Any
     pool: Any
@@ -314,19 +335,22 @@ class _Refs:
     bounds: Any
     words: Any
     lowest: Any
-    parts: Any
-    heights: Any
+    results: tuple[Any, ...]  # of `_launch`
     ring: Any  # [consumers * stages, block, 2 D]
     queries: Any  # [consumers, 64, D]
     arrived: Any  # the queries are here
     filled: Any  # a slot of a ring is
     emptied: Any = None  # a slot may be filled again (producer)
     weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
+    mean: Any = None  # [1, 64, D], in the queries' place (direct)
 
 
 def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
     """The kernel's body, run by every warpgroup of a program."""
-    refs = _Refs(*args, **scratch)
+    if shape.is_direct:
+        scratch["queries"], scratch["mean"] = scratch["queries"]
+    scratch["results"] = args[6:]
+    refs = _Refs(*args[:6], **scratch)
     warpgroup = lax.axis_index("warpgroup")
     if not shape.interpreted:
         # It is launched before the program ahead of it has ended, whose results it waits for here.
@@ -444,22 +468,51 @@ def _consume(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
     )
     carry = lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
     carry = lax.fori_loop(num_whole, num_steps, functools.partial(step, masked=True), carry)
-    _store(shape, refs, work, warpgroup, carry)
+    (_place if shape.is_direct else _store)(shape, refs, work, warpgroup, carry)
 
 
 def _store(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
     """Mean and height of this part; the queries' shared memory is free to stage them."""
     top, total, mixed = carry
+    parts, heights = refs.results
     safe = jnp.maximum(total, 1e-30)
     mean = mixed / lax.broadcast_in_dim(safe, mixed.shape, [0])
     refs.queries[warpgroup] = mean.astype(shape.dtype)
     plgpu.commit_smem()
     part = work.split * shape.tuning.consumers + warpgroup
     height = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, NOTHING)
-    refs.heights[part, work.program] = height  # few bytes: straight to global memory
+    heights[part, work.program] = height  # few bytes: straight to global memory
     plgpu.copy_smem_to_gmem(
-        refs.queries.at[warpgroup, pl.ds(0, shape.stored)], refs.parts.at[part, work.program]
+        refs.queries.at[warpgroup, pl.ds(0, shape.stored)], parts.at[part, work.program]
     )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _place(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+    """The mean, zero where a query is not valid, to its queries and heads of the result.
+
+    In:  R = 16, group 4, 3 valid queries    Out: rows 12 to 63 are zero; a copy for every 4 rows
+    In:  R = 40, group 4, tile 2             Out: its rows 0 to 31 are queries 32 to 39
+    """
+    _, total, mixed = carry
+    group, full = shape.group, TILE_ROWS // shape.group  # queries of a full tile
+    mean = mixed / lax.broadcast_in_dim(jnp.maximum(total, 1e-30), mixed.shape, [0])
+    row = plgpu.broadcasted_iota(jnp.int32, mean.shape, 0, layout=plgpu.Layout.WGMMA)
+    is_valid = row < work.valid * group - work.tile * TILE_ROWS
+    refs.mean[warpgroup] = jnp.where(is_valid, mean, 0.0).astype(shape.dtype)
+    plgpu.commit_smem()
+
+    def copy(num_queries: int) -> None:
+        for i in range(num_queries):
+            place = (work.row, work.tile * full + i, pl.ds(work.head * group, group))
+            plgpu.copy_smem_to_gmem(
+                refs.mean.at[warpgroup, pl.ds(i * group, group)], refs.results[0].at[place]
+            )
+
+    if shape.tiles > 1:
+        pl.when(work.tile < shape.tiles - 1)(lambda: copy(full))
+    last = shape.queries - (shape.tiles - 1) * full
+    pl.when(work.tile == shape.tiles - 1)(lambda: copy(last))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -15,11 +15,24 @@ from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.block_plan import TILE_ROWS
 
+MAX_PLACED = 16  # queries of a tile that its program places itself: each is a copy
+
 
 def tiles_of(num_rows: int) -> tuple[int, int]:
     """(tiles, rows that each stores): 4 -> (1, 8), 64 -> (1, 64), 80 -> (2, 64)."""
     tiles = -(-num_rows // TILE_ROWS)
     return tiles, min(-(-num_rows // 8) * 8, TILE_ROWS)
+
+
+def can_place(queries_per_row: int, group: int) -> bool:
+    """Whether every tile holds whole queries, and few, so that its program can copy each.
+
+    In:  R = 16, group 4    Out: True, 16 queries of 4 rows
+    In:  R = 25, group 3    Out: False, query 21 lies in two tiles
+    In:  R = 20, group 1    Out: False, 20 queries in the one tile
+    """
+    is_whole = queries_per_row * group <= TILE_ROWS or TILE_ROWS % group == 0
+    return is_whole and min(queries_per_row, TILE_ROWS // group) <= MAX_PLACED
 
 
 def pack_queries(

@@ -25,7 +25,7 @@ from jspec.pallas_kernels.rows import AttentionRows, visible_keys
 
 def seen_by_plan(plan: BlockPlan, b: int, *, num_rows: int, block: int) -> np.ndarray:
     """bool[num_rows, slots]: whole blocks, then bits, nothing outside the bounds."""
-    first, edge, last, _ = (int(x) for x in np.asarray(plan.bounds)[b])
+    first, edge, last, *_ = (int(x) for x in np.asarray(plan.bounds)[b])
     assert first <= edge < last
     slot = np.arange(last * block)
     seen = np.zeros((num_rows, last * block), bool)
@@ -102,6 +102,7 @@ def test_the_plan_says_what_the_mask_rule_says(
         right = np.asarray(expected)[b] & (slot < num_keys[b])
         valid = np.asarray(plan.valid)[b]
         assert valid.sum() == np.diff(np.asarray(rows.cu_q_lens))[b]
+        np.testing.assert_array_equal(valid, np.arange(queries) < np.asarray(plan.bounds)[b, 4])
         right = np.repeat(right[valid], group, axis=0)
         np.testing.assert_array_equal(seen[np.repeat(valid, group)], right[:, : seen.shape[1]])
         assert not right[:, seen.shape[1] :].any()

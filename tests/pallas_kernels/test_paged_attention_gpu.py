@@ -94,6 +94,22 @@ CASES = {
         Tuning(loader="producer", stages=2, splits=1), page_size=64, queries=4, tail=4, longest=290
     ),
     "producer, two consumers": gpu_case(PRODUCER, page_size=16, queries=2, longest=290),
+    # Results that the kernel places itself, by how the rows of a tile are cut.
+    "direct, one query, group 8": gpu_case(page_size=64, queries=1, heads=(8, 1), width=128),
+    "direct, group 1": gpu_case(page_size=16, queries=16, heads=(2, 2)),
+    "direct, group 3": gpu_case(page_size=16, queries=5, heads=(6, 2)),
+    "direct, group 4, wide heads": gpu_case(
+        page_size=64, batch=3, queries=4, heads=(8, 2), width=128
+    ),
+    "direct, two tiles, window": gpu_case(
+        page_size=128, queries=20, heads=(8, 2), longest=330, options={"window": 90}
+    ),
+    "direct, producer": gpu_case(
+        Tuning(loader="producer", stages=1, splits=1), page_size=16, queries=16, heads=(8, 1)
+    ),
+    # Results that it cannot: too many queries a tile, and one that lies in two tiles.
+    "many queries, group 1": gpu_case(page_size=16, queries=20, heads=(2, 2)),
+    "two tiles, group 3": gpu_case(page_size=16, queries=25, heads=(6, 2)),
 }
 
 
@@ -104,6 +120,8 @@ FAST = (
     "window",
     "tree, window, sinks, soft cap",
     "producer, two consumers",
+    "direct, group 3",
+    "direct, two tiles, window",
 )
 
 

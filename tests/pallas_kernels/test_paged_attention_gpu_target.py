@@ -6,6 +6,7 @@ there. Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -125,6 +126,89 @@ def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("compiled") == 3
+
+
+def ragged_rows(
+    batch: int, queries: int, page_size: int, *, heads: tuple[int, int], width: int, longest: int
+) -> tuple[jax.Array, jax.Array, AttentionRows]:
+    """q, pool and rows of a call with 0 to R queries a row; NaN wherever nothing is written."""
+    pages = -(-(longest + queries) // page_size)
+    lens = np.arange(batch) % (queries + 1)
+    lens[-1] = queries
+    prefix = np.where(lens > 0, np.linspace(longest // 2, longest, batch).astype(int), 0)
+    table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages) + 1
+    keys = jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], (batch, queries, heads[0], width), jnp.bfloat16)
+    q = jnp.where(jnp.arange(queries)[:, None, None] < lens[:, None, None, None], q, jnp.nan)
+    pool = jax.random.normal(
+        keys[1], (batch * pages + 1, page_size, 2 * heads[1], width), jnp.bfloat16
+    )
+    written = np.zeros(pool.shape[:2], bool)
+    written[table] = (
+        np.arange(pages * page_size).reshape(pages, -1) < (prefix + lens)[:, None, None]
+    )
+    rows = AttentionRows(
+        page_table=jnp.asarray(table, jnp.int32),
+        prefix_lens=jnp.asarray(prefix, jnp.int32),
+        cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lens)), jnp.int32),
+        q_positions=jnp.asarray((prefix[:, None] + np.arange(queries)).reshape(-1), jnp.int32),
+    )
+    pool = jnp.where(written[:, :, None, None], pool, jnp.nan)
+    return q.reshape(-1, heads[0], width), pool, rows
+
+
+def check_direct(
+    batch: int,
+    queries: int,
+    page_size: int,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    width: int = 128,
+    window: int | None = None,
+    longest: int = 1168,
+    interpret: bool = False,
+) -> None:
+    """Without shares, so that the kernel itself places its results, against the reference."""
+    q, pool, rows = ragged_rows(
+        batch, queries, page_size, heads=heads, width=width, longest=longest
+    )
+    options: dict[str, Any] = {"scale": 0.09, "queries_per_row": queries, "window": window}
+    expected = jax.jit(functools.partial(reference.attend, sinks=None, soft_cap=None, **options))(
+        q, pool, rows
+    )
+    run = functools.partial(attend_rows, tuning=Tuning(splits=1), interpret=interpret, **options)
+    out = np.asarray(jax.jit(run)(q, pool, rows).astype(jnp.float32))
+    np.testing.assert_allclose(out, expected.astype(jnp.float32), rtol=0.02, atol=0.01)
+    lens = np.diff(np.asarray(rows.cu_q_lens))
+    is_padding = (np.arange(queries) >= lens[:, None]).reshape(-1)
+    assert is_padding.any()
+    assert not out[is_padding].any()
+
+
+@needs_new_jax
+def test_ragged_rows_equal_the_reference_in_interpret_mode(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_direct(3, 4, 64, heads=(8, 2), longest=150, interpret=True)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@needs_gpu
+@pytest.mark.parametrize("queries", [1, 4, 16])
+def test_ragged_rows_equal_the_reference_on_the_chip(queries: int) -> None:
+    check_direct(64, queries, 64)
+
+
+@needs_gpu
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (24, 8), (32, 8), (64, 8)])
+def test_ragged_rows_of_any_group_equal_the_reference_on_the_chip(
+    heads: tuple[int, int], width: int, page_size: int
+) -> None:
+    """A copy begins anywhere in the pattern of the shared memory's banks: 128 bytes to 2 KiB."""
+    check_direct(8, 16, page_size, heads=heads, width=width, window=300)
 
 
 @needs_gpu
