@@ -141,7 +141,7 @@ def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any
 
     named = arguments.get("compilation_cache_dir")
     cache = Path.home() / ".cache" / "jspec" / "programs" if named is None else Path(named)
-    num_cached = sum(1 for _ in cache.glob("*")) if named != "" else 0
+    num_cached = sum(1 for _ in cache.rglob("*")) if named != "" else 0
     started = time.monotonic()
 
     def progress(done: int, total: int, what: str) -> None:
@@ -149,7 +149,7 @@ def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any
 
     print(f"starting {mode}", flush=True)
     engine = Engine(progress=progress, **arguments)
-    is_warm = num_cached > 0 and sum(1 for _ in cache.glob("*")) == num_cached
+    is_warm = num_cached > 0 and sum(1 for _ in cache.rglob("*")) == num_cached
     kind = start_kind(record.cells.get(f"startup/{mode}", {}), is_warm=is_warm)
     info = engine.get_server_info()
     found = {kind: round(engine.startup_seconds, 2), "num_programs": info["num_programs"]}

@@ -12,6 +12,7 @@ from jspec.core.errors import ConfigError
 from jspec.engine.compilation import Progress, enable_persistent_cache
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner
 from jspec.speculative.step import StepProgram
 
@@ -21,8 +22,10 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
     cache = args.compilation_cache_dir
     if cache is None:
         cache = str(Path.home() / ".cache" / "jspec" / "programs")
+    store = None
     if cache:
         enable_persistent_cache(Path(cache))
+        store = ProgramStore(Path(cache) / "steps")
     available = jax.devices()
     if args.tp_size > len(available):
         raise ConfigError(
@@ -56,4 +59,5 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         mesh=mesh,
         kv_dtype=dtype,
         progress=progress,
+        store=store,
     )

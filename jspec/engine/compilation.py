@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jspec.core.batch import DecodeBatch, PrefillBatch
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
+from jspec.engine.program_store import ProgramStore
 from jspec.engine.transfer import ProgramKey, layout_of
 from jspec.pallas_kernels.paged_attention import Backend
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
@@ -166,36 +168,84 @@ def compile_all(
     state: Any,
     progress: Progress | None = None,
     keys: tuple[ProgramKey, ...] | None = None,
+    store: ProgramStore | None = None,
 ) -> dict[ProgramKey, Any]:
     """Executables by key; `programs` maps `full` to its static program.
 
-    Programs are lowered one after the other, in order, and compiled several at once: a Pallas
-    kernel's text holds where it was first traced from and how many came before it, so in any other
-    order the persistent cache would not know it again. Lowering holds Python's lock anyway.
+    Those that `store` has are loaded, several at once. The others are lowered one after the other,
+    in order, and compiled several at once: a Pallas kernel's text holds where it was first traced
+    from and how many came before it, so in any other order jax's cache would not know it again.
+    Lowering holds Python's lock anyway.
     keys: which programs, all by default; a plan for one that was left out is a KeyError.
     """
     keys = program_keys(limits) if keys is None else keys
     done = 0
     platform = mesh.devices.flat[0].platform
+    options = {
+        key: compiler_options(key, limits, platform=platform, backend=programs[key[2]].backend)
+        for key in keys
+    }
+    paths = {
+        key: None
+        if store is None
+        else store.path(
+            key, programs[key[2]], limits, options[key], mesh=mesh, arrays=(params, state)
+        )
+        for key in keys
+    }
 
-    def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
+    def report(key: ProgramKey, executable: Any) -> Any:
         nonlocal done
-        backend = programs[key[2]].backend
-        options = compiler_options(key, limits, platform=platform, backend=backend)
-        executable = compile_with(lowered, options)
         done += 1
         if progress is not None:
             progress(done, len(keys), describe(key))
         return executable
 
+    def load(key: ProgramKey, path: Path) -> Any | None:
+        assert store is not None
+        inputs, outputs = (params, state, 0), (state, 0)
+        executable = store.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
+        return None if executable is None else report(key, executable)
+
+    def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
+        executable, path = compile_with(lowered, options[key]), paths[key]
+        if store is not None and path is not None:
+            store.save(path, executable)
+        return report(key, executable)
+
     with ThreadPoolExecutor(max_workers=min(len(keys), os.cpu_count() or 1)) as pool:
         running = {}
         try:
-            for key in keys:
-                program = programs[key[2]]
-                lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
-                running[key] = pool.submit(build, key, lowered)
-            return {key: future.result() for key, future in running.items()}
+            loads = {key: pool.submit(load, key, path) for key, path in paths.items() if path}
+            found = {key: future.result() for key, future in loads.items()}
+            with without_jax_cache(store is not None):
+                for key in keys:
+                    if found.get(key) is None:
+                        program = programs[key[2]]
+                        lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
+                        running[key] = pool.submit(build, key, lowered)
+                built = {key: future.result() for key, future in running.items()}
+            return {key: built[key] if key in built else found[key] for key in keys}
         except BaseException:
             pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
             raise
+
+
+@contextmanager
+def without_jax_cache(is_off: bool) -> Iterator[None]:
+    """While programs are compiled that are kept by a ProgramStore: what jax's cache hands out
+    cannot always be written again, and nothing needs to be kept twice."""
+    settings: Any = jax.config
+    if not is_off or not settings.jax_enable_compilation_cache:
+        yield
+        return
+    _use_jax_cache(False)
+    try:
+        yield
+    finally:
+        _use_jax_cache(True)
+
+
+def _use_jax_cache(is_used: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_used)
+    compilation_cache.reset_cache()  # jax decides once whether it has one

@@ -59,13 +59,13 @@ class _Maker:
             return jnp.full(like.shape, value, like.dtype, device=place)
         key = (like.shape, like.dtype, place)
         if key not in self._programs:
-            draw = partial(_hashed_normal, shape=like.shape, dtype=like.dtype)
+            draw = partial(hashed_normal, shape=like.shape, dtype=like.dtype)
             self._programs[key] = jax.jit(draw, out_shardings=place)
         made: jax.Array = self._programs[key](np.uint32(zlib.crc32(name.encode())))
         return made
 
 
-def _hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """N(0, STD) by a hash of (seed, row, column): elementwise, so nothing larger is ever stored.
 
     jax.random would do, but keeps its bits in 32-bit arrays beside the result on some backends.

@@ -18,6 +18,7 @@ from jspec.core.config import ServeLimits
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
+from jspec.engine.program_store import ProgramStore
 from jspec.engine.transfer import pack, program_key, unpack_result
 from jspec.models.paged import empty_pool
 from jspec.pallas_kernels.paged_attention import Backend
@@ -62,6 +63,7 @@ class DeviceRunner:
         mesh: Mesh,
         kv_dtype: Any,
         progress: Progress | None = None,
+        store: ProgramStore | None = None,
     ) -> DeviceRunner:
         """Allocates the state and compiles everything."""
         state = place_state(init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype), mesh)
@@ -76,7 +78,13 @@ class DeviceRunner:
             for full in (False, True)
         }
         executables = compile_all(
-            programs, limits, mesh=mesh, params=params, state=state, progress=progress
+            programs,
+            limits,
+            mesh=mesh,
+            params=params,
+            state=state,
+            progress=progress,
+            store=store,
         )
         return cls(
             limits=limits,

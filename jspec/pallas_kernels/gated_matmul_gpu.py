@@ -189,9 +189,11 @@ class _Plan:
         return row, column
 
 
+@partial(jax.jit, static_argnames=("halves", "tuning", "interpret"), inline=False)
 def _launch(
     x: jax.Array, w: jax.Array, *, halves: int, tuning: GatedTuning, interpret: Any
 ) -> jax.Array:
+    """An inner jit: however many layers call it, it is lowered once, which takes a second."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)
