@@ -117,7 +117,8 @@ def products_part(step: Step) -> Part:
     KV writes are not one kernel with it."""
     target, config = step.program.target, step.program.target.config
     is_rotated_elsewhere = has_one_kernel_for_writes(step)
-    add_and_norm = AttentionSettings(step.program.backend, queries_per_row=None).add_and_norm
+    settings = AttentionSettings(step.program.backend, queries_per_row=None)
+    add_and_norm = settings.add_and_norm
 
     def attend(heads: jax.Array, turn: Rotation) -> jax.Array:
         if is_rotated_elsewhere:
@@ -134,8 +135,12 @@ def products_part(step: Step) -> Part:
         positions = shapes.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
 
         def layer(i: int, stream: Residual) -> Residual:
-            module = bind(target.layer_definition, params["layers"][i])
-            return module(stream, positions, attend, add_and_norm)
+            layer_params = params["layers"][i]
+            module = bind(target.layer_definition, layer_params)
+            gated_product = settings.gated_product(
+                step.num_queries, layer_params, by_columns=target.by_columns
+            )
+            return module(stream, positions, attend, add_and_norm, gated_product)
 
         x = nudge(model.embed(tree.tokens.reshape(-1)), logits)
         stack = [partial(layer, i) for i in range(config.num_layers)]

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
 from jspec.engine.compilation import compile_all, compiler_options, enable_persistent_cache
+from jspec.engine.dummy_weights import hashed_normal
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
 from jspec.engine.runner import DeviceRunner, init_state, place_state
@@ -80,9 +82,13 @@ class Bench:
     committed: int
 
     def state(self, committed: int | None = None) -> EngineState:
-        """Every slot full: L committed tokens (of the bench, if not given) in pages of its own."""
+        """Every slot full: L committed tokens (of the bench, if not given) in pages of its own.
+
+        K and V are random: a chip that reads zeros takes less power, and keeps a higher clock.
+        """
         empty = init_state(self.program, self.limits, shards=1, kv_dtype=self.dtype)
         state = place_state(empty, self.mesh)
+        state = replace(state, kv=tuple(randomized(pages, i) for i, pages in enumerate(state.kv)))
         slots, width = state.rows.page_table.shape
         each = min(self.limits.num_pages // self.limits.num_slots, width)
         table = np.zeros((slots, width), np.int32)
@@ -93,9 +99,22 @@ class Bench:
             state.rows,
             page_table=jnp.asarray(table),
             seq_lens=jnp.asarray(lens),
-            root_ids=jnp.ones((slots,), jnp.int32),
+            root_ids=1 + jnp.arange(slots, dtype=jnp.int32),
         )
         return place_state(replace(state, rows=rows), self.mesh)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _random_pool(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    flat = (shape[0] * shape[1], shape[2] * shape[3])
+    return hashed_normal(seed, shape=flat, dtype=dtype).reshape(shape)
+
+
+def randomized(pages: jax.Array, seed: int) -> jax.Array:
+    """A pool of the same shape and dtype, of small random numbers, in the place of `pages`."""
+    shape, dtype = pages.shape, pages.dtype
+    pages.delete()  # all pools together fill the memory
+    return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
 
 
 def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any) -> Bench:
