@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from jspec.core.plan import StepKind
-from jspec.core.request import FinishKind, Request, StreamChunk
+from jspec.core.request import Request
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
 from jspec.layers.attention import causal_attention
@@ -35,6 +35,7 @@ from tests.speculative.engines import (
     Compiled,
     ViewRunner,
     build,
+    check_an_abort_ends_one_and_no_other,
     dial_for,
     engine,
     make_request,
@@ -276,40 +277,7 @@ def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing(depth: int) 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_abort_in_flight_ends_one_request_and_no_other(depth: int) -> None:
-    requests = six_requests()
-    expected = [plain_ids(request) for request in requests]
-    limits = dataclasses.replace(tree_engine().limits, overlap_depth=depth)
-    view = ViewRunner(tree_engine().runner(dial=dial_for(requests, expected)), limits)
-
-    async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
-        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
-        loop = EngineLoop(scheduler, view)
-        streams = [loop.submit(request) for request in requests]
-
-        async def drain(i: int) -> list[StreamChunk]:
-            chunks = []
-            async for chunk in streams[i]:
-                chunks.append(chunk)
-                if i == 5 and len(chunks) == 3:
-                    assert loop.abort("r5")
-            return chunks
-
-        drained = await asyncio.gather(*(drain(i) for i in range(6)))
-        while scheduler.stats.num_steps_in_flight:
-            await asyncio.sleep(0.001)
-        await loop.close()
-        return drained, scheduler
-
-    drained, scheduler = asyncio.run(run())
-    ids = [tuple(i for chunk in chunks for i in chunk.new_ids) for chunks in drained]
-    assert ids[:5] == expected[:5]
-    assert ids[5] == expected[5][: len(ids[5])]
-    last = drained[5][-1].finish
-    assert last is not None
-    assert last.kind is FinishKind.ABORT
-    assert scheduler.stats.num_leaked_pages == 0
-    assert scheduler.stats.num_free_pages == limits.num_pages
-    assert scheduler.stats.num_emitted == sum(len(row) for row in ids)
+    check_an_abort_ends_one_and_no_other(tree_engine(), six_requests(), depth=depth)
 
 
 def test_every_step_kind_was_run_by_these_engines() -> None:

@@ -8,14 +8,9 @@ float32 allows), which can tip the one final rounding to bfloat16 to the neighbo
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.layers.linear import Shard
 from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
@@ -32,6 +26,7 @@ from jspec.models.paged import AttentionSettings, PagedLlama
 from jspec.pallas_kernels.add_norm_gpu import add_and_norm, num_warps, reference
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.testing.tiny_models import tiny_target_config
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 
 EPS = 1e-5
 CALLS = "name=add_and_norm_gpu"
@@ -207,27 +202,11 @@ def forward(settings: AttentionSettings) -> tuple[Any, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams")
-    or importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs jax 0.11.2, the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200() -> None:
     """XLA's compiler for sm_90a, in a process of its own, on a machine without a GPU."""
-    script = Path(__file__).parent / "gpu_norm_compile.py"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.gpu_norm_compile"],
-        cwd=script.parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 6
+    output = output_of("tests.pallas_kernels.gpu_norm_compile")
+    assert output.count("compiled") == 6
 
 
 @needs_gpu

@@ -4,13 +4,8 @@ is NaN."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +28,7 @@ from jspec.pallas_kernels.gated_matmul_gpu import (
     reference,
 )
 from jspec.pallas_kernels.tuning import GatedTuning, Layout, Shared
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.test_matmul_gpu import HAS_MOSAIC_GPU, needs_hopper, needs_mosaic_gpu
 
 SMALL = GatedTuning(tile_n=64, num_stages=3, num_blocks=2, cluster=1)
@@ -175,25 +171,11 @@ def test_lowers_for_cuda(m: int, gated: bool) -> None:
 
 @needs_mosaic_gpu
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_spills_no_register() -> None:
     """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.gpu_gated_compile"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(re.findall(r"^compiled", done.stdout, re.MULTILINE)) == 4
+    output = output_of("tests.pallas_kernels.gpu_gated_compile")
+    assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 4
 
 
 def chosen(m: int, k: int = K, n2: int = 2 * N, dtype: Any = jnp.bfloat16) -> list[Any]:

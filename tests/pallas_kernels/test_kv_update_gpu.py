@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +16,7 @@ from hypothesis import strategies as st
 from jspec.pallas_kernels import kv_update_gpu
 from jspec.pallas_kernels.dispatch import compact_paths
 from jspec.pallas_kernels.kv_update import flat_moves
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.path_cases import (
     SHAPES,
     as_int32,
@@ -162,24 +158,11 @@ def test_equals_the_reference_on_the_chip(layers: int, row: tuple[int, int], dty
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_in_place() -> None:
     """At the shapes of 8B and 70B: launches of at most 48 pools, all aliased, none copied."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.gpu_path_compile"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = output_of("tests.pallas_kernels.gpu_path_compile")
+    kernels = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(kernels) == 4
     for kernel in kernels:
         assert kernel["launches"] == (2 if kernel["pools"] > 48 else 1), kernel

@@ -7,11 +7,6 @@ there. Compiling ahead of time needs the CUDA plugin and ptxas, but no GPU.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +18,7 @@ import pytest
 from jspec.pallas_kernels import reference
 from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
 from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 
 needs_new_jax = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} is too old"
@@ -107,25 +103,11 @@ def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_
 
 @needs_new_jax
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
     """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
-    script = Path(__file__).parent / "gpu_kernel_compile.py"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 3
+    output = output_of("tests.pallas_kernels.gpu_kernel_compile")
+    assert output.count("compiled") == 3
 
 
 def ragged_rows(

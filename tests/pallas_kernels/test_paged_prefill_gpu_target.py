@@ -8,11 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +18,7 @@ import pytest
 from jspec.pallas_kernels import reference
 from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
 from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.gpu_prefill_compile import llama_shapes
 from tests.pallas_kernels.test_paged_prefill_gpu import needs_gpu, needs_new_jax
 from tests.pallas_kernels.test_prefill_plan import rows_of
@@ -49,25 +45,11 @@ def test_lowers_for_hopper(queries: int, page_size: int, options: dict[str, Any]
 
 @needs_new_jax
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
     """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.gpu_prefill_compile"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 6
+    output = output_of("tests.pallas_kernels.gpu_prefill_compile")
+    assert output.count("compiled") == 6
 
 
 @needs_gpu

@@ -5,14 +5,9 @@ float32 is compared within a rounding or two: compilers may fuse a product with 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +27,7 @@ from jspec.pallas_kernels.kv_update import interleave_kv, write_rows
 from jspec.pallas_kernels.paged_attention import Backend
 from jspec.pallas_kernels.reference import new_slots
 from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 
 ROPE = RopeConfig(theta=10000.0)
 KERNEL = jax.jit(rotate_write_gpu.rotate_and_write, static_argnames=("num_heads", "interpret"))
@@ -237,29 +233,7 @@ def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, t
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the jax-cuda13 plugin and ptxas, not a GPU",
-)
+@needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
-    script = Path(__file__).parent / "gpu_rotate_compile.py"
-    root = str(script.parent.parent.parent)
-    paths = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PYTHONPATH": paths,
-    }
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 3
+    output = output_of("tests.pallas_kernels.gpu_rotate_compile")
+    assert output.count("compiled") == 3

@@ -21,7 +21,7 @@ from flax import nnx
 from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.core.request import Request, SamplingParams, SpecCounters
+from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
 from jspec.engine.compilation import compile_all, program_keys
 from jspec.engine.loading import place
 from jspec.engine.runner import DeviceRunner, init_state, place_state
@@ -314,3 +314,44 @@ def plain_engine() -> Compiled:
 def plain_ids(request: Request) -> tuple[int, ...]:
     """The reference: plain decoding, alone in the batch, one chunk a step, nothing overlapped."""
     return serve(plain_engine(), [request], overlap_depth=0).ids[0]
+
+
+def check_an_abort_ends_one_and_no_other(
+    engine: Compiled, requests: list[Request], *, depth: int
+) -> None:
+    """r5, the last of six, is aborted at its third chunk: the others are whole, it is a part of
+    what it would have been, every page comes back, and what was handed out is what counts."""
+    expected = [plain_ids(request) for request in requests]
+    limits = dataclasses.replace(engine.limits, overlap_depth=depth)
+    view = ViewRunner(engine.runner(dial=dial_for(requests, expected)), limits)
+
+    async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        loop = EngineLoop(scheduler, view)
+        streams = [loop.submit(request) for request in requests]
+
+        async def drain(i: int) -> list[StreamChunk]:
+            chunks = []
+            async for chunk in streams[i]:
+                chunks.append(chunk)
+                if i == 5 and len(chunks) == 3:
+                    assert loop.abort("r5")
+            return chunks
+
+        drained = await asyncio.gather(*(drain(i) for i in range(6)))
+        while scheduler.stats.num_steps_in_flight:
+            await asyncio.sleep(0.001)
+        await loop.close()
+        return drained, scheduler
+
+    drained, scheduler = asyncio.run(run())
+    ids = [tuple(i for chunk in chunks for i in chunk.new_ids) for chunks in drained]
+    assert ids[:5] == expected[:5]
+    assert ids[5] == expected[5][: len(ids[5])]
+    assert len(ids[5]) < len(expected[5])
+    last = drained[5][-1].finish
+    assert last is not None
+    assert last.kind is FinishKind.ABORT
+    stats = scheduler.stats
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.num_pages)
+    assert stats.num_emitted == sum(len(row) for row in ids)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.core.plan import StepKind
-from jspec.core.request import FinishKind, Request, StreamChunk
+from jspec.core.request import Request
 from jspec.scheduler.loop import EngineLoop
 from jspec.scheduler.scheduler import Scheduler
 from jspec.testing.fake_text import FakeTextStream
@@ -22,6 +22,7 @@ from tests.speculative.engines import (
     Compiled,
     ViewRunner,
     build,
+    check_an_abort_ends_one_and_no_other,
     dial_for,
     make_request,
     plain_ids,
@@ -164,40 +165,7 @@ def test_retraction_between_rounds_changes_no_token() -> None:
 
 
 def test_an_abort_between_rounds_ends_one_request_and_no_other() -> None:
-    requests = six_requests()
-    expected = [plain_ids(request) for request in requests]
-    limits = dataclasses.replace(chain_engine().limits, overlap_depth=1)
-    view = ViewRunner(chain_engine().runner(dial=dial_for(requests, expected)), limits)
-
-    async def run() -> tuple[list[list[StreamChunk]], Scheduler]:
-        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
-        loop = EngineLoop(scheduler, view)
-        streams = [loop.submit(request) for request in requests]
-
-        async def drain(i: int) -> list[StreamChunk]:
-            chunks = []
-            async for chunk in streams[i]:
-                chunks.append(chunk)
-                if i == 5 and len(chunks) == 3:
-                    assert loop.abort("r5")
-            return chunks
-
-        drained = await asyncio.gather(*(drain(i) for i in range(6)))
-        while scheduler.stats.num_steps_in_flight:
-            await asyncio.sleep(0.001)
-        await loop.close()
-        return drained, scheduler
-
-    drained, scheduler = asyncio.run(run())
-    ids = [tuple(i for chunk in chunks for i in chunk.new_ids) for chunks in drained]
-    assert ids[:5] == expected[:5]
-    assert ids[5] == expected[5][: len(ids[5])]
-    assert len(ids[5]) < len(expected[5])
-    last = drained[5][-1].finish
-    assert last is not None
-    assert last.kind is FinishKind.ABORT
-    assert scheduler.stats.num_free_pages == limits.num_pages
-    assert scheduler.stats.num_emitted == sum(len(row) for row in ids)
+    check_an_abort_ends_one_and_no_other(chain_engine(), six_requests(), depth=1)
 
 
 def test_a_step_of_several_rounds_copies_no_pool_and_is_donated() -> None:
