@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import jax
@@ -16,16 +17,12 @@ from jspec.engine.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner
 from jspec.speculative.step import StepProgram
 
+log = logging.getLogger(__name__)
+
 
 def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner:
     """Loads, sizes and compiles. Raises ConfigError and CheckpointError for what cannot be."""
-    cache = args.compilation_cache_dir
-    if cache is None:
-        cache = str(Path.home() / ".cache" / "jspec" / "programs")
-    store = None
-    if cache:
-        enable_persistent_cache(Path(cache))
-        store = ProgramStore(Path(cache) / "steps")
+    store = _open_store(args.compilation_cache_dir)
     available = jax.devices()
     if args.tp_size > len(available):
         raise ConfigError(
@@ -61,3 +58,24 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         progress=progress,
         store=store,
     )
+
+
+def _open_store(named: str | None) -> ProgramStore | None:
+    """The directory of compiled programs, for jax's cache and ours; None for "" (keep none).
+
+    Raises ConfigError for a named directory that cannot be one. Without a usable home nothing is
+    kept, and a warning says so.
+    """
+    if named == "":
+        return None
+    directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
+    try:
+        enable_persistent_cache(directory)
+    except OSError as error:
+        if named:
+            raise ConfigError(
+                f"compilation_cache_dir is {named!r}; expected a directory to write to ({error})"
+            ) from error
+        log.warning("%s cannot be written, compiled programs are not kept: %s", directory, error)
+        return None
+    return ProgramStore.open(directory / "steps")

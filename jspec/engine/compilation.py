@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ WITHOUT_TRITON, WITHOUT_SPLITS = range(48, 129), range(129, 513)
 
 
 def enable_persistent_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk, so that the next start only loads them."""
+    """Keeps compiled programs on disk, so that the next start only loads them. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
@@ -218,32 +219,40 @@ def compile_all(
         try:
             loads = {key: pool.submit(load, key, path) for key, path in paths.items() if path}
             found = {key: future.result() for key, future in loads.items()}
-            with without_jax_cache(store is not None):
-                for key in keys:
-                    if found.get(key) is None:
+            missing = [key for key in keys if found.get(key) is None]
+            kept = [key for key in missing if paths[key] is not None]
+            for group in (kept, [key for key in missing if paths[key] is None]):
+                with without_jax_cache(is_off=group is kept and bool(kept)):
+                    for key in group:
                         program = programs[key[2]]
                         lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
                         running[key] = pool.submit(build, key, lowered)
-                built = {key: future.result() for key, future in running.items()}
-            return {key: built[key] if key in built else found[key] for key in keys}
+                    found |= {key: running[key].result() for key in group}
+            return {key: found[key] for key in keys}
         except BaseException:
             pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
             raise
 
 
+# jax has one switch for the whole process: one engine after the other compiles with it off.
+_SWITCH = threading.Lock()
+
+
 @contextmanager
-def without_jax_cache(is_off: bool) -> Iterator[None]:
+def without_jax_cache(*, is_off: bool) -> Iterator[None]:
     """While programs are compiled that are kept by a ProgramStore: what jax's cache hands out
     cannot always be written again, and nothing needs to be kept twice."""
-    settings: Any = jax.config
-    if not is_off or not settings.jax_enable_compilation_cache:
+    if not is_off:
         yield
         return
-    _use_jax_cache(False)
-    try:
-        yield
-    finally:
-        _use_jax_cache(True)
+    with _SWITCH:
+        settings: Any = jax.config
+        was_on = settings.jax_enable_compilation_cache
+        _use_jax_cache(False)
+        try:
+            yield
+        finally:
+            _use_jax_cache(was_on)
 
 
 def _use_jax_cache(is_used: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -106,7 +107,7 @@ def load_models(
     backend = resolve_backend(args, mesh, dtype=dtype, layers=layers)
     # A verification multiplies many tokens at once, which the Hopper kernel does best so; decoding
     # one token a row is slower by 1% (docs/kernels.md), and plain decoding stays with [in, out].
-    by_columns = backend == "gpu"
+    by_columns = backend == "gpu" and jnp.dtype(dtype) == jnp.bfloat16
     target, abstract = PagedLlama.create(
         target_config,
         shard=shard,
@@ -225,7 +226,8 @@ def _draft_params(
 def place(mesh: Mesh, params: dict[str, Any], *, by_columns: bool = False) -> dict[str, Any]:
     """Puts each array where its rule says (core.sharding)."""
     places = sharding.param_places(mesh, params, by_columns=by_columns)
-    placed: dict[str, Any] = jax.device_put(params, places)
+    # Waits: what another order in memory takes meanwhile is gone before the pool is sized.
+    placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
     return placed
 
 

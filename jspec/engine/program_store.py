@@ -14,6 +14,8 @@ import hashlib
 import logging
 import os
 import platform
+import tempfile
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # What can change a program; text, server and scheduler cannot.
 SOURCES = ("core", "engine", "layers", "models", "pallas_kernels", "sampling", "speculative")
+LIBRARIES = ("jax", "flax", "libtpu", "nvidia-", "jspec")  # starts of names; their versions count
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 SETTINGS = (
     "jax_default_matmul_precision",
@@ -36,22 +39,34 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 DIGEST_BYTES = 32
+IMPORTED_AT = time.time()  # a source that is newer is not the code that runs here
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramStore:
-    """Executables by a digest of what they were made from."""
+    """Executables by a digest of what they were made from. Make one by `open`, and early.
+
+    sources: digest of the sources, None where they are not the code that runs, or not files.
+    """
 
     directory: Path
+    sources: str | None
+
+    @classmethod
+    def open(cls, directory: Path) -> ProgramStore:
+        """Reads the sources: before anything slow, since they may change meanwhile."""
+        return cls(directory, sources_digest())
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
         """Where the program made from `parts` (by their repr) for `arrays` on `mesh` belongs.
 
-        None if a part cannot be told from another one: its repr is an address in memory.
+        None if it cannot be told from another one: the sources are not known, or the repr of a
+        part is an address in memory.
         """
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
-        text = repr((parts, shapes, str(jax.tree.structure(arrays)), surroundings(mesh)))
-        if " at 0x" in text:
+        around = (self.sources, surroundings(mesh))
+        text = repr((parts, shapes, str(jax.tree.structure(arrays)), around))
+        if self.sources is None or " at 0x" in text:
             return None
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
 
@@ -75,6 +90,7 @@ class ProgramStore:
                 payload,
                 jax.tree.structure((inputs, {})),
                 jax.tree.structure(outputs),
+                backend=mesh.devices.flat[0].client,
                 execution_devices=list(mesh.devices.flat),
             )
         except Exception as error:  # whatever a library finds wrong with it, compiling helps
@@ -82,17 +98,21 @@ class ProgramStore:
             return None
 
     def save(self, path: Path, executable: Any) -> None:
-        """Writes it whole or not at all. One that cannot be written costs the next start, no more.
+        """Writes it whole or not at all. One that is not written costs the next start, no more.
 
         `executable` must have been compiled here: one out of jax's cache may not be complete.
         """
+        if sources_digest() != self.sources:
+            log.warning("jspec's sources have changed since the start; %s is not written", path)
+            return
         try:
             payload, _, _ = serialize_executable.serialize(executable)
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(hashlib.sha256(payload).digest() + payload)
-            part.replace(path)
-        except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+            Path(part).replace(path)
+        except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
             log.warning("%s could not be written: %r", path, error)
 
 
@@ -100,30 +120,42 @@ def _split(content: bytes) -> tuple[bytes, bytes]:
     return content[:DIGEST_BYTES], content[DIGEST_BYTES:]
 
 
-def surroundings(mesh: Mesh) -> tuple[Any, ...]:
-    """All that is not an argument: sources, versions, flags, settings, devices."""
+def surroundings(mesh: Mesh) -> dict[str, Any]:
+    """All that is neither an argument nor a source, by name."""
     devices = list(mesh.devices.flat)
     client = devices[0].client
-    return (
-        _sources_digest(),
-        [metadata.version(name) for name in ("jax", "jaxlib", "flax")],
-        platform.python_version(),
-        [os.environ.get(flag, "") for flag in FLAGS],
-        [getattr(jax.config, name, None) for name in SETTINGS],
-        (client.platform, client.platform_version),
-        [(device.device_kind, device.id) for device in devices],
-        _processor() if client.platform == "cpu" else "",
-    )
+    return {
+        "libraries": _libraries(),
+        "python": platform.python_version(),
+        "flags": {flag: os.environ.get(flag, "") for flag in FLAGS},
+        "settings": {name: getattr(jax.config, name, None) for name in SETTINGS},
+        "platform": (client.platform, client.platform_version),
+        "devices": [(device.device_kind, device.id) for device in devices],
+        "processor": _processor() if client.platform == "cpu" else "",
+    }
+
+
+def sources_digest() -> str | None:
+    """Of the files that programs are traced from, as they are now.
+
+    None where there are none (a zip, bytecode alone), or one is newer than this process's imports.
+    """
+    found = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    paths = sorted(path for name in SOURCES for path in (root / name).rglob("*.py"))
+    for path in paths:
+        if path.stat().st_mtime > IMPORTED_AT:
+            return None
+        found.update(f"{path.relative_to(root)}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest() if paths else None
 
 
 @functools.cache
-def _sources_digest() -> str:
-    found = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
-    for path in sorted(path for name in SOURCES for path in (root / name).rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+def _libraries() -> tuple[tuple[str, str], ...]:
+    """Versions of all that compiles: autotuned choices are those of a library's version."""
+    named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
+    return tuple(sorted({pair for pair in named if pair[0].lower().startswith(LIBRARIES)}))
 
 
 def _processor() -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -79,7 +82,7 @@ def start(store: ProgramStore, *, reports: list[str] | None = None) -> Any:
 def test_a_second_start_traces_nothing_and_emits_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ProgramStore(tmp_path / "steps")
+    store = ProgramStore.open(tmp_path / "steps")
     first = start(store)
     (written,) = store.directory.iterdir()
     assert written.suffix == ".program"
@@ -93,7 +96,7 @@ def test_a_second_start_traces_nothing_and_emits_the_same(
 def test_what_cannot_be_read_is_written_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = ProgramStore(tmp_path)
+    store = ProgramStore.open(tmp_path)
     first = start(store)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -111,49 +114,163 @@ def test_what_cannot_be_read_is_written_again(
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
 
-def test_jax_has_its_own_cache_again_afterwards(tmp_path: Path) -> None:
+def test_jax_keeps_nothing_of_a_program_that_is_stored_and_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: Any = jax.config
     before = settings.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", True)
+    compile_with, seen = compilation.compile_with, []
+
+    def noting(lowered: Any, options: Any) -> Any:
+        seen.append(settings.jax_enable_compilation_cache)
+        return compile_with(lowered, options)
+
+    monkeypatch.setattr(compilation, "compile_with", noting)
     try:
-        start(ProgramStore(tmp_path))
+        start(ProgramStore.open(tmp_path))
         assert settings.jax_enable_compilation_cache is True
+        start(ProgramStore(tmp_path, sources=None))  # which keeps nothing
+        assert seen == [False, True]
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
 
 
-def test_whatever_may_change_a_program_changes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = ProgramStore(tmp_path)
+def places(store: ProgramStore) -> list[Path | None]:
+    """Of the usual program, and of others that differ from it in one thing each."""
     program, params = make_program()
     arrays = (params, fresh_state(program))
-
-    def path(*parts: Any, arrays: Any = arrays) -> Path | None:
-        return store.path(*parts, mesh=MESH, arrays=arrays)
-
-    usual = (KEY, program, LIMITS, {"option": 1})
-    found = [path(*usual)]
-    assert path(*usual) == found[0]
-    found.append(path((*KEY[:2], True), *usual[1:]))
-    found.append(path(KEY, dataclasses.replace(program, full=True), *usual[2:]))
     turned = dataclasses.replace(program.target, by_columns=True)
-    found.append(path(KEY, dataclasses.replace(program, target=turned), *usual[2:]))
-    found.append(path(KEY, program, dataclasses.replace(LIMITS, num_rounds=2), usual[3]))
-    found.append(path(*usual[:3], {"option": 2}))
-    found.append(path(*usual, arrays=(params, params)))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    found.append(path(*usual))
-    monkeypatch.setattr(program_store, "_sources_digest", lambda: "other sources")
-    found.append(path(*usual))
+    options = {"option": 1}
+    variants: list[tuple[Any, ...]] = [
+        (KEY, program, LIMITS, options),
+        ((*KEY[:2], True), program, LIMITS, options),
+        (KEY, dataclasses.replace(program, full=True), LIMITS, options),
+        (KEY, dataclasses.replace(program, target=turned), LIMITS, options),
+        (KEY, program, dataclasses.replace(LIMITS, num_rounds=2), options),
+        (KEY, program, LIMITS, {"option": 2}),
+    ]
+    found = [store.path(*parts, mesh=MESH, arrays=arrays) for parts in variants]
+    return [*found, store.path(*variants[0], mesh=MESH, arrays=(params, params))]
+
+
+def test_programs_limits_options_and_shapes_are_told_apart(tmp_path: Path) -> None:
+    store = ProgramStore.open(tmp_path)
+    found = places(store)
     assert None not in found
     assert len(set(found)) == len(found)
-    assert path(object()) is None  # one object cannot be told from the next
+    assert places(store) == found
+    assert store.path(object(), mesh=MESH, arrays=()) is None  # one is not told from the next
+
+
+SURROUNDINGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a library": lambda m: m.setattr(program_store, "_libraries", lambda: (("jax", "0"),)),
+    "python": lambda m: m.setattr(program_store.platform, "python_version", lambda: "2.7"),
+    "XLA_FLAGS": lambda m: m.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
+    "LIBTPU_INIT_ARGS": lambda m: m.setenv("LIBTPU_INIT_ARGS", "--other"),
+    "the processor": lambda m: m.setattr(program_store, "_processor", lambda: "flags: none"),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_surrounds_a_program_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = program_store.surroundings(MESH)
+    assert program_store.surroundings(MESH) == before
+    SURROUNDINGS[name](monkeypatch)
+    assert program_store.surroundings(MESH) != before
+
+
+@pytest.mark.parametrize("name", program_store.SETTINGS)
+def test_jaxs_settings_are_told_apart(name: str) -> None:
+    settings: Any = jax.config
+    other = {
+        "jax_default_matmul_precision": "bfloat16",
+        "jax_default_prng_impl": "rbg",
+        "jax_numpy_dtype_promotion": "strict",
+    }
+    was, before = getattr(settings, name), program_store.surroundings(MESH)
+    try:
+        jax.config.update(name, other.get(name, not was))
+        assert program_store.surroundings(MESH) != before
+    finally:
+        jax.config.update(name, was)
+
+
+def test_devices_and_their_platform_are_told_apart() -> None:
+    def mesh(**changes: Any) -> Any:
+        client = {"platform": "gpu", "platform_version": "1", **changes}
+        device = SimpleNamespace(
+            client=SimpleNamespace(
+                platform=client["platform"], platform_version=client["platform_version"]
+            ),
+            device_kind=changes.get("kind", "H200"),
+            id=changes.get("id", 0),
+        )
+        return SimpleNamespace(devices=np.array([device] * changes.get("number", 1)))
+
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"platform": "tpu"},
+        {"platform_version": "2"},
+        {"kind": "H100"},
+        {"id": 1},
+        {"number": 2},
+    )
+    found = [repr(program_store.surroundings(mesh(**change))) for change in changes]
+    assert len(set(found)) == len(changes)
+
+
+def test_sources_that_change_meanwhile_are_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Edited between the imports and the start, or between the start and the first writing."""
+    usual = ProgramStore.open(tmp_path / "steps")
+    assert usual.sources is not None
+    monkeypatch.setattr(program_store, "IMPORTED_AT", 0.0)
+    assert ProgramStore.open(tmp_path).sources is None
+    start(usual)
+    assert not usual.directory.exists()
+    assert "sources have changed" in caplog.text
+
+
+def test_sources_are_told_apart_and_none_are_not_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set()
+    monkeypatch.setattr(program_store, "__file__", str(tmp_path / "jspec" / "engine" / "store.py"))
+    assert program_store.sources_digest() is None  # a zip, or bytecode alone
+    for name, text in (
+        ("core/a.py", "1"),
+        ("core/a.py", "2"),
+        ("models/b.py", "2"),
+        ("text/c.py", ""),
+    ):
+        path = tmp_path / "jspec" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, (0, 0))
+        found.add(program_store.sources_digest())
+    assert len(found) == 3  # text cannot change a program
+    assert None not in found
+
+
+def test_what_cannot_be_written_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A callback, for one, is no data."""
+
+    def refuse(_: Any) -> Any:
+        raise AttributeError("Can't pickle local object")
+
+    monkeypatch.setattr(program_store.serialize_executable, "serialize", refuse)
+    assert start(ProgramStore.open(tmp_path)).shape == (2, 2)
+    assert "Can't pickle" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_cannot_be_written_costs_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "steps").write_text("a file where the directory should be", encoding="utf-8")
-    assert start(ProgramStore(tmp_path / "steps")).shape == (2, 2)
+    assert start(ProgramStore.open(tmp_path / "steps")).shape == (2, 2)
     assert "could not be written" in caplog.text

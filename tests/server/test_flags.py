@@ -196,7 +196,7 @@ def test_rounds_a_step_are_an_engine_argument() -> None:
     with pytest.raises(ConfigError, match="num_continuous_decode_steps is 0; expected an integer"):
         parse("--num-continuous-decode-steps", "0")
     for value in (None, True, 1.5, "2", -1):
-        with pytest.raises(ConfigError, match=r"num_continuous_decode_steps is .* of at least 1"):
+        with pytest.raises(ConfigError, match=r"num_continuous_decode_steps is .* from 1 to 16"):
             EngineArgs.from_mapping({"num_continuous_decode_steps": value})
 
 

@@ -1,0 +1,43 @@
+"""Where compiled programs are kept: a directory that cannot be used is said, or done without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jspec.core.errors import ConfigError
+from jspec.engine import building
+
+
+@pytest.fixture(autouse=True)
+def _jax_cache_as_before() -> object:
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_named_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"compilation_cache_dir is '.*taken'; expected a directory"
+    ):
+        building._open_store(str(taken))
+
+
+def test_without_a_usable_home_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".cache").write_text("", encoding="utf-8")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert building._open_store(None) is None
+    assert "compiled programs are not kept" in caplog.text
+
+
+def test_an_empty_name_keeps_nothing_and_another_keeps_in_it(tmp_path: Path) -> None:
+    assert building._open_store("") is None
+    store = building._open_store(str(tmp_path))
+    assert store is not None
+    assert store.directory == tmp_path / "steps"
