@@ -6,6 +6,7 @@ the runner holds executables: nothing can compile later, and a wrong shape is an
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -94,9 +95,9 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
-    is_decode = key[0] is StepKind.DECODE
-    decode = partial(_decode_entry, num_rounds=limits.num_rounds)
-    entry = decode if is_decode else _prefill_entry
+    entry = _prefill_entry
+    if key[0] is StepKind.DECODE:
+        entry = partial(_decode_entry, num_rounds=limits.num_rounds)
     packed = layout_of(key, limits)
     in_specs = (sharding.param_specs(params), sharding.state_specs(state), PartitionSpec())
     step = jax.shard_map(
@@ -180,55 +181,42 @@ def compile_all(
     keys: which programs, all by default; a plan for one that was left out is a KeyError.
     """
     keys = program_keys(limits) if keys is None else keys
-    done = 0
     platform = mesh.devices.flat[0].platform
     options = {
         key: compiler_options(key, limits, platform=platform, backend=programs[key[2]].backend)
         for key in keys
     }
-    paths = {
-        key: None
-        if store is None
-        else store.path(
-            key, programs[key[2]], limits, options[key], mesh=mesh, arrays=(params, state)
-        )
-        for key in keys
-    }
+    makings = {key: (key, programs[key[2]], limits, options[key]) for key in keys}
+    paths = {} if store is None else store.paths(makings, mesh=mesh, arrays=(params, state))
+    done = itertools.count(1)
 
     def report(key: ProgramKey, executable: Any) -> Any:
-        nonlocal done
-        done += 1
         if progress is not None:
-            progress(done, len(keys), describe(key))
+            progress(next(done), len(keys), describe(key))
         return executable
 
-    def load(key: ProgramKey, path: Path) -> Any | None:
-        assert store is not None
+    def load(key: ProgramKey) -> Any | None:
         inputs, outputs = (params, state, 0), (state, 0)
-        executable = store.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
-        return None if executable is None else report(key, executable)
+        found = ProgramStore.load(paths[key], mesh=mesh, inputs=inputs, outputs=outputs)
+        return None if found is None else report(key, found)
 
     def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
-        executable, path = compile_with(lowered, options[key]), paths[key]
-        if store is not None and path is not None:
-            store.save(path, executable)
+        executable = compile_with(lowered, options[key])
+        if store is not None and key in paths:
+            store.save(paths[key], executable)
         return report(key, executable)
 
-    with ThreadPoolExecutor(max_workers=min(len(keys), os.cpu_count() or 1)) as pool:
-        running = {}
+    workers = min(len(keys), os.cpu_count() or 1)
+    with without_jax_cache(is_off=bool(paths)), ThreadPoolExecutor(max_workers=workers) as pool:
         try:
-            loads = {key: pool.submit(load, key, path) for key, path in paths.items() if path}
-            found = {key: future.result() for key, future in loads.items()}
-            missing = [key for key in keys if found.get(key) is None]
-            kept = [key for key in missing if paths[key] is not None]
-            for group in (kept, [key for key in missing if paths[key] is None]):
-                with without_jax_cache(is_off=group is kept and bool(kept)):
-                    for key in group:
-                        program = programs[key[2]]
-                        lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
-                        running[key] = pool.submit(build, key, lowered)
-                    found |= {key: running[key].result() for key in group}
-            return {key: found[key] for key in keys}
+            found = dict(zip(paths, pool.map(load, paths), strict=True))
+            running = {}
+            for key in keys:
+                if found.get(key) is None:
+                    program = programs[key[2]]
+                    lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
+                    running[key] = pool.submit(build, key, lowered)
+            return {key: running[key].result() if key in running else found[key] for key in keys}
         except BaseException:
             pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
             raise

@@ -70,19 +70,29 @@ class ProgramStore:
             return None
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
 
-    def load(self, path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
+    def paths(
+        self, makings: dict[Any, tuple[Any, ...]], *, mesh: Mesh, arrays: Any
+    ) -> dict[Any, Path]:
+        """`path` of each program's parts; nothing if one of them has none: then none is kept."""
+        found = {key: self.path(*m, mesh=mesh, arrays=arrays) for key, m in makings.items()}
+        known = {key: path for key, path in found.items() if path is not None}
+        return known if len(known) == len(found) else {}
+
+    @staticmethod
+    def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
         """The executable, or None where there is none that can be read.
 
         inputs: a tuple like its arguments, outputs like its results; only their structure counts.
         """
         try:
-            digest, payload = _split(path.read_bytes())
+            content = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             log.warning("%s cannot be read: %r", path, error)
             return None
-        if hashlib.sha256(payload).digest() != digest:
+        payload = content[DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != content[:DIGEST_BYTES]:
             log.warning("%s is damaged and will be written again", path)
             return None
         try:
@@ -114,10 +124,6 @@ class ProgramStore:
             Path(part).replace(path)
         except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
             log.warning("%s could not be written: %r", path, error)
-
-
-def _split(content: bytes) -> tuple[bytes, bytes]:
-    return content[:DIGEST_BYTES], content[DIGEST_BYTES:]
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
