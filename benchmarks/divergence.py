@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ class Measurement:
         self._pair = pair
         self._settings = settings
         self._path = path
-        self._plain: dict[tuple[str, str, float], list[Ids]] = {}
+        self._texts: dict[tuple[str, str, str, float], list[Ids]] = {}  # dtype, backend, mode, T
         self.engines: dict[str, Row] = {}
         self.rows: list[Row] = []
 
@@ -252,58 +253,57 @@ class Measurement:
         for temperature in self._settings.temperatures:
             texts, length = decode_all(engine, self._pair.prompts, temperature, self._settings)
             lengths[f"temperature {temperature:g}"] = round(length, 3)
-            if configuration.mode == "plain":
-                self._compare_plain(engine, configuration, temperature, texts)
-            else:
-                self._add(configuration, configuration.mode, "plain", temperature, texts)
+            self._compare(engine, configuration, temperature, texts)
         return {
             "startup_seconds": round(engine.startup_seconds, 2),
             "seconds": round(time.monotonic() - started, 2),
             "acceptance_length": lengths,
         }
 
-    def _compare_plain(
+    def _compare(
         self, engine: Engine, configuration: Configuration, temperature: float, texts: list[Ids]
     ) -> None:
-        """Plain decoding against itself: another backend, another call, another batch."""
-        dtype, backend = configuration.dtype, configuration.backend
-        self._plain[dtype, backend, temperature] = texts
-        if backend != "xla":
-            self._add(configuration, "plain", "xla plain", temperature, texts, backend="xla")
+        """Speculation against plain decoding, plain decoding against another backend; and each
+        against itself, in another call, plain decoding in another batch too."""
+        dtype, backend, mode = configuration.dtype, configuration.backend, configuration.mode
+        self._texts[dtype, backend, mode, temperature] = texts
+        add = partial(self._add, configuration, temperature)
+        if mode != "plain":
+            add(mode, "plain", texts)
+        elif backend != "xla":
+            add("plain", "xla plain", texts)
         if dtype == "float32":
             return
         prompts = self._pair.prompts
         again, _ = decode_all(engine, prompts, temperature, self._settings)
-        self._add(configuration, "plain again", "plain", temperature, again)
-        few = prompts[: self._settings.num_alone]
-        alone = decode_alone(engine, few, temperature, self._settings)
-        self._add(configuration, "plain, alone", "plain", temperature, alone)
+        add(f"{mode} again", mode, again)
+        if mode == "plain":
+            few = prompts[: self._settings.num_alone]
+            add("plain, alone", "plain", decode_alone(engine, few, temperature, self._settings))
 
     def _add(
         self,
         configuration: Configuration,
+        temperature: float,
         what: str,
         against: str,
-        temperature: float,
         texts: list[Ids],
-        *,
-        backend: str | None = None,
     ) -> None:
-        """One row against the plain texts of the same dtype, and of `backend` or the same one.
+        """One row. against: a mode of the same backend, or "xla plain"; of the same dtype.
 
-        Where those failed the row says so: what else the engine measures is still wanted.
+        Where those texts failed the row says so: what else the engine measures is still wanted.
         """
-        dtype = configuration.dtype
-        key = (dtype, backend or configuration.backend, temperature)
+        dtype, backend = configuration.dtype, configuration.backend
         row: Row = {
             "dtype": dtype,
-            "backend": configuration.backend,
+            "backend": backend,
             "what": what,
             "against": against,
             "temperature": temperature,
             "is_control": dtype == "float32",
         }
-        references = self._plain.get(key)
+        other, mode = ("xla", "plain") if against == "xla plain" else (backend, against)
+        references = self._texts.get((dtype, other, mode, temperature))
         if references is None:
             row["not_compared"] = f"no texts of {against}"
         else:

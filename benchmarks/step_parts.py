@@ -117,7 +117,9 @@ def products_part(step: Step) -> Part:
     KV writes are not one kernel with it."""
     target, config = step.program.target, step.program.target.config
     is_rotated_elsewhere = has_one_kernel_for_writes(step)
-    settings = AttentionSettings(step.program.backend, queries_per_row=None)
+    settings = AttentionSettings(
+        step.program.backend, queries_per_row=step.program.spec.num_draft_tokens
+    )
     add_and_norm = settings.add_and_norm
 
     def attend(heads: jax.Array, turn: Rotation) -> jax.Array:

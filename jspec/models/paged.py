@@ -37,7 +37,7 @@ KVPool = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """Static half of a paged attention call."""
+    """Static half of a paged attention call. queries_per_row: None for the chunks of prompts."""
 
     backend: Backend
     queries_per_row: int | None
@@ -66,7 +66,12 @@ class AttentionSettings:
         if self.backend != "gpu":
             return None
         tuning = gated_matmul_gpu.choose_gated(
-            num_tokens, size, width, dtype=weights.dtype, by_columns=by_columns
+            num_tokens,
+            size,
+            width,
+            dtype=weights.dtype,
+            by_columns=by_columns,
+            of_prompts=self.queries_per_row is None,
         )
         return None if tuning is None else partial(gated_matmul_gpu.gated_product, tuning=tuning)
 

@@ -46,8 +46,11 @@ DEFAULT = GatedTuning(piece=64)
 # at 85%; tiles of 112 columns are 2 x 128, two turns at 97%. Only OUT_IN can be cut like that. In
 # pieces of 16 an epilogue during the next tile spills registers, and is no faster.
 NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
-# From here on it was measured to be faster in a step; by rows at 256 tokens alone, by 2%.
-LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS = 1024, 128
+# In decoding, from here on it was measured to be faster in a step; by rows at 256 tokens alone, by
+# 2%. A prompt takes it from 128 tokens however its weights lie: every layout and tile adds up in
+# one order, so that an engine that drafts and one that does not keep the same K and V of it, bit
+# for bit, and not two roundings of them.
+LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
 MOST_NARROW = 512
 
 
@@ -59,7 +62,7 @@ def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16
 
 
 def choose_gated(
-    m: int, k: int, n2: int, *, dtype: DTypeLike, by_columns: bool
+    m: int, k: int, n2: int, *, dtype: DTypeLike, by_columns: bool, of_prompts: bool
 ) -> GatedTuning | None:
     """The program that a layer should use for [m, k] @ [k, n2], or None: XLA's.
 
@@ -67,7 +70,8 @@ def choose_gated(
     """
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
-    if m < (LEAST_TOKENS_BY_COLUMNS if by_columns else LEAST_TOKENS):
+    least = LEAST_TOKENS_BY_COLUMNS if by_columns else LEAST_TOKENS
+    if m < (LEAST_TOKENS_OF_PROMPTS if of_prompts else least):
         return None
     tuning = replace(DEFAULT, layout=Layout.OUT_IN if by_columns else Layout.IN_OUT)
     if by_columns and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:

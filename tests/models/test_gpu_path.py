@@ -27,7 +27,11 @@ from jspec.models.paged import (
     PagedLlama,
     empty_pool,
 )
-from jspec.pallas_kernels.gated_matmul_gpu import LEAST_TOKENS, gated_product
+from jspec.pallas_kernels.gated_matmul_gpu import (
+    LEAST_TOKENS,
+    LEAST_TOKENS_OF_PROMPTS,
+    gated_product,
+)
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.pallas_kernels.tuning import GatedTuning
@@ -147,13 +151,17 @@ def test_a_layer_with_a_gated_product_gives_what_it_gives_without() -> None:
 
 
 def test_the_gated_product_is_for_many_tokens_on_a_chip() -> None:
-    def chosen(backend: Any, num_tokens: int, dtype: Any = jnp.bfloat16) -> Any:
+    def chosen(
+        backend: Any, num_tokens: int, dtype: Any = jnp.bfloat16, queries: int | None = 4
+    ) -> Any:
         layer = {"mlp": {"gate_up": {"kernel": jax.ShapeDtypeStruct((4096, 28672), dtype)}}}
-        settings = AttentionSettings(backend, None)
+        settings = AttentionSettings(backend, queries)
         return settings.gated_product(num_tokens, layer, by_columns=False)
 
     assert chosen("gpu", LEAST_TOKENS).func is gated_product
     assert chosen("gpu", LEAST_TOKENS // 2) is None
+    assert chosen("gpu", LEAST_TOKENS_OF_PROMPTS, queries=None).func is gated_product
+    assert chosen("gpu", LEAST_TOKENS_OF_PROMPTS // 2, queries=None) is None
     assert chosen("gpu", LEAST_TOKENS, jnp.float32) is None
     assert chosen("gpu_interpret", LEAST_TOKENS) is None
     assert chosen("xla", LEAST_TOKENS) is None
