@@ -2,6 +2,7 @@
 
     python -m benchmarks.divergence [--out benchmarks/results/divergence.json]
     python -m benchmarks.divergence --pair wide        (the same pair, where heads of 32 do not fit)
+    python -m benchmarks.divergence --only 'bfloat16/pallas/*'                   (some engines)
     JAX_PLATFORMS=cpu python -m benchmarks.divergence --quick                     (does it run?)
 
 The rule is exact: a verification chooses the token that plain decoding would. Its N nodes and one
@@ -18,6 +19,7 @@ a page, so that none of them ever comes from the prefix cache.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import itertools
 import statistics
 import sys
@@ -32,17 +34,16 @@ from typing import Any
 
 import jax
 
+from benchmarks.divergence_counts import Row, compare, table
 from benchmarks.divergence_pairs import PAIRS, Ids, Pair, backend_problem, make_pair
 from benchmarks.environment import write_result
 from benchmarks.h200_table import describe_error
-from benchmarks.heldout import bootstrap_interval, results_path
+from benchmarks.heldout import results_path
 from benchmarks.workloads import MODES
 from jspec import Engine
 
 PAGE_SIZE = 64
 TEMPERATURES = (0.0, 1.0)
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,44 +81,16 @@ def configurations(groups: Sequence[tuple[str, str]]) -> tuple[Configuration, ..
     )
 
 
-# Comparing.
+def only(todo: Sequence[Configuration], patterns: Sequence[str]) -> tuple[Configuration, ...]:
+    """Those whose label matches a pattern. Raises ValueError for one that matches none.
 
-
-def first_divergence(ids: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or None; where one text ends first, it differs.
-
-    In:  (5, 6, 9), (5, 6, 7)   Out: 2
+    In:  patterns float32/*/tree     Out: float32/xla/tree
     """
-    pairs = itertools.zip_longest(ids, reference)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-
-
-def compare(texts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> Row:
-    """What diverged, by prompt; a prompt counts up to and with the first token that differs.
-
-    In:  texts (1, 2, 3, 4), (1, 9, 9, 9); references (1, 2, 3, 4), (1, 2, 3, 4)
-    Out: 1 of 2 diverged, at 1, in 4 + 2 tokens: 166.7 per 1,000
-    """
-    first = [first_divergence(a, b) for a, b in zip(texts, references, strict=True)]
-    found = sorted(at for at in first if at is not None)
-    counted = [
-        len(ids) if at is None else at + 1 for at, ids in zip(first, references, strict=True)
-    ]
-    num_tokens = sum(counted)
-    if found:
-        pairs = [(float(at is not None), float(n)) for at, n in zip(first, counted, strict=True)]
-        rate, low, high = bootstrap_interval(pairs)
-    else:
-        rate, low, high = 0.0, 0.0, 3.0 / num_tokens  # none in n: with 95%, fewer than 3 / n
-    return {
-        "num_prompts": len(first),
-        "num_diverged": len(found),
-        "tokens_compared": num_tokens,
-        "per_1000_tokens": round(1e3 * rate, 3),
-        "interval_95": [round(1e3 * low, 3), round(1e3 * high, 3)],
-        "first_positions": found,
-        "median_first_position": statistics.median(found) if found else None,
-    }
+    labels = [configuration.label for configuration in todo]
+    for pattern in patterns:
+        if not fnmatch.filter(labels, pattern):
+            raise ValueError(f"{pattern!r} is none of {', '.join(labels)}")
+    return tuple(c for c in todo if any(fnmatch.fnmatch(c.label, p) for p in patterns))
 
 
 # One engine.
@@ -326,29 +299,6 @@ class Measurement:
         write_result(self._path, result)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown; positions count from 0, tokens up to each prompt's first divergence."""
-    lines = [
-        "| dtype | backend | what | against | T | prompts diverged | tokens | first at "
-        "(median) | per 1,000 tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        head = f"| {row['dtype']} | {row['backend']} | {row['what']} | {row['against']} "
-        head += f"| {row['temperature']:g} "
-        if "not_compared" in row:
-            lines.append(f"{head}| {row['not_compared']} | | | |")
-            continue
-        low, high = row["interval_95"]
-        first = row["median_first_position"]
-        lines.append(
-            f"{head}| {row['num_diverged']} of {row['num_prompts']} | {row['tokens_compared']} "
-            f"| {'' if first is None else f'{first:g}'} "
-            f"| {row['per_1000_tokens']:.2f} [{low:.2f}, {high:.2f}] |"
-        )
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 1 if a configuration failed or a control diverged."""
     usual = Settings()
@@ -358,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=usual.new_tokens)
     parser.add_argument("--batch", type=int, default=usual.num_rows, help="rows at once")
     parser.add_argument("--seconds", type=float, default=usual.seconds)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="DTYPE/BACKEND/MODE")
     parser.add_argument("--quick", action="store_true", help="4 prompts of 16 tokens, xla only")
     parser.add_argument("--out", type=Path, help="default: results/divergence[_PAIR].json")
     args = parser.parse_args(argv)
@@ -371,6 +322,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         sizes |= {"num_prompts": 4, "new_tokens": 16, "num_rows": 4, "num_alone": 2, "seconds": 600}
         groups.remove(("bfloat16", "pallas"))
+    try:
+        todo = only(configurations(groups), args.only)
+    except ValueError as error:
+        parser.error(f"argument --only: {error}")
     settings = Settings(**sizes)
     name = "divergence" if args.pair == "bundled" else f"divergence_{args.pair}"
     with tempfile.TemporaryDirectory() as folder:
@@ -382,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt_tokens=settings.prompt_tokens,
         )
         measurement = Measurement(pair, settings, args.out or out)
-        measurement.run(configurations(groups))
+        measurement.run(todo)
     print(table(measurement.rows))
     return 0 if measurement.is_sound else 1
 

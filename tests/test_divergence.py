@@ -14,17 +14,15 @@ import pytest
 from benchmarks.divergence import (
     Configuration,
     Measurement,
-    Row,
     Settings,
-    compare,
     configurations,
     decode_all,
     engine_arguments,
-    first_divergence,
     full_products,
     main,
-    table,
+    only,
 )
+from benchmarks.divergence_counts import Row, compare, first_divergence, table
 from benchmarks.divergence_pairs import (
     WIDENING,
     Pair,
@@ -96,6 +94,17 @@ def test_plain_comes_first_in_every_group() -> None:
         for dtype in ("bfloat16", "float32")
         for mode in ("plain", "chain", "tree")
     ]
+
+
+def test_only_some_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = configurations([("bfloat16", "xla"), ("float32", "xla")])
+    assert only(todo, ["*"]) == todo
+    chosen = only(todo, ["float32/*/tree", "bfloat16/xla/plain"])
+    assert [c.label for c in chosen] == ["bfloat16/xla/plain", "float32/xla/tree"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "int8/*"])
+    said = capsys.readouterr().err
+    assert "'int8/*' is none of bfloat16/xla/plain, bfloat16/xla/chain" in said
 
 
 def test_no_prompt_fills_a_page() -> None:
