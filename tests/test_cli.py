@@ -56,6 +56,10 @@ def flags(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 
 def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """One of the programs. It can be interrupted even if these tests run in the background, where
+    a shell has signals ignored: what is handled here is at its default there."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,

@@ -5,6 +5,7 @@ It parses nothing: settings come checked.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -140,7 +141,7 @@ def serve(settings: Settings) -> None:
                 access_log=args.log_level == "debug",
                 timeout_graceful_shutdown=GRACE_SECONDS,
             )
-            try:
+            # uvicorn passes the signal on once it has shut down, where it is not ignored.
+            with contextlib.suppress(KeyboardInterrupt):
                 EngineServer(config, engine=engine, on_ready=on_ready).run(sockets=[bound])
-            except KeyboardInterrupt:  # uvicorn passes the signal on once it has shut down
-                LOGGER.info("stopped")
+            LOGGER.info("stopped")
