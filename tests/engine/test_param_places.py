@@ -12,22 +12,14 @@ import pytest
 from flax import nnx
 
 from jspec.core import sharding
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.plan import StepKind
 from jspec.engine.compilation import lower
 from jspec.engine.dummy_weights import dummy_params
 from jspec.engine.loading import place
-from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
 from jspec.models.llama import Llama, split
 from jspec.models.paged import PagedLlama
-from jspec.speculative.draft import NoDrafter
-from jspec.speculative.step import StepProgram
-from jspec.testing.tiny_models import tiny_target_config
-
-CONFIG = tiny_target_config()
-KEY = (StepKind.DECODE, 2, False)
+from tests.engine.test_program_store import CONFIG, KEY, LIMITS, fresh_state, make_program
 
 
 def orders(params: Any) -> dict[str, tuple[int, ...]]:
@@ -62,32 +54,19 @@ def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: boo
 def test_a_step_reads_them_where_they_lie() -> None:
     """The program takes that order, copies nothing into another, and emits the same token."""
     mesh = sharding.make_mesh(jax.devices("cpu")[:1])
-    shard = Shard(1, sharding.TENSOR_AXIS)
-    limits = ServeLimits(
-        spec=SpeculativeConfig.plain(),
-        num_slots=2,
-        num_pages=8,
-        page_size=8,
-        context_length=32,
-        decode_buckets=(2,),
-        prefill_buckets=(8,),
-        prefill_rows=2,
-    )
     _, weights = split(Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0), shard=Shard()))
-    target, _ = PagedLlama.create(CONFIG, shard=shard, dtype=jnp.float32)
-    spec = limits.spec
-    program = StepProgram(target=target, drafter=NoDrafter(), spec=spec, full=False)
-    packed = layout_of(KEY, limits)
+    program, _ = make_program()
+    packed = layout_of(KEY, LIMITS)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = (1, 2)
     emitted = []
     for by_columns in (False, True):
-        state = place_state(init_state(program, limits, shards=1, kv_dtype=jnp.float32), mesh)
+        state = fresh_state(program)
         turned = dataclasses.replace(
-            program, target=dataclasses.replace(target, by_columns=by_columns)
+            program, target=dataclasses.replace(program.target, by_columns=by_columns)
         )
         params = place(mesh, {"target": weights, "draft": {}}, by_columns=by_columns)
-        step = lower(KEY, turned, limits, mesh=mesh, params=params, state=state).compile()
+        step = lower(KEY, turned, LIMITS, mesh=mesh, params=params, state=state).compile()
         taken = orders(params)
         formats, _ = jax.tree_util.tree_flatten_with_path(step.input_formats[0][0])
         for path, chosen in formats:

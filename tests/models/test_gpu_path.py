@@ -32,12 +32,12 @@ from jspec.pallas_kernels.gated_matmul_gpu import (
     LEAST_TOKENS_OF_PROMPTS,
     gated_product,
 )
-from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.pallas_kernels.tuning import GatedTuning
 from jspec.testing.tiny_models import tiny_target_config
+from tests.pallas_kernels.chips import needs_mosaic_gpu
 
-pytestmark = pytest.mark.skipif(not has_mosaic_gpu(), reason="needs jax 0.11 or later")
+pytestmark = needs_mosaic_gpu
 
 QUERIES = 4
 CONFIG = dataclasses.replace(

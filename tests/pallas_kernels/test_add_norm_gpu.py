@@ -27,12 +27,12 @@ from jspec.pallas_kernels.add_norm_gpu import add_and_norm, num_warps, reference
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.testing.tiny_models import tiny_target_config
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
+from tests.pallas_kernels.chips import needs_gpu
 
 EPS = 1e-5
 CALLS = "name=add_and_norm_gpu"
 Pair = tuple[jax.Array, jax.Array]
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 
 def inputs(num_rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

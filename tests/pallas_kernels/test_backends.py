@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.engine_args import ATTENTION_BACKENDS
 from jspec.core.errors import ConfigError
 from jspec.pallas_kernels.dispatch import gpu_problem
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.paged_attention import (
     Backend,
     choose_backend,
     paged_attention,
     pool_width,
 )
+from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,14 @@ def test_what_the_gpu_kernel_does_not_serve_is_named(change: dict[str, Any], mes
         "page_size": 64,
         "head_dims": (128, 64),
     }
-    if not hasattr(plgpu, "InterpretGPUParams") and "compute_capability" not in change:
+    if not has_mosaic_gpu() and "compute_capability" not in change:
         message = "expected 0.11 or later"
     found = gpu_problem(**{**fits, **change})
     assert found is not None
     assert re.search(message, found)
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+@needs_mosaic_gpu
 def test_what_the_gpu_kernel_serves_has_no_problem() -> None:
     fits = {"compute_capability": "9.0", "dtype": jnp.bfloat16, "page_size": 64}
     assert gpu_problem(**fits, head_dims=(128, 64)) is None
@@ -111,7 +112,7 @@ def written_and_seen(backend: Backend, *, packed: bool) -> tuple[np.ndarray, np.
     return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+@needs_mosaic_gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
     out, pages = written_and_seen("gpu_interpret", packed=packed)

@@ -27,9 +27,10 @@ from jspec.pallas_kernels.gated_matmul_gpu import (
     large_product,
     reference,
 )
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.tuning import GatedTuning, Layout, Shared
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
-from tests.pallas_kernels.test_matmul_gpu import HAS_MOSAIC_GPU, needs_hopper, needs_mosaic_gpu
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 
 SMALL = GatedTuning(tile_n=64, num_stages=3, num_blocks=2, cluster=1)
 PAIRS = replace(SMALL, cluster=2, num_blocks=4)
@@ -206,7 +207,7 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         8192: [DEFAULT, turned],
     }
     for m, programs in expected.items():
-        assert chosen(m) == (programs if HAS_MOSAIC_GPU else [None, None]), m
+        assert chosen(m) == (programs if has_mosaic_gpu() else [None, None]), m
     alone = replace(DEFAULT, cluster=1)
     of_prompts = {
         64: [None, None],
@@ -214,9 +215,9 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         512: [DEFAULT, NARROW],
     }
     for m, programs in of_prompts.items():
-        assert chosen(m, of_prompts=True) == (programs if HAS_MOSAIC_GPU else [None, None]), m
+        assert chosen(m, of_prompts=True) == (programs if has_mosaic_gpu() else [None, None]), m
     of_eight_shards = chosen(8192, n2=2 * N // 8)
-    assert of_eight_shards == ([DEFAULT, turned] if HAS_MOSAIC_GPU else [None, None])
+    assert of_eight_shards == ([DEFAULT, turned] if has_mosaic_gpu() else [None, None])
     assert chosen(8192, dtype=jnp.float32) == [None, None]
     assert chosen(8192, k=K + 32) == [None, None]
     assert chosen(8192, n2=2 * N + 128) == [None, None]
@@ -245,7 +246,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         gated_product(x, w[:, :192], tuning=SMALL)
 
 
-@pytest.mark.skipif(HAS_MOSAIC_GPU, reason="this jax has the kernels")
+@needs_older_jax
 def test_an_older_jax_says_what_is_missing() -> None:
     x, w = operands(128, 128, 256)
     with pytest.raises(NotImplementedError, match=r"needs jax 0\.11 or later"):

@@ -17,6 +17,7 @@ from jspec.pallas_kernels import kv_update_gpu
 from jspec.pallas_kernels.dispatch import compact_paths
 from jspec.pallas_kernels.kv_update import flat_moves
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
+from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.path_cases import (
     SHAPES,
     as_int32,
@@ -129,7 +130,7 @@ def test_law_whatever_the_path_it_is_the_reference(
     check_equals_the_reference(compact, kv, as_int32(table, seq_lens, path, num_accepted))
 
 
-@pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
+@needs_gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(
     ("layers", "row", "dtype"),

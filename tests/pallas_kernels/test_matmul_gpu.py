@@ -27,16 +27,7 @@ from jspec.pallas_kernels.tuning import (
     stream_candidates,
     tile_candidates,
 )
-
-HAS_MOSAIC_GPU = hasattr(plgpu, "InterpretGPUParams")
-needs_mosaic_gpu = pytest.mark.skipif(
-    not HAS_MOSAIC_GPU, reason=f"Mosaic GPU kernels need jax 0.11.2, this is {jax.__version__}"
-)
-needs_hopper = pytest.mark.skipif(
-    jax.default_backend() != "gpu"
-    or not getattr(jax.devices()[0], "compute_capability", "").startswith("9."),
-    reason="needs a Hopper GPU",
-)
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 
 WEIGHTS = MatmulTuning(Rows.WEIGHTS, 8, 128, num_stages=3, num_splits=0, num_blocks=3)
 TOKENS = MatmulTuning(Rows.TOKENS, 128, 128, num_stages=3, num_consumers=2, num_blocks=2)
@@ -209,7 +200,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
                           tuning=replace(WEIGHTS, layout=layout))  # fmt: skip
 
 
-@pytest.mark.skipif(HAS_MOSAIC_GPU, reason="this jax has the kernels")
+@needs_older_jax
 def test_an_older_jax_says_what_is_missing() -> None:
     x, w = operands(8, 256, 256)
     with pytest.raises(NotImplementedError, match=r"needs jax 0\.11 or later"):

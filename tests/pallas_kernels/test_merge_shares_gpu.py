@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.pallas_kernels.merge_shares_gpu import NOTHING, in_order, merge_shares, reference
 from jspec.pallas_kernels.query_tiles import tiles_of
+from tests.pallas_kernels.chips import needs_gpu
 
 SHAPES = {  # parts, rows, queries, heads, kv heads
     "one token": (16, 1, 1, 32, 8),
@@ -91,7 +91,7 @@ def test_queries_come_back_in_order_and_padding_is_zero() -> None:
     np.testing.assert_array_equal(out[..., 0], [[0, 1, 8, 9], [0, 0, 0, 0]])
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_definition_on_the_chip(name: str, sinks: bool) -> None:

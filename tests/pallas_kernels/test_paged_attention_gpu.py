@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
 from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 from tests.pallas_kernels.test_paged_attention import (
     Case,
     Row,
@@ -30,19 +30,6 @@ from tests.pallas_kernels.test_paged_attention import (
     query_places,
     words_of,
 )
-
-SUPPORTED = hasattr(plgpu, "InterpretGPUParams")
-needs_new_jax = pytest.mark.skipif(
-    not SUPPORTED, reason=f"jax {jax.__version__} has no interpret mode for Mosaic GPU"
-)
-
-
-def has_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
 
 # One share of two blocks' ring, so that every slot is filled again.
 SELF = Tuning(splits=1, stages=2)
@@ -198,7 +185,7 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     assert not out[padding].any()
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize("name", FAST)
 def test_equals_the_dense_oracle_and_reads_no_poison(
     name: str, capfd: pytest.CaptureFixture[str]
@@ -207,7 +194,7 @@ def test_equals_the_dense_oracle_and_reads_no_poison(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("tuning", [None, Tuning(splits=2, stages=1), PRODUCER], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -219,7 +206,7 @@ def test_equals_the_dense_oracle_under_every_tuning(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_dense_oracle_on_the_chip(name: str, dtype: Any) -> None:
@@ -229,7 +216,7 @@ def test_equals_the_dense_oracle_on_the_chip(name: str, dtype: Any) -> None:
         check(gpu, seed=1, interpret=False)
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 def test_a_row_without_queries_is_zero_and_changes_no_other() -> None:
     gpu = gpu_case(Tuning(splits=2), page_size=16, queries=2, tail=2)
     rows = draw_rows(np.random.default_rng(0), gpu.case)
@@ -254,7 +241,7 @@ def test_a_row_without_queries_is_zero_and_changes_no_other() -> None:
 # ---- refusals ------------------------------------------------------------------------------
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -301,7 +288,7 @@ def test_tunings_without_a_meaning_are_refused(changes: dict[str, Any], message:
         Tuning(**changes)
 
 
-@pytest.mark.skipif(SUPPORTED, reason="this jax has what the kernel needs")
+@needs_older_jax
 def test_an_older_jax_is_told_so() -> None:
     rows = AttentionRows(
         page_table=jnp.zeros((1, 2), jnp.int32),

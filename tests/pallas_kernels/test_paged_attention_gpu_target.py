@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,18 +18,7 @@ from jspec.pallas_kernels import reference
 from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
 from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
-
-needs_new_jax = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} is too old"
-)
-
-
-def has_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
 PRODUCER = Tuning(loader="producer", consumers=2)
 
@@ -68,7 +56,7 @@ def lower(args: tuple[Any, ...], *, queries: int, tuning: Tuning, **options: Any
         return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("batch", "queries", "page_size", "tail", "tuning"),
     [
@@ -87,7 +75,7 @@ def test_lowers_for_hopper(
     assert text.count("@mosaic_gpu_v2") == 1
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("queries", [1, 4, 16])
@@ -101,7 +89,7 @@ def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_
             assert text.count("@mosaic_gpu_v2") == 1
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
@@ -167,7 +155,7 @@ def check_direct(
     assert not out[is_padding].any()
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 def test_ragged_rows_equal_the_reference_in_interpret_mode(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -176,13 +164,13 @@ def test_ragged_rows_equal_the_reference_in_interpret_mode(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("queries", [1, 4, 16])
 def test_ragged_rows_equal_the_reference_on_the_chip(queries: int) -> None:
     check_direct(64, queries, 64)
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (24, 8), (32, 8), (64, 8)])
@@ -193,7 +181,7 @@ def test_ragged_rows_of_any_group_equal_the_reference_on_the_chip(
     check_direct(8, 16, page_size, heads=heads, width=width, window=300)
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("tuning", [Tuning(), PRODUCER], ids=str)
 @pytest.mark.parametrize(("batch", "queries", "page_size"), [(1, 1, 16), (8, 4, 64), (32, 16, 64)])
 def test_equals_the_reference_at_serving_shapes(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,22 +24,10 @@ from jspec.pallas_kernels import reference
 from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
 from jspec.pallas_kernels.prefill_plan import PrefillPlan
 from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 from tests.pallas_kernels.packed_rows import row_lengths
 from tests.pallas_kernels.test_paged_prefill_tpu import Case, draw
 from tests.pallas_kernels.test_prefill_plan import rows_of
-
-SUPPORTED = hasattr(plgpu, "InterpretGPUParams")
-needs_new_jax = pytest.mark.skipif(
-    not SUPPORTED, reason=f"jax {jax.__version__} has no interpret mode for Mosaic GPU"
-)
-
-
-def has_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-needs_gpu = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
 
 SMALL = Tuning(block_tokens=64, stages=2, programs=3)
 
@@ -150,7 +137,7 @@ def check(gpu: GPUCase, *, seed: int, interpret: bool) -> None:
     assert not np.asarray(out)[sum(gpu.lengths) :].any()
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize("name", FAST)
 def test_equals_the_reference_and_reads_no_poison(
     name: str, capfd: pytest.CaptureFixture[str]
@@ -159,7 +146,7 @@ def test_equals_the_reference_and_reads_no_poison(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("tuning", [None, Tuning(), Tuning(consumers=1, programs=2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -171,7 +158,7 @@ def test_equals_the_reference_under_every_tuning(
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("tuning", [None, Tuning()], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference_on_the_chip(name: str, tuning: Tuning | None) -> None:
@@ -179,7 +166,7 @@ def test_equals_the_reference_on_the_chip(name: str, tuning: Tuning | None) -> N
     check(dataclasses.replace(gpu, tuning=tuning or gpu.tuning), seed=1, interpret=False)
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("name", FAST)
 def test_equals_the_reference_on_the_chip_in_f16(name: str) -> None:
     gpu = CASES[name]
@@ -187,7 +174,7 @@ def test_equals_the_reference_on_the_chip_in_f16(name: str) -> None:
     check(dataclasses.replace(gpu, case=case, tuning=Tuning()), seed=1, interpret=False)
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @settings(
     phases=[Phase.explicit, Phase.generate],
@@ -204,13 +191,13 @@ def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: 
     check(gpu, seed=seed, interpret=True)
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 def test_rows_without_queries_are_walked_by_nobody() -> None:
     check(gpu_case((0, 0), (40, 0), padding=48), seed=0, interpret=True)
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 def test_no_key_lies_past_the_page_table() -> None:
     """Queries whose own slot is outside of the table see what is inside, and no other page."""
@@ -232,7 +219,7 @@ def test_no_key_lies_past_the_page_table() -> None:
 # ---- refusals ------------------------------------------------------------------------------
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -293,7 +280,7 @@ def test_tunings_without_a_meaning_are_refused(changes: dict[str, Any], message:
         Tuning(**changes)
 
 
-@pytest.mark.skipif(SUPPORTED, reason="this jax has what the kernel needs")
+@needs_older_jax
 def test_an_older_jax_is_told_so() -> None:
     q, pool = jnp.zeros((1, 4, 64)), jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"needs jax 0\.11 or later"):

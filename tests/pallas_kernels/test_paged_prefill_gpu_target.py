@@ -19,12 +19,12 @@ from jspec.pallas_kernels import reference
 from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
 from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
+from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 from tests.pallas_kernels.gpu_prefill_compile import llama_shapes
-from tests.pallas_kernels.test_paged_prefill_gpu import needs_gpu, needs_new_jax
 from tests.pallas_kernels.test_prefill_plan import rows_of
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("queries", "page_size", "options"),
     [
@@ -43,7 +43,7 @@ def test_lowers_for_hopper(queries: int, page_size: int, options: dict[str, Any]
     assert lowered.as_text().count("@mosaic_gpu_v2") == 1
 
 
-@needs_new_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
@@ -52,7 +52,7 @@ def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:
     assert output.count("compiled") == 6
 
 
-@needs_gpu
+@needs_hopper
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_equals_the_reference_at_serving_shapes(page_size: int) -> None:
     """Rows of 700, 1 and 323 queries on prefixes of 0, 2,000 and 1,111 tokens."""

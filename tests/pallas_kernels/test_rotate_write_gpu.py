@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.core.config import RopeConfig
 from jspec.layers.attention import Rotation, rotate_and_split
@@ -28,6 +27,7 @@ from jspec.pallas_kernels.paged_attention import Backend
 from jspec.pallas_kernels.reference import new_slots
 from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
+from tests.pallas_kernels.chips import needs_gpu, needs_mosaic_gpu
 
 ROPE = RopeConfig(theta=10000.0)
 KERNEL = jax.jit(rotate_write_gpu.rotate_and_write, static_argnames=("num_heads", "interpret"))
@@ -166,7 +166,7 @@ def paged(backend: Backend, *, packed: bool, wide: int) -> tuple[Callable[..., A
     return attend, (heads, rows, pool)
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="needs jax 0.11 or later")
+@needs_mosaic_gpu
 @pytest.mark.parametrize(("packed", "wide"), [(False, 64), (True, 64), (False, 128)])
 def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int) -> None:
     """Also where the pool is wider than a head, and the kernel gives way."""
@@ -208,7 +208,7 @@ def test_heads_split_into_q_k_and_v() -> None:
     np.testing.assert_allclose(k, apply_rope(heads[:, 6:8], positions, rope=ROPE), atol=1e-6)
 
 
-@pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("tokens", [1, 64, 2048])
 @pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 8, 128), (3, 1, 64)])
 def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, tokens: int) -> None:

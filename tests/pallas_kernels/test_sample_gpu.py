@@ -22,8 +22,7 @@ from jspec.pallas_kernels.paged_attention import Backend
 from jspec.pallas_kernels.sample_gpu import SampleTuning, choose_tuning, reference, sample
 from jspec.sampling.choose import choose
 from jspec.sampling.filters import threshold
-
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+from tests.pallas_kernels.chips import needs_gpu
 
 SMALL = SampleTuning(chunk=256)
 

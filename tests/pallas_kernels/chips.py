@@ -1,0 +1,21 @@
+"""What a kernel's test may need and not find, as marks that skip it: a GPU, a Hopper GPU, a jax."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
+
+
+def has_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
+needs_mosaic_gpu = pytest.mark.skipif(
+    not has_mosaic_gpu(), reason=f"Mosaic GPU kernels need jax 0.11, this is {jax.__version__}"
+)
+needs_older_jax = pytest.mark.skipif(has_mosaic_gpu(), reason="this jax has the kernels")
