@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,13 @@ from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
 
 
+def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
+    name, which may lie elsewhere and name none."""
+    named = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys((*load_transformer_config(target).eos_token_ids, *named)))
+
+
 class Engine:
     """One model pair, loaded and compiled, ready for requests.
 
@@ -61,11 +69,9 @@ class Engine:
         self.args = EngineArgs.from_mapping(arguments)
         paths = resolve_paths(self.args)
         self._tokenizer: Tokenizer | None = None
-        if self.args.skip_tokenizer_init:
-            self.eos_token_ids = load_transformer_config(paths.target).eos_token_ids
-        else:
+        if not self.args.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
-            self.eos_token_ids = self._tokenizer.eos_token_ids
+        self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
         runner = build_runner(self.args, progress=progress)
         self._limits = runner.limits
         self._runner = runner

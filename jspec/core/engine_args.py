@@ -41,6 +41,8 @@ class EngineArgs:
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
     attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
         those on a TPU, and on a Hopper GPU where they serve model and dtype.
+    max_queued_requests: sequences that may wait, and that a call of generate() feeds at once; 128,
+        or max_running_requests if that is more.
     max_total_tokens: size of the KV pool in tokens. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
@@ -67,7 +69,7 @@ class EngineArgs:
     attention_backend: str = "auto"
     page_size: int | None = None
     max_running_requests: int | None = None
-    max_queued_requests: int = 128
+    max_queued_requests: int | None = None
     context_length: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85

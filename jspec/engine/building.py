@@ -68,14 +68,14 @@ def _open_store(named: str | None) -> ProgramStore | None:
     """
     if named == "":
         return None
-    directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
     try:
+        directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
         enable_persistent_cache(directory)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
         if named:
             raise ConfigError(
                 f"compilation_cache_dir is {named!r}; expected a directory to write to ({error})"
             ) from error
-        log.warning("%s cannot be written, compiled programs are not kept: %s", directory, error)
+        log.warning("compiled programs are not kept: %s", error)
         return None
     return ProgramStore.open(directory / "steps")

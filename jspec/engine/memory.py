@@ -90,7 +90,7 @@ def resolve_limits(
         prefill_rows=min(4 if is_cpu else 16, num_slots),
         overlap_depth=args.overlap_depth,
         num_rounds=args.num_continuous_decode_steps,
-        max_queued_requests=args.max_queued_requests,
+        max_queued_requests=args.max_queued_requests or max(128, num_slots),
     )
 
 

@@ -118,10 +118,14 @@ class ProgramStore:
         try:
             payload, _, _ = serialize_executable.serialize(executable)
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            Path(part).replace(path)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            part = Path(name)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(payload).digest() + payload)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
             log.warning("%s could not be written: %r", path, error)
 

@@ -97,7 +97,9 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        num_held = sum(len(tenancy.page_ids) for tenancy in self._tenancies.values())
+        """Exact between turns; another thread may read it at any time, and see half of one."""
+        tenancies = tuple(self._tenancies.values())
+        num_held = sum(len(tenancy.page_ids) for tenancy in tenancies)
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=len(self._waiting),

@@ -63,12 +63,15 @@ def without_neutral(
 
 
 def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
-    if value is None:
-        return True
+    """Alone, or one for each prompt of a list: no deeper, whatever a body may nest."""
     if isinstance(value, list) and value:
-        return all(_is_neutral(item, allowed) for item in value)
+        return all(_is_one_of(item, allowed) for item in value)
+    return _is_one_of(value, allowed)
+
+
+def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
     # 1 == True and 0 == False in Python, not in JSON.
-    return any(
+    return value is None or any(
         value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
     )
 
@@ -83,7 +86,10 @@ def to_json(value: object) -> str:
 
 def shorten(value: object) -> str:
     """A value for a message, cut to what a person reads."""
-    text = to_json(value)
+    try:
+        text = to_json(value)
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

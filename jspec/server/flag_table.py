@@ -188,7 +188,11 @@ MEMORY_FLAGS = (
     _sets("--max-total-tokens", _INT, "Size of the KV pool in tokens; unset: what memory allows"),
     _sets("--page-size", _INT, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)"),
     _sets("--max-running-requests", _INT, "Sequences decoded together (8 on a CPU, else 48)"),
-    _sets("--max-queued-requests", _INT, "Sequences that may wait; beyond: 503 (128)"),
+    _sets(
+        "--max-queued-requests",
+        _INT,
+        "Sequences that may wait; beyond: 503 (128, or as many as run)",
+    ),
     _sets(
         "--chunked-prefill-size",
         _INT,

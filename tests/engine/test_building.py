@@ -36,6 +36,19 @@ def test_without_a_usable_home_nothing_is_kept(
     assert "compiled programs are not kept" in caplog.text
 
 
+def test_without_any_home_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container under a user id that it does not list."""
+
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
+    assert building._open_store(None) is None
+    assert "compiled programs are not kept: Could not determine home" in caplog.text
+
+
 def test_an_empty_name_keeps_nothing_and_another_keeps_in_it(tmp_path: Path) -> None:
     assert building._open_store("") is None
     store = building._open_store(str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,13 +15,14 @@ from jspec.engine.memory import resolve_limits
 from jspec.testing.tiny_models import tiny_target_config
 
 
-def limits_of(*, context_length: int | None) -> ServeLimits:
+def limits_of(*, context_length: int | None = None, **arguments: Any) -> ServeLimits:
     return resolve_limits(
         EngineArgs(
             model_path="m",
             speculative_algorithm="NONE",
             context_length=context_length,
             page_size=16,
+            **arguments,
         ),
         tiny_target_config(max_position=256),
         devices=jax.devices()[:1],
@@ -37,3 +40,13 @@ def test_the_context_is_the_models_unless_it_is_shortened(given: int | None, exp
 def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"context_length is 257; .* 256, max_position_embedd"):
         limits_of(context_length=257)
+
+
+@pytest.mark.parametrize(
+    ("slots", "queue", "expected"), [(4, None, 128), (300, None, 300), (300, 2, 2)]
+)
+def test_a_queue_fills_every_slot_unless_it_is_bounded(
+    slots: int, queue: int | None, expected: int
+) -> None:
+    limits = limits_of(max_running_requests=slots, max_queued_requests=queue)
+    assert limits.max_queued_requests == expected

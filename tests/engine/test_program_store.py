@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -265,6 +266,18 @@ def test_what_cannot_be_written_still_runs(
     monkeypatch.setattr(program_store.serialize_executable, "serialize", refuse)
     assert start(ProgramStore.open(tmp_path)).shape == (2, 2)
     assert "Can't pickle" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_no_half_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(program_store.os, "fdopen", refuse)
+    assert start(ProgramStore.open(tmp_path)).shape == (2, 2)
+    assert "No space left" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -269,6 +269,22 @@ def test_a_sequence_alone_grows_until_the_pool_is_full() -> None:
     assert (last.finish.kind, last.num_retractions) == (FinishKind.LENGTH, 0)
 
 
+def test_stats_may_be_read_while_rows_come_and_go() -> None:
+    """From another thread. Here one comes whenever one is counted, which no thread can be made to
+    do at will."""
+    scheduler = Bench(small_limits()).scheduler
+    tenancies: dict[Any, Any] = scheduler._tenancies
+
+    class Arriving:
+        @property
+        def page_ids(self) -> list[int]:
+            tenancies[len(tenancies)] = Arriving()
+            return []
+
+    tenancies[0] = Arriving()
+    assert scheduler.stats.num_leaked_pages == 0
+
+
 def test_the_queue_is_bounded() -> None:
     bench = Bench(small_limits(max_queued_requests=2))
     bench.submit(make_request("a"), make_request("b"))

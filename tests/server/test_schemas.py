@@ -81,6 +81,15 @@ def test_neutral_values_of_a_list_request() -> None:
         parse_generate({**body, "return_logprob": [False, True]})
 
 
+@pytest.mark.parametrize("depth", [3, 450, 900])
+def test_lists_in_lists_are_not_neutral(depth: int) -> None:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    with pytest.raises(RequestError, match=r"image_data is .*not implemented"):
+        parse_generate({"text": "x", "image_data": value})
+
+
 def test_zero_and_false_are_not_the_same() -> None:
     with pytest.raises(RequestError, match="return_logprob is 0, which"):
         parse_generate({"text": "x", "return_logprob": 0})
