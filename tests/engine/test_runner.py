@@ -188,7 +188,9 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
 
 
 @pytest.mark.parametrize(
-    "spec", [(0, 1, 1), pytest.param((3, 1, 4), marks=pytest.mark.slow), TREE], ids=str
+    "spec",
+    [*(pytest.param(spec, marks=pytest.mark.slow) for spec in ((0, 1, 1), (3, 1, 4))), TREE],
+    ids=str,
 )
 def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
     compiled = engine(spec, PAGE, full=True)

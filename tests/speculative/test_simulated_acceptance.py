@@ -212,7 +212,7 @@ def test_off_means_the_same_program_and_on_another(shape: tuple[int, int, int]) 
     assert len(simulated.splitlines()) > len(text(settle, spec).splitlines())
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 4, 16)])
+@pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (3, 4, 16)])
 def test_every_verification_of_an_engine_emits_the_same_number(shape: tuple[int, int, int]) -> None:
     spec = replace(spec_of(*shape), simulate_acceptance=3.0)
     compiled = build(spec, page_size=16, dial=False, variants=(False,))
