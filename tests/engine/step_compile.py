@@ -1,12 +1,13 @@
 """Compiles step programs ahead of time for chips that are not there; run in a process of its own.
 
     python -m tests.engine.step_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
-    python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu
+    python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only decode
 
-Decode over all slots and one chunk of prefill for each S/K/N, with a pool that fills the memory of
-the chips. Prefill can be limited to some, since a tree's holds all that the others' do. Prints one
-JSON line a program: what it is, seconds, bytes of one device, and the lines that copy a KV pool or
-rewrite a weight. There is no chip here: programs are shown to compile and fit, not to run.
+For each S/K/N every program that an engine with one bucket of each kind has: one chunk of prefill,
+and decode over all slots without and with filters and penalties; with a pool that fills the memory
+of the chips. Prints one JSON line a program: what it is, seconds, bytes of one device, and the
+lines that copy a KV pool or rewrite a weight. There is no chip here: programs are shown to compile
+and fit, not to run.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ from jspec.core.config import (
     SpeculativeConfig,
     TransformerConfig,
 )
-from jspec.core.plan import StepKind
-from jspec.engine.compilation import compiler_options, describe, lower
+from jspec.engine.compilation import compiler_options, describe, lower, program_keys
 from jspec.engine.runner import init_state
 from jspec.engine.transfer import ProgramKey
 from jspec.layers.linear import Shard
@@ -101,12 +101,6 @@ class Case:
     limits: ServeLimits
     params: Any
     state: Any
-
-    @property
-    def keys(self) -> tuple[ProgramKey, ...]:
-        limits = self.limits
-        decode = (StepKind.DECODE, limits.num_slots, False)
-        return decode, (StepKind.PREFILL, limits.chunk_size, True)
 
     def local(self, tree: Any, specs: Any) -> list[jax.ShapeDtypeStruct]:
         """One device's part of each array of `tree`."""
@@ -254,7 +248,7 @@ def main(
     topology: str,
     shapes: list[str],
     *,
-    prefill: list[str],
+    only: str,
     page_size: int,
     backend: Any,
     num_rounds: int,
@@ -265,8 +259,8 @@ def main(
         running = [
             (shape, threads.submit(compile_one, case, key))
             for shape, case in cases.items()
-            for key in case.keys
-            if key[0] is StepKind.DECODE or shape in prefill
+            for key in program_keys(case.limits)
+            if describe(key).startswith(only)
         ]
         for shape, future in running:
             what = {"topology": topology, "model": model, "shape": shape}
@@ -279,7 +273,7 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("topology")
     parser.add_argument("shapes", nargs="+", metavar="S/K/N")
-    parser.add_argument("--prefill", nargs="*", metavar="S/K/N", help="all, if not given")
+    parser.add_argument("--only", default="", metavar="START", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla")
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
@@ -288,7 +282,7 @@ if __name__ == "__main__":
         arguments.model,
         arguments.topology,
         arguments.shapes,
-        prefill=arguments.shapes if arguments.prefill is None else arguments.prefill,
+        only=arguments.only,
         page_size=arguments.page_size,
         backend=arguments.backend,
         num_rounds=arguments.num_continuous_decode_steps,

@@ -1,12 +1,14 @@
 """Steps at real shapes compile for TPUs, ahead of time, and fit: plain, chain and tree.
 
-The programs of a model with a pool that fills the chips: no copy of the pool, and every weight is
-read as it lies. Needs the TPU compiler (`pip install -e '.[tpu]'`), not a TPU: nothing is run.
+Every kind of program, in one bucket (another differs by a static size), with a pool that fills the
+chips: no copy of the pool, and every weight is read as it lies. Needs the TPU compiler
+(`pip install -e '.[tpu]'`), not a TPU: nothing is run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -17,14 +19,13 @@ import pytest
 
 BACKEND = ("--backend", "tpu")
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")
-TREE = SHAPES[2:]
-# Model, slice, page size, S/K/N whose prefill is compiled: 8B on four chips of each generation, 70B
-# on eight. Every prefill once; a tree's holds all that the others' do.
+PROGRAMS = {"prefill T=2048", "decode B=64", "decode B=64 full"}
+# Model, slice, page size: 8B on four chips of each generation, 70B on eight.
 CASES = [
-    ("llama-3.1-8b", "v5e:2x2", 16, SHAPES),
-    ("llama-3.1-8b", "v5p:2x2x1", 64, TREE),
-    ("llama-3.1-8b", "v6e:2x2", 16, TREE),
-    ("llama-3.1-70b", "v5p:2x2x2", 64, TREE),
+    ("llama-3.1-8b", "v5e:2x2", 16),
+    ("llama-3.1-8b", "v5p:2x2x1", 64),
+    ("llama-3.1-8b", "v6e:2x2", 16),
+    ("llama-3.1-70b", "v5p:2x2x2", 64),
 ]
 
 needs_compiler = pytest.mark.skipif(
@@ -48,13 +49,12 @@ def compiled_programs(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_compiler
-@pytest.mark.parametrize(("model", "topology", "page_size", "prefill"), CASES)
-def test_steps_compile_for_a_tpu(
-    model: str, topology: str, page_size: int, prefill: tuple[str, ...]
-) -> None:
-    page = ("--page-size", str(page_size))
-    programs = compiled_programs(model, topology, *SHAPES, *page, "--prefill", *prefill)
-    assert len(programs) == len(SHAPES) + len(prefill)
+@pytest.mark.parametrize(("model", "topology", "page_size"), CASES)
+def test_every_step_compiles_for_a_tpu(model: str, topology: str, page_size: int) -> None:
+    programs = compiled_programs(model, topology, *SHAPES, "--page-size", str(page_size))
+    assert len(programs) == len(SHAPES) * len(PROGRAMS)
+    seen = {(program["shape"], program["program"]) for program in programs}
+    assert seen == set(itertools.product(SHAPES, PROGRAMS))
     for program in programs:
         print({name: value for name, value in program.items() if "copies" not in name})
         assert program["kernels"] >= 32, "a layer without a Mosaic kernel"
@@ -70,7 +70,9 @@ def test_steps_compile_for_a_tpu(
 @needs_compiler
 def test_several_rounds_compile_for_a_tpu_and_copy_nothing() -> None:
     rounds = ("--num-continuous-decode-steps", "3")
-    (program,) = compiled_programs("small", "v5e:2x2", "3/1/4", "--prefill", *rounds)
-    assert program["pool_copies"] == []
-    assert program["weight_copies"] == []
-    assert program["kernels"] >= 3 * 7, "a layer of a round without a Mosaic kernel"
+    programs = compiled_programs("small", "v5e:2x2", "3/1/4", "--only", "decode", *rounds)
+    assert {program["program"] for program in programs} == {"decode B=64", "decode B=64 full"}
+    for program in programs:
+        assert program["pool_copies"] == []
+        assert program["weight_copies"] == []
+        assert program["kernels"] >= 3 * 7, "a layer of a round without a Mosaic kernel"
