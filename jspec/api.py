@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,16 +24,16 @@ from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.config_io import load_transformer_config
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.protocols import TextStream
-from jspec.core.request import Request, StreamChunk
+from jspec.core.request import Request, SamplingParams, StreamChunk
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.loading import resolve_paths
 from jspec.engine.memory import resolve_dtype
 from jspec.scheduler import budget
-from jspec.scheduler.home import EngineStream, HomeLoop, close_if_open, next_or_none
+from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler, SchedulerStats
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
@@ -167,7 +168,7 @@ class Engine:
                 f"max_queued_requests {bound} together"
             )
 
-    async def stream_chunks(self, request: Request) -> AsyncIterator[StreamChunk]:
+    async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
         """Chunks of one request, one a step. Closing the iterator aborts the request."""
         (stream,) = await self.submit((request,))
         try:
@@ -209,12 +210,13 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+    async def _stream(self, request: Request) -> AsyncGenerator[dict[str, Any]]:
         started = time.monotonic()
         completion = Completion(request_id=request.request_id)
-        async for chunk in self.stream_chunks(request):
-            completion = completion.add(chunk)
-            yield completion.to_json(e2e_latency=time.monotonic() - started)
+        async with aclosing(self.stream_chunks(request)) as chunks:
+            async for chunk in chunks:
+                completion = completion.add(chunk)
+                yield completion.to_json(e2e_latency=time.monotonic() - started)
 
     async def async_generate(
         self,
@@ -264,8 +266,9 @@ class Engine:
                     return
                 yield item
         finally:
-            if self._home.is_running:
-                self._home.run(close_if_open(stream))
+            # Refused once the engine is closed, and if dropped on its own loop: it ends by that.
+            with suppress(EngineClosedError, RequestError):
+                self._home.run(close_unless_running(stream))
 
     def _batch(
         self,
@@ -278,8 +281,13 @@ class Engine:
         if input_ids is not None:
             if prompt is not None:
                 raise RequestError("expected exactly one of prompt (text) and input_ids")
+            if not isinstance(input_ids, Sequence):
+                raise RequestError(f"input_ids is {input_ids!r}; expected a list of ids or lists")
             is_list = bool(input_ids) and isinstance(input_ids[0], Sequence)
             rows = list(input_ids) if is_list else [input_ids]
+            for row in rows:
+                if not isinstance(row, Sequence):
+                    raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
             prompts = [{"input_ids": row} for row in rows]
         else:
             is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
@@ -287,12 +295,15 @@ class Engine:
             prompts = [{"prompt": text} for text in texts]
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
-            if len(params) != len(prompts):
-                raise RequestError(
-                    f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
-                )
         else:
             params = [sampling_params] * len(prompts)
+        for p in params:
+            if not isinstance(p, Mapping | SamplingParams | None):
+                raise RequestError(f"sampling_params is {p!r}; expected fields and their values")
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
+            )
         groups = [
             self.requests(sampling_params=p, **source)
             for source, p in zip(prompts, params, strict=True)
@@ -357,7 +368,8 @@ class Engine:
     async def close(self) -> None:
         """Ends every stream with EngineClosedError and waits for the device."""
         if self._home.is_running or not self._home.is_started:
-            await self._home.call(self._loop.close())
+            with suppress(EngineClosedError):  # somebody else ends it at this moment
+                await self._home.call(self._loop.close())
 
     def shutdown(self) -> None:
         """As close, for synchronous callers; also ends the background thread.
@@ -366,7 +378,8 @@ class Engine:
         """
         self._home.start_thread()  # an engine that was never used is closed as well
         if self._home.is_running:
-            self._home.run(self._loop.close())
+            with suppress(EngineClosedError):  # somebody else ends it at this moment
+                self._home.run(self._loop.close())
             self._home.stop()
 
     def __enter__(self) -> Engine:

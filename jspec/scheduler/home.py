@@ -6,8 +6,10 @@ All that touches the scheduler runs on this loop. Callers elsewhere hand corouti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from concurrent import futures
 from typing import Any, TypeVar
 
 from jspec.core.errors import EngineClosedError, RequestError
@@ -15,15 +17,29 @@ from jspec.core.request import StreamChunk
 from jspec.scheduler.loop import ChunkStream
 
 T = TypeVar("T")
+# Seconds for work to end by itself when the home stops, or once it is cancelled.
+PATIENCE = 5.0
+WOULD_BLOCK = (
+    "this call would block the event loop that the engine lives on; "
+    "use async_generate() and `await close()` there"
+)
 
 
 class HomeLoop:
-    """The event loop that an engine lives on: adopted from the first awaiter, or a thread's."""
+    """The event loop that an engine lives on: adopted from the first awaiter, or a thread's.
+
+    What is handed over before a background thread is told to stop is done; what comes later is
+    refused. So checking and handing over are one, under the lock, and so is telling it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # two first callers must find one home
+        # Two first callers must find one home. A finaliser may run while its own thread holds
+        # this, and hand over itself: hence reentrant, and never waited for on the home's thread.
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def is_started(self) -> bool:
@@ -40,7 +56,9 @@ class HomeLoop:
                 return
             loop, started = asyncio.new_event_loop(), threading.Event()
             loop.call_soon(started.set)
-            self._thread = threading.Thread(target=loop.run_forever, name="jspec-loop", daemon=True)
+            self._thread = threading.Thread(
+                target=_live, args=(loop,), name="jspec-loop", daemon=True
+            )
             self._thread.start()
             started.wait()
             self._loop = loop
@@ -51,52 +69,109 @@ class HomeLoop:
         Raises EngineClosedError if the home is not running any more.
         """
         here = asyncio.get_running_loop()
-        with self._lock:
-            if self._loop is None:
-                self._loop = here
-            home = self._loop
-        if home is here:
+        if self._loop is None:
+            with self._lock:
+                if self._loop is None:
+                    self._loop = here
+        if self._loop is here:
             return await work
-        if not home.is_running():
-            work.close()
-            raise EngineClosedError("the engine's event loop is not running")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+        return await asyncio.wrap_future(self._hand_over(work))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` at home and waits. Raises EngineClosedError without a running home."""
-        if self._loop is None or not self._loop.is_running():
+        """Runs `work` at home and waits; an interrupt of this wait cancels the work.
+
+        Raises EngineClosedError without a running home, RequestError on the home itself.
+        """
+        if self._is_here():
             work.close()
-            raise EngineClosedError("the engine's event loop is not running")
-        if self._thread is None or threading.current_thread() is self._thread:
-            try:
-                on_home = asyncio.get_running_loop() is self._loop
-            except RuntimeError:
-                on_home = False
-            if on_home:
-                work.close()
-                raise RequestError(
-                    "this call would block the event loop that the engine lives on; "
-                    "use async_generate() and `await close()` there"
-                )
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            raise RequestError(WOULD_BLOCK)
+        future = self._hand_over(work)
+        try:
+            return future.result()
+        except futures.CancelledError:
+            raise EngineClosedError("the engine's event loop ended during this call") from None
+        except BaseException:
+            if not future.done():  # not an error of the work
+                self._cancel(work, future)
+            raise
 
     def stop(self) -> None:
-        """Ends the background thread, if the home is one, after what was handed over ended."""
-        if self._thread is not None and self._loop is not None:
-            asyncio.run_coroutine_threadsafe(_drain(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Ends the background thread, if the home is one, after what was handed over ended.
+
+        May be called again, and by several at once: all wait for one end. Raises RequestError on
+        the home itself.
+        """
+        if self._thread is None or self._loop is None:
+            return
+        if self._is_here():
+            raise RequestError(WOULD_BLOCK)
+        with self._lock:
+            self._is_stopping = True
+        # Each call says it again: an earlier one may have been interrupted at this point.
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end_soon)
+        self._thread.join()
+
+    def _end_soon(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_drain_and_stop())
+
+    def _is_here(self) -> bool:
+        """Whether this is the home's own thread, which must not wait for itself."""
+        if self._thread is not None:
+            return threading.current_thread() is self._thread
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Starts `work` at home, from elsewhere. Raises EngineClosedError if none is taken."""
+        with self._lock:
+            home = self._loop
+            if home is not None and home.is_running() and not self._is_stopping:
+                with contextlib.suppress(RuntimeError):  # an adopted home was closed just now
+                    future = asyncio.run_coroutine_threadsafe(work, home)
+                    # Closed by now, also by a finaliser's stop: then it is done, or never will be.
+                    if future.done() or not home.is_closed():
+                        return future
+        work.close()
+        raise EngineClosedError("the engine's event loop is not running")
+
+    def _cancel(self, work: Coroutine[Any, Any, T], future: futures.Future[T]) -> None:
+        """Cancels what was handed over, and waits for its end.
+
+        The future itself, once cancelled, would not tell when the work has cleared up.
+        """
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_cancel_task_of, work)
+            futures.wait((future,), timeout=PATIENCE)
 
 
-async def _drain(*, patience: float = 5.0) -> None:
-    """Waits for all other tasks of this loop, and cancels those that outlast `patience` seconds."""
+def _live(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _cancel_task_of(work: Coroutine[Any, Any, Any]) -> None:
+    for task in asyncio.all_tasks():
+        if task.get_coro() is work:
+            task.cancel()
+
+
+async def _drain_and_stop() -> None:
+    """Waits for all other tasks of this loop, cancels those that are late, and stops the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
-        _, late = await asyncio.wait(others, timeout=patience)
+        _, late = await asyncio.wait(others, timeout=PATIENCE)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.stop)  # behind the callbacks that tell callers of tasks done just now
 
 
 class EngineStream(AsyncIterator[StreamChunk]):
@@ -119,7 +194,8 @@ class EngineStream(AsyncIterator[StreamChunk]):
         """May be called twice, and after the engine was closed."""
         if self._home.is_running:
             # Shielded: whoever closes is often being cancelled, and the abort must still happen.
-            await asyncio.shield(self._home.call(self._stream.aclose()))
+            with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
+                await asyncio.shield(self._home.call(self._stream.aclose()))
 
 
 async def next_or_none(stream: AsyncIterator[T]) -> T | None:
@@ -130,7 +206,7 @@ async def next_or_none(stream: AsyncIterator[T]) -> T | None:
         return None
 
 
-async def close_if_open(stream: AsyncIterator[Any]) -> None:
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        await close()
+async def close_unless_running(stream: AsyncGenerator[Any]) -> None:
+    """Closes a generator. One that is run at this moment was cancelled, and ends by that."""
+    if not getattr(stream, "ag_running", False):
+        await stream.aclose()

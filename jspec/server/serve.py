@@ -52,16 +52,17 @@ class EngineServer(uvicorn.Server):
 
 
 def bind(args: ServerArgs) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError if the address is taken."""
+    """A bound socket that does not listen yet. Raises ConfigError if the address is no free one."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     bound = socket.socket(family=family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((args.host, args.port))
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # the latter: no host has such a name
         bound.close()
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"cannot listen on host {args.host}, port {args.port}: {error.strerror}; "
+            f"cannot listen on host {args.host}, port {args.port}: {reason}; "
             f"expected a free port of this machine"
         ) from error
     return bound

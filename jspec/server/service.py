@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jspec.api import Engine
@@ -38,17 +38,17 @@ class Work:
     """The sequences of one accepted call, in order: prompt by prompt, choice by choice.
 
     prompt_idxs: which prompt each sequence answers. close() must be awaited in the end.
-    names: what the call and its prompts can be aborted by.
+    names: what the call and its prompts can be aborted by, and the sequences behind each.
     """
 
     streams: tuple[EngineStream, ...]
     folds: tuple[SequenceFold, ...]
     prompt_idxs: tuple[int, ...]
     service: Service
-    names: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
 
     async def close(self) -> None:
-        """Aborts what is not finished and forgets the call."""
+        """Aborts what is not finished and forgets the call. May be awaited twice."""
         self.service.forget(self.names)
         await close_all(self.streams)
 
@@ -134,7 +134,7 @@ class Service:
             folds=folds,
             prompt_idxs=tuple(index for index, _ in indexed),
             service=self,
-            names=tuple(names),
+            names=names,
         )
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
@@ -166,10 +166,11 @@ class Service:
                 *(wanted, most, prompt_len, budget.capacity(self.engine.limits)),
             )
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Those requests are over."""
-        for name in names:
-            self._groups.pop(name, None)
+    def forget(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Those requests are over; a later call of the same name stays."""
+        for name, request_ids in names.items():
+            if self._groups.get(name) is request_ids:
+                del self._groups[name]
 
     async def abort(self, rid: str) -> int:
         """Aborts the sequences of one call, of one prompt, or one by its own name."""

@@ -179,8 +179,10 @@ def encode_event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events` and then [DONE]. At the end, or when the client goes away, `close` is awaited.
+    """Sends `events` and then [DONE]; `close` is awaited before that, and at the end in any case.
 
+    Who has read [DONE] may use the names of this call again at once. So `close` is awaited twice,
+    and the second time must not touch what came after.
     Once it has begun, an answer has no status left to tell the client anything with.
     """
 
@@ -208,6 +210,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for event in events:
                 await _send_part(send, event)
+        await self._close()
         await _send_part(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

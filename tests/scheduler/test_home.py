@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -73,3 +78,174 @@ def test_blocking_the_home_from_itself_is_refused() -> None:
 
     with pytest.raises(RequestError, match="would block the event loop"):
         asyncio.run(adopt_and_block())
+
+
+def ends(target: Callable[[], object], *, seconds: float = 10.0) -> bool:
+    """Whether a call comes back, by a return or by EngineClosedError."""
+    came_back = threading.Event()
+
+    def run() -> None:
+        with suppress(EngineClosedError):
+            target()
+        came_back.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return came_back.wait(seconds)
+
+
+@pytest.mark.parametrize("via", ["run", "call"])
+def test_what_is_handed_over_while_it_stops_is_done_or_refused(via: str) -> None:
+    for _ in range(6):
+        home = HomeLoop()
+        home.start_thread()
+        refused: list[bool] = []
+
+        def hand_over(home: HomeLoop = home, refused: list[bool] = refused) -> None:
+            try:
+                while True:
+                    work = asyncio.sleep(0, True)
+                    assert home.run(work) if via == "run" else asyncio.run(home.call(work))
+            except EngineClosedError:
+                refused.append(True)
+
+        threads = [threading.Thread(target=hand_over, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+        home.stop()
+        for thread in threads:
+            thread.join(timeout=5)
+        assert refused == [True] * 4
+
+
+def test_stopping_twice_and_by_many_is_stopping_once() -> None:
+    home = HomeLoop()
+    home.stop()  # nothing to stop yet
+    home.start_thread()
+    stopping = [threading.Thread(target=home.stop, daemon=True) for _ in range(4)]
+    for thread in stopping:
+        thread.start()
+    for thread in stopping:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+    assert ends(home.stop)
+    assert not home.is_running
+
+
+def test_stopping_the_home_from_itself_is_refused() -> None:
+    home = HomeLoop()
+    home.start_thread()
+
+    async def stop() -> None:
+        home.stop()
+
+    with pytest.raises(RequestError, match="would block the event loop"):
+        home.run(stop())
+    assert home.run(loop_id()) == id(home._loop)
+    assert ends(home.stop)
+
+
+def test_a_call_that_outlives_an_adopted_home_ends_with_it() -> None:
+    home, started, ended = HomeLoop(), threading.Event(), []
+
+    async def long() -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    async def adopt_and_leave() -> threading.Thread:
+        await home.call(loop_id())
+        thread = threading.Thread(target=lambda: ended.append(ends(lambda: home.run(long()))))
+        thread.start()
+        await asyncio.to_thread(started.wait, 10)
+        return thread
+
+    asyncio.run(adopt_and_leave()).join(timeout=10)
+    assert ended == [True]
+
+
+def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
+    home = HomeLoop()
+    found: list[int] = []
+
+    class Interrupted(asyncio.SelectorEventLoop):
+        """Garbage is collected at any time: here, once, while a callback is handed over."""
+
+        def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread() and not found:
+                found.append(0)
+                found.append(home.run(loop_id()))
+            return super().call_soon_threadsafe(callback, *args, **options)
+
+    async def adopt_and_serve() -> bool:
+        await home.call(loop_id())
+        return await asyncio.to_thread(ends, lambda: found.append(home.run(loop_id())))
+
+    with asyncio.Runner(loop_factory=Interrupted) as runner:
+        assert runner.run(adopt_and_serve())
+        assert found == [0, id(runner.get_loop()), id(runner.get_loop())]
+
+
+@contextmanager
+def interruption(when: threading.Event) -> Iterator[None]:
+    """Expects the KeyboardInterrupt that this thread gets soon after `when`.
+
+    By a signal of its own: where a shell runs tests in the background, SIGINT is ignored.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def send(main: int = threading.get_ident()) -> None:
+        when.wait(10)
+        time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
+    home, started = HomeLoop(), threading.Event()
+    home.start_thread()
+    ended: list[str] = []
+
+    async def work(name: str) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(0.5)
+            ended.append(f"{name} done")
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)  # what a cancelled request has to clear up
+            ended.append(f"{name} cancelled")
+            raise
+
+    other = threading.Thread(target=home.run, args=(work("other"),))
+    other.start()
+    started.wait(10)
+    started.clear()
+    with interruption(started):
+        home.run(work("mine"))
+    assert ended == ["mine cancelled"]
+    other.join(timeout=10)
+    assert ended == ["mine cancelled", "other done"]
+    assert home.run(loop_id()) == id(home._loop)
+    home.stop()
+
+
+def test_an_error_of_the_work_is_the_callers() -> None:
+    home = HomeLoop()
+    home.start_thread()
+
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError, match="x"):
+        home.run(fail())
+    home.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import socket
@@ -15,8 +16,12 @@ import httpx
 import pytest
 
 from jspec.api import Engine
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
 from jspec.server.app import create_app
+from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
+from jspec.server.service import Service
 
 from .helpers import ENDLESS, ask, events_of, wait_idle, wait_running, wait_taken
 
@@ -276,6 +281,37 @@ def test_abort_by_rid_ends_all_of_it_and_nothing_else(client: httpx.Client, engi
         assert reasons == ["abort"] * 4
         finish = other.result(timeout=60)["meta_info"]["finish_reason"]
         assert finish["type"] == "length"
+    wait_idle(engine)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_rid_is_free_once_its_stream_ended(client: httpx.Client, path: str) -> None:
+    params = {"sampling_params": {"max_new_tokens": 2}} if path == "/generate" else {}
+    body = {"text": "x", **params} if params else {"prompt": "x", "max_tokens": 2}
+    for _ in range(25):
+        with client.stream("POST", path, json={**body, "rid": "again", "stream": True}) as answer:
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+            assert answer.status_code == 200
+
+
+def test_closing_twice_leaves_a_later_call_of_that_rid(engine: Engine) -> None:
+    service = Service(engine, ServerArgs())
+    sampling = SamplingParams(max_new_tokens=16000, ignore_eos=True)
+    prompt = PromptCall(text="x", sampling=sampling, rid="twice")
+
+    async def run() -> int:
+        first = await service.submit([prompt])
+        await first.close()
+        second = await service.submit([prompt])
+        await first.close()
+        try:
+            with pytest.raises(RequestError, match="rid is 'twice'; expected one that is not"):
+                await service.submit([prompt])
+            return await service.abort("twice")
+        finally:
+            await second.close()
+
+    assert asyncio.run(run()) == 1
     wait_idle(engine)
 
 

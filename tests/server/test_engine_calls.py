@@ -1,0 +1,146 @@
+"""jspec.Engine called directly: what an interrupt ends, and what is refused before it is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec.api import Engine
+from jspec.core.errors import ConfigError, EngineClosedError, RequestError
+from jspec.server.serve import bind
+from jspec.server.server_args import ServerArgs
+
+from .helpers import ENDLESS, wait_idle, wait_running, wait_taken
+
+
+@contextmanager
+def interrupted(engine: Engine, *, num_taken: int) -> Iterator[None]:
+    """Expects the KeyboardInterrupt that this thread gets once that many requests are taken.
+
+    By a signal of its own: where a shell runs tests in the background, SIGINT is ignored.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def send(main: int = threading.get_ident()) -> None:
+        wait_taken(engine, num_taken)
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_an_interrupt_ends_its_request_alone(
+    engine: Engine, *, is_queued: bool, stream: bool
+) -> None:
+    wait_idle(engine)
+    num_others = 2 if is_queued else 0  # all slots: the interrupt then finds a wait, not a chunk
+    filling = threading.Thread(target=engine.generate, args=(["x"] * 2, ENDLESS))
+    if is_queued:
+        filling.start()
+        wait_running(engine, 2)
+    num_aborted = engine.stats.num_aborted
+    with interrupted(engine, num_taken=num_others + 1):
+        answer = engine.generate("def fib(", ENDLESS, stream=stream)
+        for _ in answer if stream else ():
+            pass
+    stats = engine.stats  # at once, not when 16,000 tokens are written
+    assert (stats.num_running, stats.num_queued) == (num_others, 0)
+    assert stats.num_aborted == num_aborted + 1
+    if is_queued:
+        assert asyncio.run(engine.abort_all()) == 2
+        filling.join(timeout=30)
+    wait_idle(engine)
+
+
+def test_a_stream_that_is_closed_or_dropped_ends_the_request(engine: Engine) -> None:
+    stream = engine.generate("def fib(", ENDLESS, stream=True)
+    next(stream)
+    wait_running(engine, 1)
+    stream.close()
+    assert engine.stats.num_running == 0  # at once, not when the garbage collector finds it
+    stream = engine.generate("def fib(", ENDLESS, stream=True)
+    next(stream)
+    del stream
+    wait_idle(engine)
+
+
+def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any]) -> None:
+    arguments = {
+        **engine_arguments,
+        "speculative_algorithm": "NONE",
+        "speculative_draft_model_path": None,
+        "max_running_requests": 1,
+    }
+    engine = Engine(**arguments)
+    read, closed = (engine.generate("x", ENDLESS, stream=True) for _ in range(2))
+    next(read)  # the other one never asks for a chunk
+    shutting = [threading.Thread(target=engine.shutdown) for _ in range(2)]
+    for thread in shutting:
+        thread.start()
+    for thread in shutting:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    with pytest.raises(EngineClosedError):
+        list(read)
+    closed.close()
+    with pytest.raises(EngineClosedError):
+        engine.generate("x")
+
+
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": [[1, 2], 3]}, "input_ids holds 3; expected"),
+    ({"input_ids": [[1, 2], None]}, "input_ids holds None; expected"),
+    ({"input_ids": [3, [1]]}, r"input_ids holds \[1\]; expected ids from 0 to 319"),
+    ({"input_ids": 5}, "input_ids is 5; expected"),
+    ({"input_ids": {1: 2}}, r"input_ids is \{1: 2\}; expected"),
+    ({"input_ids": np.array([5, 6])}, r"input_ids is array\(\[5, 6\]\); expected"),
+    ({"prompt": ["a", 5]}, "prompt is int; expected text"),
+    ({"prompt": 5}, "prompt is int; expected text"),
+    ({"prompt": "a", "sampling_params": 5}, "sampling_params is 5; expected"),
+    ({"prompt": "a", "sampling_params": 0}, "sampling_params is 0; expected"),
+    ({"prompt": "a", "sampling_params": "x"}, "sampling_params is 'x'; expected"),
+    ({"prompt": ["a", "b"], "sampling_params": [{}, 7]}, "sampling_params is 7; expected"),
+    ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=[m for _, m in BAD_CALLS])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_type_is_a_request_error(
+    engine: Engine, call: dict[str, Any], message: str, *, stream: bool
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.generate(**call, stream=stream)
+
+
+@pytest.mark.parametrize("host", ["ü..x", "a\0b", "a\ud800"])
+def test_a_host_that_is_no_name_is_a_config_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on host"):
+        bind(ServerArgs(host=host, port=0))
+
+
+def test_a_taken_port_is_a_config_error() -> None:
+    with bind(ServerArgs(port=0)) as bound:
+        bound.listen()
+        with pytest.raises(ConfigError, match="already in use; expected"):
+            bind(ServerArgs(port=bound.getsockname()[1]))
