@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from jspec.core.config_io import load_transformer_config
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.protocols import TextStream
-from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.core.request import Request, StreamChunk
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
@@ -297,9 +297,6 @@ class Engine:
             params = list(sampling_params)
         else:
             params = [sampling_params] * len(prompts)
-        for p in params:
-            if not isinstance(p, Mapping | SamplingParams | None):
-                raise RequestError(f"sampling_params is {p!r}; expected fields and their values")
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"

@@ -80,6 +80,8 @@ class SamplingParams:
 
         Raises RequestError naming the field and, for a near miss, the closest known name.
         """
+        if not isinstance(values, Mapping):
+            raise RequestError(f"sampling_params is {values!r}; expected fields and their values")
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:

@@ -51,7 +51,7 @@ class Intake:
         sampling = (
             sampling_params
             if isinstance(sampling_params, SamplingParams)
-            else SamplingParams.from_mapping(sampling_params or {})
+            else SamplingParams.from_mapping({} if sampling_params is None else sampling_params)
         )
         ids = self._prompt_ids(prompt, input_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)

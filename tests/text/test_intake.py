@@ -50,3 +50,9 @@ def test_stop_ids_are_checked_alike(stops: list[int], last: Any) -> None:
     params = {"stop_token_ids": [*stops, last]}
     with pytest.raises(RequestError):
         INTAKE.requests(input_ids=[1], sampling_params=params)
+
+
+@pytest.mark.parametrize("params", [5, 0, "x", ["temperature"]])
+def test_params_that_are_no_fields_are_refused(params: Any) -> None:
+    with pytest.raises(RequestError, match=r"sampling_params is .*; expected fields"):
+        INTAKE.requests(input_ids=[1], sampling_params=params)
