@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
 from jspec.core.errors import EngineClosedError, RequestError
 from jspec.scheduler.home import HomeLoop
+from tests.interruption import interruption
 
 
 async def loop_id() -> int:
@@ -185,32 +186,6 @@ def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
         assert found == [0, id(runner.get_loop()), id(runner.get_loop())]
 
 
-@contextmanager
-def interruption(when: threading.Event) -> Iterator[None]:
-    """Expects the KeyboardInterrupt that this thread gets soon after `when`.
-
-    By a signal of its own: where a shell runs tests in the background, SIGINT is ignored.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def send(main: int = threading.get_ident()) -> None:
-        when.wait(10)
-        time.sleep(0.05)
-        signal.pthread_kill(main, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sender.join()
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
     home, started = HomeLoop(), threading.Event()
     home.start_thread()
@@ -230,7 +205,7 @@ def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
     other.start()
     started.wait(10)
     started.clear()
-    with interruption(started):
+    with interruption(partial(started.wait, 10)):
         home.run(work("mine"))
     assert ended == ["mine cancelled"]
     other.join(timeout=10)

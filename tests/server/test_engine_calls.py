@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,34 +14,9 @@ from jspec.api import Engine
 from jspec.core.errors import ConfigError, EngineClosedError, RequestError
 from jspec.server.serve import bind
 from jspec.server.server_args import ServerArgs
+from tests.interruption import interruption
 
 from .helpers import ENDLESS, wait_idle, wait_running, wait_taken
-
-
-@contextmanager
-def interrupted(engine: Engine, *, num_taken: int) -> Iterator[None]:
-    """Expects the KeyboardInterrupt that this thread gets once that many requests are taken.
-
-    By a signal of its own: where a shell runs tests in the background, SIGINT is ignored.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def send(main: int = threading.get_ident()) -> None:
-        wait_taken(engine, num_taken)
-        time.sleep(0.1)
-        signal.pthread_kill(main, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sender.join()
-        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -59,7 +31,7 @@ def test_an_interrupt_ends_its_request_alone(
         filling.start()
         wait_running(engine, 2)
     num_aborted = engine.stats.num_aborted
-    with interrupted(engine, num_taken=num_others + 1):
+    with interruption(partial(wait_taken, engine, num_others + 1)):
         answer = engine.generate("def fib(", ENDLESS, stream=stream)
         for _ in answer if stream else ():
             pass
