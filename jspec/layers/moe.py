@@ -1,0 +1,45 @@
+"""A mixture of gated MLPs: a router picks experts for every token, their results are summed.
+
+Tokens are sorted by expert, so that each expert's weights meet all of its tokens in one grouped
+product (`Ops.experts`). Under tensor parallelism every shard holds a share of each expert's inner
+columns, and one sum over the shards follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import MoESpec, Routing
+from jspec.layers.linear import Shard, linear
+from jspec.pallas_kernels.ops import Ops
+
+
+def route(
+    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """(experts of each token, best first; their weights in float32)."""
+    logits = linear(params, x).astype(jnp.float32)
+    if spec.routing is Routing.TOP_THEN_SOFTMAX:
+        top, ids = jax.lax.top_k(logits, spec.top_k)
+        return ids, jax.nn.softmax(top, axis=-1)
+    weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), spec.top_k)
+    if spec.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return ids, weights
+
+
+def mixture(
+    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
+) -> Float[Array, "T E"]:
+    """Each token through its top_k experts, weighted. params: router, experts."""
+    ids, weights = route(params["router"], x, spec=spec)
+    experts = params["experts"]
+    out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
+    if "down_bias" in experts:  # once, after the sum over the shards
+        bias = jnp.einsum("tke,tk->te", experts["down_bias"][ids].astype(jnp.float32), weights)
+        out = out + bias.astype(out.dtype)
+    return out

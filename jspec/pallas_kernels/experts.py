@@ -1,0 +1,54 @@
+"""Experts of a mixture by XLA's ragged product: the reference of every platform's own kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import Gate
+
+CLAMP, SLOPE = 7.0, 1.702  # gpt-oss
+
+
+def run_experts(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    params: dict[str, jax.Array],
+    *,
+    gate: Gate,
+) -> Float[Array, "T E"]:
+    """sum_j weights[t, j] * expert_{ids[t, j]}(x[t]) without the bias behind `down`.
+
+    params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one. The
+    (token, expert) pairs are sorted by expert, stably, so that equal experts lie together:
+
+        ids [[2 0] [0 1]]  ->  pairs in the order 1 2 3 0, group sizes [2 1 1]
+
+    The sum over j is in float32, in the order of j.
+    """
+    num_tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=params["gate_up"].shape[0]).astype(jnp.int32)
+    rows = jnp.take(x, order // top_k, axis=0, mode="clip")
+    wide = jax.lax.ragged_dot(rows, params["gate_up"], sizes)
+    if "gate_up_bias" in params:
+        wide = wide + jnp.take(params["gate_up_bias"], flat[order], axis=0, mode="clip")
+    inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
+    out = jax.lax.ragged_dot(inner, params["down"], sizes)
+    back = jnp.take(out, jnp.argsort(order), axis=0, mode="clip")
+    back = back.reshape(num_tokens, top_k, -1).astype(jnp.float32)
+    return jnp.sum(back * weights[..., None], axis=1).astype(x.dtype)
+
+
+def gated(
+    first: Float[Array, "*b I"], up: Float[Array, "*b I"], *, gate: Gate
+) -> Float[Array, "*b I"]:
+    """The activation of an expert's gate and up columns."""
+    if gate is Gate.SILU:
+        return jax.nn.silu(first) * up
+    first = jnp.minimum(first, CLAMP)
+    up = jnp.clip(up, -CLAMP, CLAMP)
+    return (up + 1) * (first * jax.nn.sigmoid(SLOPE * first))

@@ -1,0 +1,134 @@
+"""Mixtures of experts against numpy in float64, expert by expert and token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.layers.linear import Shard
+from jspec.layers.moe import mixture, route
+from jspec.pallas_kernels.ops import Ops
+
+E, X, INNER, TOP = 6, 5, 4, 2
+
+
+def drawn(*, bias: bool) -> dict[str, Any]:
+    """Params in float64; gate columns, then up columns."""
+    rng = np.random.default_rng(0)
+    router = {"kernel": rng.normal(size=(E, X))}
+    experts = {
+        "gate_up": rng.normal(size=(X, E, 2 * INNER)) * 2,
+        "down": rng.normal(size=(X, INNER, E)),
+    }
+    if bias:
+        router["bias"] = rng.normal(size=X)
+        experts["gate_up_bias"] = rng.normal(size=(X, 2 * INNER)) * 4
+        experts["down_bias"] = rng.normal(size=(X, E))
+    return {"router": router, "experts": experts}
+
+
+def softmax(x: Any) -> Any:
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+def expected_route(logits: Any, routing: Routing) -> dict[int, float]:
+    """Weight of each chosen expert of one token."""
+    chosen = np.argsort(-logits)[:TOP]
+    over_all, over_chosen = softmax(logits)[chosen], softmax(logits[chosen])
+    if routing is Routing.SOFTMAX_THEN_TOP:
+        return dict(zip(chosen.tolist(), over_all.tolist(), strict=True))
+    return dict(zip(chosen.tolist(), over_chosen.tolist(), strict=True))
+
+
+def expected_expert(x: Any, experts: dict[str, Any], index: int, gate_kind: Gate) -> Any:
+    both = x @ experts["gate_up"][index]
+    if "gate_up_bias" in experts:
+        both = both + experts["gate_up_bias"][index]
+    gate, up = both[:INNER], both[INNER:]
+    if gate_kind is Gate.CLAMPED:
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    else:
+        inner = gate / (1 + np.exp(-gate)) * up
+    out = inner @ experts["down"][index]
+    return out + experts["down_bias"][index] if "down_bias" in experts else out
+
+
+def expected_mixture(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        logits = token @ params["router"]["kernel"] + params["router"].get("bias", 0)
+        for index, weight in expected_route(logits, spec.routing).items():
+            out[t] += weight * expected_expert(token, params["experts"], index, spec.gate)
+    return out
+
+
+def tokens(count: int) -> Any:
+    """The first two are large, so that a clamped gate clamps."""
+    x = np.random.default_rng(1).normal(size=(count, E))
+    x[:2] *= 4
+    return x
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("routing", Routing, ids=lambda r: r.name)
+@pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED, True)])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(
+    routing: Routing, gate: Gate, bias: bool, num_tokens: int
+) -> None:
+    spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER, routing=routing, gate=gate, bias=bias)
+    params, x = drawn(bias=bias), tokens(num_tokens)
+    held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
+    out = mixture(held, given, spec=spec, shard=Shard(), ops=Ops())
+    np.testing.assert_allclose(out, expected_mixture(x, params, spec), rtol=2e-4, atol=2e-4)
+
+
+def test_weights_are_float32_and_the_best_expert_comes_first() -> None:
+    spec = MoESpec(num_experts=3, top_k=3, inner=INNER)
+    kernel = jnp.asarray([[1.0, 3.0, 2.0]], jnp.bfloat16)
+    ids, weights = route({"kernel": kernel}, jnp.ones((1, 1), jnp.bfloat16), spec=spec)
+    assert ids.tolist() == [[1, 2, 0]]
+    assert weights.dtype == jnp.float32
+    np.testing.assert_allclose(weights[0], softmax(np.array([3.0, 2.0, 1.0])), rtol=1e-6)
+
+
+def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
+    spec = MoESpec(num_experts=X, top_k=TOP, inner=INNER, gate=Gate.CLAMPED, bias=True)
+    params, x = drawn(bias=True), tokens(7)
+    held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
+    half = INNER // 2
+    order = np.r_[0:half, INNER : INNER + half, half:INNER, INNER + half : 2 * INNER]
+    for name in ("gate_up", "gate_up_bias"):
+        held["experts"][name] = held["experts"][name][..., order]
+    columns, rows = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor", None)
+    specs = {
+        "router": {"kernel": PartitionSpec(), "bias": PartitionSpec()},
+        "experts": {
+            "gate_up": columns,
+            "gate_up_bias": PartitionSpec(None, "tensor"),
+            "down": rows,
+            "down_bias": PartitionSpec(),
+        },
+    }
+
+    def on_shard(params: Any, x: jax.Array) -> jax.Array:
+        return mixture(params, x, spec=spec, shard=Shard(2, "tensor"), ops=Ops())[None]
+
+    both = jax.jit(
+        jax.shard_map(
+            on_shard,
+            mesh=Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)),
+            in_specs=(specs, PartitionSpec()),
+            out_specs=PartitionSpec("tensor"),
+            check_vma=False,
+        )
+    )(held, given)
+    np.testing.assert_array_equal(both[0], both[1])
+    np.testing.assert_allclose(both[0], expected_mixture(x, params, spec), rtol=2e-4, atol=2e-4)

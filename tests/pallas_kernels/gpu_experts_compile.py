@@ -1,0 +1,72 @@
+"""Compiles the experts' kernels for an H200 that is not there; in a process of its own.
+
+Run by test_experts_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip in
+place of it, and ptxas; prints one line a shape.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels.experts_gpu import run_experts
+from jspec.pallas_kernels.experts_plan import choose_experts
+from tests.pallas_kernels.gpu_kernel_compile import H200
+
+# Experts, E, I, top k, whether there are biases; the last as a shard of two has them.
+SHAPES = {
+    "qwen3-30b-a3b": (128, 2048, 768, 8, False),
+    "gpt-oss-20b": (32, 2880, 2880, 4, True),
+    "gpt-oss-20b tp2": (32, 2880, 1440, 4, True),
+}
+TOKENS = (1, 64, 256, 8192)
+
+
+def main() -> None:
+    device = topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+    mesh, whole = Mesh(np.array([device]), ("tensor",)), PartitionSpec()
+    array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
+    for name, (num_experts, size, inner, top_k, has_bias) in SHAPES.items():
+        params = {
+            "gate_up": array((num_experts, size, 2 * inner), jnp.bfloat16),
+            "down": array((num_experts, inner, size), jnp.bfloat16),
+        }
+        if has_bias:
+            params["gate_up_bias"] = array((num_experts, 2 * inner), jnp.bfloat16)
+        for tokens in TOKENS:
+            tuning = choose_experts(tokens * top_k, num_experts=num_experts, size=size, inner=inner)
+            if tuning is None:
+                raise SystemExit(f"{name}, {tokens} tokens: the kernels are not chosen")
+            gate = Gate.CLAMPED if has_bias else Gate.SILU
+            run = jax.jit(  # Pallas asks the mesh for which chip it lowers
+                jax.shard_map(
+                    partial(run_experts, gate=gate, tuning=tuning),
+                    mesh=mesh,
+                    in_specs=whole,
+                    out_specs=whole,
+                    check_vma=False,
+                )
+            )
+            args = (
+                array((tokens, size), jnp.bfloat16),
+                array((tokens, top_k), jnp.int32),
+                array((tokens, top_k), jnp.float32),
+                params,
+            )
+            text = run.lower(*args).compile().as_text() or ""
+            kernels = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+            if kernels != 2:
+                raise SystemExit(f"{name}, {tokens} tokens: {kernels} Triton kernels")
+            print("compiled", name, tokens)
+
+
+if __name__ == "__main__":
+    main()

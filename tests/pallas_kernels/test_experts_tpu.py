@@ -1,0 +1,111 @@
+"""The experts' kernel for a TPU, interpreted, and compiled for chips that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels import experts_tpu
+from jspec.pallas_kernels.choose import OPS
+from tests.pallas_kernels.expert_cases import (
+    MANY,
+    Mixture,
+    check_a_poisoned_token,
+    check_against_xla,
+    draw,
+    drawn_mixtures,
+    rounded_case,
+)
+
+KERNEL = jax.jit(
+    partial(experts_tpu.run_experts, tile_m=16, interpret=True), static_argnames="gate"
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(drawn_mixtures)
+def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:
+    mixture, seed, skew = case
+    check_against_xla(KERNEL, mixture, draw(mixture, seed=seed, skew=skew))
+
+
+def test_several_tiles_of_columns_and_weights_that_lie_turned() -> None:
+    """The last tile hangs over; [2, 256, 160] lies as [2, 160, 256]."""
+    mixture = Mixture(5, 2, 2, 160, 64, dtype=jnp.bfloat16)
+    assert experts_tpu.lies_turned(256, 160)
+    assert not experts_tpu.lies_turned(160, 128)
+    drawn = draw(mixture, seed=4, skew=0.0)
+    check_against_xla(KERNEL, mixture, drawn)
+
+
+@pytest.mark.parametrize("token", [0, 39])
+def test_a_poisoned_token_changes_no_other(token: int) -> None:
+    check_a_poisoned_token(KERNEL, MANY, draw(MANY, seed=1, skew=0.5), token=token)
+
+
+def test_products_are_rounded_before_the_bias() -> None:
+    drawn, expected = rounded_case()
+    out = KERNEL(drawn.x, drawn.ids, drawn.weights, drawn.params, gate=Gate.SILU)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "num_experts", "tile_m"),
+    [
+        (0, 8, None),
+        (1, 128, 16),
+        (2048, 128, 16),
+        (1024, 32, 32),
+        (8192, 128, 64),
+        (8193, 128, None),
+    ],
+)
+def test_blocks_are_as_long_as_an_experts_rows(
+    pairs: int, num_experts: int, tile_m: int | None
+) -> None:
+    assert experts_tpu.choose_tile_m(pairs, num_experts) == tile_m
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(40, True), (400, False)])
+def test_the_bundle_takes_the_kernel_for_few_tokens(tokens: int, kernels: bool) -> None:
+    drawn = draw(replace(MANY, tokens=tokens), seed=0, skew=0.0)
+    run = partial(OPS["tpu"].experts, gate=MANY.gate)
+    text = str(jax.make_jaxpr(run)(drawn.x, drawn.ids, drawn.weights, drawn.params))
+    assert ("experts_product" in text) == kernels
+    assert ("ragged_dot" in text) != kernels
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_compiles_for_a_tpu_and_copies_no_weights(topology: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.tpu_experts_compile", topology],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == 8
+    for result in results:
+        by_xla = result["name"].startswith("by XLA")
+        assert result["kernels"] == (0 if by_xla else 2), result
+        if not by_xla:
+            assert result["temp_bytes"] < result["weight_bytes"] / 20, result

@@ -1,0 +1,87 @@
+"""Compiles the experts' kernel with the real TPU compiler; run in a process of its own.
+
+    python -m tests.pallas_kernels.tpu_experts_compile TOPOLOGY
+
+Prints one JSON line a shape: its name, seconds, how often it calls the kernel, and the bytes that
+it needs beside its arguments. There is no TPU here: this shows that shapes compile, not that they
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# The compiler needs no chip: it may run beside another load, whoever owns the lock file in /tmp.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels.ops_tpu import TpuOps
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's experts, on one shard."""
+
+    num_experts: int
+    size: int
+    inner: int
+    top_k: int
+    gate: Gate
+
+
+QWEN = Shape(num_experts=128, size=2048, inner=768, top_k=8, gate=Gate.SILU)
+GPT_OSS = Shape(num_experts=32, size=2880, inner=2880, top_k=4, gate=Gate.CLAMPED)
+SHAPES = {
+    **{f"qwen3-30b-a3b, {tokens} tokens": (QWEN, tokens) for tokens in (1, 64, 256)},
+    **{f"gpt-oss-20b, {tokens} tokens": (GPT_OSS, tokens) for tokens in (1, 256)},
+    "qwen3-30b-a3b tp4, 8 tokens": (Shape(128, 2048, 192, 8, Gate.SILU), 8),
+    "gpt-oss-20b tp4, 8 tokens": (Shape(32, 2880, 720, 4, Gate.CLAMPED), 8),
+    "by XLA, 2048 tokens": (QWEN, 2048),
+}
+
+
+def main(topology: str) -> None:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    array = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
+    for name, (shape, tokens) in SHAPES.items():
+        X, E, inner, k = shape.num_experts, shape.size, shape.inner, shape.top_k
+        params = {
+            "gate_up": array((X, E, 2 * inner), jnp.bfloat16),
+            "down": array((X, inner, E), jnp.bfloat16),
+        }
+        if shape.gate is Gate.CLAMPED:
+            params["gate_up_bias"] = array((X, 2 * inner), jnp.bfloat16)
+        started = time.monotonic()
+        run = jax.jit(partial(TpuOps().experts, gate=shape.gate))
+        lowered = run.lower(
+            array((tokens, E), jnp.bfloat16),
+            array((tokens, k), jnp.int32),
+            array((tokens, k), jnp.float32),
+            params,
+        )
+        compiled = lowered.compile()
+        weights = sum(x.size * 2 for x in params.values())
+        result = {
+            "name": name,
+            "seconds": round(time.monotonic() - started, 1),
+            "kernels": lowered.as_text().count("@tpu_custom_call"),
+            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+            "weight_bytes": weights,
+        }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
