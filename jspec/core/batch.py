@@ -6,8 +6,13 @@ The host sends one flat i32 array a step (`PackedLayout`), the device cuts it ap
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from jspec.core.layout import OutputColumns
 from jspec.core.pytree import pytree
+from jspec.core.request import SAMPLING_FIELDS
+from jspec.core.sampling_fields import PREFIX, SamplingTable, rows_of
+from jspec.core.state import SamplingRows
 
 
 @pytree
@@ -15,7 +20,8 @@ class DecodeBatch:
     """B rows to advance by the rounds of a step."""
 
     slots: jax.Array  # i32[B], 0 = padding
-    grants: jax.Array  # i32[X, 3], (slot, index, page); slot 0 = padding
+    grants: jax.Array  # i32[X, 3], (slot, index, page) of the full space; slot 0 = padding
+    window_grants: jax.Array | None = None  # i32[W, X, 3], of each window space, in their order
 
 
 @pytree
@@ -31,10 +37,37 @@ class PrefillBatch:
     admitted: jax.Array  # i32[R], the slot if the row is new, else 0
     prompt_lens: jax.Array  # i32[R]
     page_table: jax.Array  # i32[R, P]
-    seed: jax.Array  # i32[R, 2], bits
-    sampling_floats: jax.Array  # i32[R, 5], bits: temperature, top_p, min_p, frequency, presence
-    sampling_ints: jax.Array  # i32[R, 2]: top_k, min_new_tokens
-    stop_ids: jax.Array  # i32[R, 16]
+    window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
+    sampling: SamplingRows  # of the rows that are new, neutral elsewhere
+
+
+def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
+    """The batch from the fields of a `prefill_layout`."""
+    others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
+    return PrefillBatch(**others, sampling=SamplingRows(**sampling_rows(fields)))
+
+
+def sampling_rows(
+    fields: dict[str, jax.Array], *, table: SamplingTable = SAMPLING_FIELDS
+) -> dict[str, jax.Array]:
+    """SamplingRows' arrays, by name, from the i32 bits of a packed batch."""
+    return {
+        name: jax.lax.bitcast_convert_type(fields[PREFIX + name], row.dtype)
+        for name, row in rows_of(table).items()
+    }
+
+
+def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
+    """i32[B, width] of fields [B, *shape], to be read by `columns.unpack` on the host.
+
+    Raises ValueError unless there is each field, in its shape, and no other.
+    """
+    shapes = {name: array.shape[1:] for name, array in values.items()}
+    if shapes != dict(columns.fields):
+        raise ValueError(f"the output has {shapes} a row; expected {dict(columns.fields)}")
+    return jnp.concatenate(
+        [values[name].reshape(values[name].shape[0], -1) for name, _ in columns.fields], axis=1
+    )
 
 
 @pytree
@@ -51,6 +84,14 @@ class DraftTree:
 
 
 @pytree
+class Features:
+    """What the target lets a drafter see of its rows; of width 0 where nobody asked for it."""
+
+    hidden: jax.Array  # [..., E or 0], the last hidden after the final norm
+    aux_hidden: jax.Array  # [..., A or 0], the residual at the layers asked for, side by side
+
+
+@pytree
 class Verified:
     """What one verification settled.
 
@@ -61,4 +102,4 @@ class Verified:
     bonus_ids: jax.Array  # i32[B], the last of each row's emitted ids
     num_accepted: jax.Array  # i32[B], in [0, S]
     node_path: jax.Array  # i32[B, M], node_path[:, 0] = 0
-    hidden: jax.Array  # [B, M, .], the target's features at the path's nodes
+    features: Features  # [B, M, .], the target's at the path's nodes

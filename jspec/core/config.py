@@ -1,6 +1,6 @@
 """Frozen configuration, by composition. Nothing here knows a file format or jax.
 
-`config_io` reads these from TOML and from Hugging Face `config.json`.
+Models are in `core.model_spec`; `models/families/` reads Hugging Face's `config.json`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from jspec.core import shapes
+from jspec.core import drafting, shapes
+from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 
 
@@ -17,6 +18,21 @@ class Algorithm(enum.Enum):
 
     NONE = "NONE"
     EAGLE3 = "EAGLE3"
+    NGRAM = "NGRAM"
+    STANDALONE = "STANDALONE"
+
+    @property
+    def drafting(self) -> Drafting:
+        """What the host must know of it."""
+        return _DRAFTING[self]
+
+
+_DRAFTING = {
+    Algorithm.NONE: drafting.NO_DRAFTING,
+    Algorithm.EAGLE3: drafting.EAGLE,
+    Algorithm.NGRAM: drafting.NGRAM,
+    Algorithm.STANDALONE: drafting.STANDALONE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +73,8 @@ class SpeculativeConfig:
         most = 1 + self.pool_size
         if not 2 <= self.num_draft_tokens <= most:
             raise ConfigError(
-                f"{spec}: the tree has K + (S-1)*K*K = {self.pool_size} candidates, so "
-                f"speculative_num_draft_tokens must be from 2 to {most}"
+                f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
+                f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
             )
         self._check_simulation()
 
@@ -79,8 +95,8 @@ class SpeculativeConfig:
 
     @property
     def pool_size(self) -> int:
-        """Candidates of the draft tree: K at level 1 and K*K at each later level."""
-        return self.topk + max(self.num_steps - 1, 0) * self.topk * self.topk
+        """Candidates of the draft tree."""
+        return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
 
     @property
     def max_emitted(self) -> int:
@@ -89,7 +105,21 @@ class SpeculativeConfig:
 
     @property
     def num_scratch_rows(self) -> int:
-        return shapes.num_scratch_rows(self.num_steps, self.topk, self.num_draft_tokens)
+        """Rows behind L that one step may write."""
+        drafting = self.algorithm.drafting
+        return shapes.num_scratch_rows(
+            self.num_draft_tokens,
+            propose_rows=drafting.propose_rows(self.num_steps, self.topk),
+            advance_rows=drafting.advance_rows(self.num_steps, self.topk),
+        )
+
+    def num_scratch_pages(self, page_size: int) -> int:
+        """Pages that a pool has beside those of its tokens, so that scratch costs no token.
+
+        They hold what a row writes behind its last token: all scratch but the root's row, which is
+        that token's own. None for plain decoding.
+        """
+        return shapes.num_pages(self.num_scratch_rows - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
         """Positions that a row must own for its next round (see core.shapes)."""
@@ -97,17 +127,28 @@ class SpeculativeConfig:
             committed,
             unread_rounds=unread_rounds,
             num_steps=self.num_steps,
-            topk=self.topk,
-            num_draft_tokens=self.num_draft_tokens,
+            scratch_rows=self.num_scratch_rows,
         )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WindowSpace:
+    """The page space of the layers with one window: a query sees `window` keys, itself included.
+
+    num_pages counts usable pages (the dummy page 0 is extra).
+    """
+
+    window: int
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
     """Static sizes of one engine: what the host may plan and what the device has compiled.
 
-    num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages (the
-    dummy page 0 is extra). decode_buckets and prefill_buckets ascend: B and T of the programs.
+    num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages of the
+    full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
+    decode_buckets and prefill_buckets ascend: B and T of the programs.
     num_rounds: verifications of one decode step, one behind the other without the host.
     """
 
@@ -122,6 +163,7 @@ class ServeLimits:
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128
+    windows: tuple[WindowSpace, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 2:
@@ -133,7 +175,8 @@ class ServeLimits:
         if self.num_rounds < 1:
             raise ConfigError(f"num_rounds is {self.num_rounds}; expected at least 1")
         reserved = self.spec.reserved_tokens(1, unread_rounds=self.overlap_depth)
-        least = shapes.num_pages(reserved, self.page_size)
+        scratch = self.spec.num_scratch_pages(self.page_size)
+        least = max(shapes.num_pages(reserved, self.page_size), scratch + 1)
         if self.num_pages < least:
             raise ConfigError(
                 f"max_total_tokens gives {self.num_pages} pages of {self.page_size} tokens; "
@@ -144,11 +187,29 @@ class ServeLimits:
                 f"decode buckets {self.decode_buckets} must end at max_running_requests "
                 f"{self.num_slots}"
             )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        windows = [space.window for space in self.windows]
+        if windows != sorted(set(windows)) or not all(window >= 1 for window in windows):
+            raise ConfigError(f"the windows of page spaces are {windows}; expected them to ascend")
+        for space in self.windows:
+            least = self.window_pages_per_row(space.window) + self.pages_of_chunks(self.chunk_size)
+            if space.num_pages < least:
+                raise ConfigError(
+                    f"the layers with a window of {space.window} tokens have {space.num_pages} "
+                    f"pages; one request needs at least {least} pages"
+                )
 
     @property
     def chunk_size(self) -> int:
         """Most prefill tokens of one step (`chunked_prefill_size`)."""
         return self.prefill_buckets[-1]
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that the pool holds: prompt and output of one sequence, whatever it drafts."""
+        return (self.num_pages - self.spec.num_scratch_pages(self.page_size)) * self.page_size
 
     @property
     def pages_per_row(self) -> int:
@@ -167,6 +228,26 @@ class ServeLimits:
         """Most page grants that one row can need in one decode step."""
         return shapes.num_pages(self.reserved_tokens_at_most(0), self.page_size) + 1
 
+    def pages_of(self, window: int | None) -> int:
+        """Usable pages of a pool of layers with this window; without a space of its own, full."""
+        own = [space.num_pages for space in self.windows if space.window == window]
+        return own[0] if own else self.num_pages
+
+    def window_pages_per_row(self, window: int) -> int:
+        """Most pages of a window space that a row holds between two plans, however long it is.
+
+        From the oldest key that its next query sees to the end of what is reserved for it: window
+        - 1 tokens before the committed length and the reserved ones behind it, wherever pages end.
+
+            worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
+        """
+        span = window - 1 + self.reserved_tokens_at_most(0)
+        return shapes.num_pages(span - 1, self.page_size) + 1
+
+    def pages_of_chunks(self, num_tokens: int) -> int:
+        """Most pages that the chunks of one prefill step begin, num_tokens of all rows together."""
+        return shapes.num_pages(num_tokens, self.page_size) + self.prefill_rows
+
     def reserved_tokens_at_most(self, committed: int) -> int:
         """Positions behind which no round writes: the last one of a step, the others unread."""
         unread = (self.overlap_depth + 1) * self.num_rounds - 1
@@ -174,76 +255,28 @@ class ServeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class YarnConfig:
+    """How YaRN (Peng et al., 2023) slows frequencies by RopeConfig.factor.
+
+    Pairs that turn more than `beta_fast` times over original_max_position keep their frequency,
+    those that turn less than `beta_slow` times are slowed by the factor, between is a ramp.
+    truncate: the ramp's ends are whole pairs. attention_factor: cos and sin are multiplied by it.
+    """
+
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `factor` > 1 selects llama3 scaling (Llama 3.1's `rope_scaling`)."""
+    """Rotary embedding. `factor` > 1 without `yarn` is Llama 3.1's scaling; low_freq_factor and
+    high_freq_factor are that one's."""
 
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerConfig:
-    """Shape of a Llama-like decoder stack: E, H, G, D and the rest, in Hugging Face's terms."""
-
-    vocab_size: int  # V
-    hidden_size: int  # E
-    intermediate_size: int
-    num_layers: int
-    num_heads: int  # H
-    num_kv_heads: int  # G
-    head_dim: int  # D
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    max_position: int = 2048
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads is {self.num_heads}; expected a multiple of "
-                f"num_key_value_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config:
-    """An EAGLE-3 head: one layer as wide as `layer`, fed by three of the target's layers.
-
-    aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
-    equal to the number of layers means the residual after the last one.
-    draft_vocab_size: U. norm_before_residual: the residual is hidden_norm(h) instead of h.
-    """
-
-    layer: TransformerConfig  # vocab_size is the target's V, num_layers is 1
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_layer_ids: tuple[int, ...]
-    norm_before_residual: bool = False
-
-    def __post_init__(self) -> None:
-        if len(set(self.aux_layer_ids)) != len(self.aux_layer_ids) or list(
-            self.aux_layer_ids
-        ) != sorted(self.aux_layer_ids):
-            raise ConfigError(f"aux layer ids are {self.aux_layer_ids}; expected them to ascend")
-
-    @staticmethod
-    def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-        """The captures before layers 2, L // 2 and L - 3 (SafeAILab/EAGLE).
-
-        Raises ConfigError below 7 layers, where the three are not distinct and ordered.
-        """
-        ids = (2, num_layers // 2, num_layers - 3)
-        if not ids[0] < ids[1] < ids[2]:
-            raise ConfigError(
-                f"a target of {num_layers} layers has no default EAGLE-3 layers (2, L//2, L-3 "
-                f"gives {ids}); expected eagle_aux_hidden_state_layer_ids in the draft's config"
-            )
-        return ids
+    yarn: YarnConfig | None = None

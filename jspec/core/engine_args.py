@@ -7,6 +7,8 @@ Host only. What depends on the device or on a checkpoint (dtype, memory, context
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,6 +20,11 @@ DEFAULT_SPEC = (3, 1, 4)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "xla", "pallas")
 LOAD_FORMATS = ("auto", "dummy")
+COMPILE_AT_START = ("auto", "first", "all")
+MODEL_PATHS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
+PATHS = (*MODEL_PATHS, "compilation_cache_dir")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +33,20 @@ class EngineArgs:
 
     model_path: a Hugging Face directory; None serves the bundled pair, with EAGLE3 unless
         `speculative_algorithm` says otherwise.
-    speculative_algorithm: "EAGLE3" or "NONE"; a model path without it decodes plainly.
+    speculative_algorithm: "EAGLE3", "NGRAM", "STANDALONE" or "NONE"; a model path without it
+        decodes plainly.
+    speculative_draft_model_path: an EAGLE-3 head or, for STANDALONE, a language model with the
+        target's vocabulary.
     speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: S/K/N, 3/1/4 if
         unset; one that is left out follows from the others where it can.
     speculative_draft_rope_theta: overrides the draft checkpoint's rope theta.
     speculative_draft_noise: False drafts plain top-k instead of with shared noise (same text,
         fewer accepted drafts; for measurements).
+    speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: tokens at a
+        row's end that must, and that may, have occurred before, for NGRAM to propose what followed.
+    speculative_ngram_external_corpus_path: token ids that NGRAM looks up where the row itself has
+        nothing: a .npy array, or text of ids between white space; at most
+        speculative_ngram_external_corpus_max_tokens of them.
     simulate_acceptance: every verification emits this many tokens on average, bonus included,
         whatever the target chose, at the cost of real steps; for measurements, the text means
         nothing.
@@ -43,7 +58,8 @@ class EngineArgs:
         those on a TPU, and on a Hopper GPU where they serve model and dtype.
     max_queued_requests: sequences that may wait, and that a call of generate() feeds at once; 128,
         or max_running_requests if that is more.
-    max_total_tokens: size of the KV pool in tokens. mem_fraction_static: share of a device's
+    max_total_tokens: tokens that the KV pool holds, whole pages; the scratch of drafts is
+        extra. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
         same tokens.
@@ -51,6 +67,9 @@ class EngineArgs:
         for each, tokens arrive in lumps, and work behind a row's end is wasted. Same tokens.
     random_seed: makes requests without a sampling_seed reproducible in order of arrival.
     compilation_cache_dir: where compiled programs are kept; "" keeps none.
+    compile_at_start: "first" serves as soon as the few programs are there that can run everything,
+        and swaps in the others, which fit better, as they come; "all" waits for all, as a
+        measurement of speed must; "auto" waits for all if they are few (8).
     """
 
     model_path: str | None = None
@@ -62,6 +81,10 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = None
     speculative_draft_rope_theta: float | None = None
     speculative_draft_noise: bool = True
+    speculative_ngram_min_match_window_size: int = 1
+    speculative_ngram_max_match_window_size: int = 12
+    speculative_ngram_external_corpus_path: str | None = None
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     simulate_acceptance: float | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
@@ -79,11 +102,15 @@ class EngineArgs:
     num_continuous_decode_steps: int = 1
     random_seed: int | None = None
     compilation_cache_dir: str | None = None
+    compile_at_start: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in MODEL_PATHS:
+            _check_path(name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("compile_at_start", self.compile_at_start, COMPILE_AT_START)
         for name in ("page_size", "max_running_requests", "context_length", "max_total_tokens"):
             _check_positive(name, getattr(self, name))
         _check_positive("chunked_prefill_size", self.chunked_prefill_size)
@@ -96,6 +123,8 @@ class EngineArgs:
         _check_integer("overlap_depth", self.overlap_depth, low=0, high=2)
         if self.random_seed is not None:
             _check_integer("random_seed", self.random_seed, low=-(2**63), high=2**64 - 1)
+        for name in PATHS:
+            _check_local(name, getattr(self, name))
         theta = self.speculative_draft_rope_theta
         if theta is not None and not (isinstance(theta, int | float) and theta > 0):
             raise ConfigError(
@@ -105,22 +134,40 @@ class EngineArgs:
             raise ConfigError(
                 f"mem_fraction_static is {self.mem_fraction_static}; expected a number in (0, 1]"
             )
-        if self.algorithm is Algorithm.EAGLE3 and self.model_path is not None:
-            if self.speculative_draft_model_path is None:
+        self._check_drafter()
+        self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
+
+    def _check_drafter(self) -> None:
+        """What the algorithm needs to be given, and what it must not be."""
+        algorithm, path = self.algorithm, self.speculative_draft_model_path
+        if algorithm.drafting.has_model and not self.uses_bundled_draft:
+            if path is None:
                 raise ConfigError(
-                    "speculative_algorithm is EAGLE3; expected speculative_draft_model_path too"
+                    f"speculative_algorithm is {algorithm.value}; expected "
+                    f"speculative_draft_model_path too"
                 )
-        elif self.speculative_draft_model_path is not None:
+        elif path is not None:
             because = (
                 "the bundled target has its own draft"
                 if self.model_path is None
-                else "speculative_algorithm is NONE"
+                else f"speculative_algorithm is {algorithm.value}"
             )
             raise ConfigError(
-                f"speculative_draft_model_path is {self.speculative_draft_model_path!r}, but "
-                f"{because}; expected it unset"
+                f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
             )
-        self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
+        least, most = "min_match_window_size", "max_match_window_size"
+        longest = self.speculative_ngram_max_match_window_size
+        _check_integer(f"speculative_ngram_{most}", longest, low=1, high=MAX_MATCH_WINDOW)
+        shortest = self.speculative_ngram_min_match_window_size
+        _check_integer(f"speculative_ngram_{least}", shortest, low=1, high=longest)
+        name = "speculative_ngram_external_corpus_max_tokens"
+        _check_integer(name, getattr(self, name), low=2, high=2**31 - 1)
+        corpus = self.speculative_ngram_external_corpus_path
+        if corpus is not None and algorithm is not Algorithm.NGRAM:
+            raise ConfigError(
+                f"speculative_ngram_external_corpus_path is {corpus!r}, but speculative_algorithm "
+                f"is {algorithm.value}; expected it unset"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:
@@ -145,6 +192,11 @@ class EngineArgs:
         return Algorithm(name)
 
     @property
+    def uses_bundled_draft(self) -> bool:
+        """Whether the draft is the EAGLE-3 head that the bundled target brings along."""
+        return self.model_path is None and self.algorithm is Algorithm.EAGLE3
+
+    @property
     def speculative(self) -> SpeculativeConfig:
         """S/K/N in force. Raises ConfigError for an impossible one."""
         given = {
@@ -163,10 +215,13 @@ class EngineArgs:
                     )
             return SpeculativeConfig.plain()
         steps, topk, nodes = given.values()
-        steps = DEFAULT_SPEC[0] if steps is None else steps
         topk = DEFAULT_SPEC[1] if topk is None else topk
+        if steps is None:
+            steps = DEFAULT_SPEC[0]
+            if self.algorithm is Algorithm.NGRAM and topk == 1 and nodes is not None:
+                steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
         if nodes is None:
-            pool = topk + (steps - 1) * topk * topk
+            pool = self.algorithm.drafting.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
         return SpeculativeConfig(
             algorithm=self.algorithm,
@@ -180,6 +235,23 @@ class EngineArgs:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
+
+
+def _check_local(name: str, value: str | None) -> None:
+    """A directory's name is taken as it is: gs://b/c would be a directory called `gs:`."""
+    if value is not None and _SCHEME.match(str(value)):
+        raise ConfigError(
+            f"{name} is {value!r}; expected a directory of this machine: remote paths are not "
+            "read, so copy it here first, or mount it and name the mount"
+        )
+
+
+def _check_path(name: str, value: object) -> None:
+    """An empty path would be the directory that the process happens to run in."""
+    if value is None:
+        return
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
 
 
 def _check_integer(name: str, value: object, *, low: int, high: int) -> None:

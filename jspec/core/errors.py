@@ -4,6 +4,10 @@ Each message names the offending field, its value, and what was expected, so tha
 on it without reading the source.
 """
 
+from __future__ import annotations
+
+import traceback
+
 
 class JspecError(Exception):
     """Base of all errors raised on purpose."""
@@ -35,3 +39,19 @@ class EngineClosedError(JspecError):
 
 class InvariantError(JspecError, RuntimeError):
     """A state that must be impossible: a bug in jspec, never the fault of a request."""
+
+
+def clear_frames(error: BaseException) -> None:
+    """Empties the ended functions in the traceback of `error`, and of all that led to it.
+
+    The traceback stays readable. Without this, whoever keeps the error keeps every local of those
+    functions: of a failed start, weights and compiled programs.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += (each.__cause__, each.__context__)

@@ -1,4 +1,5 @@
-"""One flat i32 array for everything a step needs from the host (one put instead of a dozen)."""
+"""One flat i32 array for everything a step needs from the host (one put instead of a dozen), and
+one for what it hands back (one get)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from jspec.core.request import SAMPLING_FIELDS
+from jspec.core.sampling_fields import SamplingTable, packed_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,59 @@ class PackedLayout:
         return out
 
 
-def decode_layout(*, batch: int, num_grants: int) -> PackedLayout:
-    return PackedLayout((("slots", (batch,)), ("grants", (num_grants, 3))))
+@dataclass(frozen=True, slots=True)
+class OutputColumns:
+    """What a row of a step's packed output holds: named i32 columns, side by side, in this order.
+
+    A shape of () is one column, (n,) is n of them. `core.batch.pack_output` packs on the device.
+    """
+
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def width(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.fields)
+
+    def unpack(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """i32[..., width] → each field, [..., *its shape]; views. Raises ValueError for others."""
+        if packed.shape[-1] != self.width:
+            raise ValueError(f"the output is {packed.shape}; expected {self.width} columns")
+        out = {}
+        offset = 0
+        for name, shape in self.fields:
+            end = offset + math.prod(shape)
+            out[name] = packed[..., offset:end].reshape(*packed.shape[:-1], *shape)
+            offset = end
+        return out
+
+
+def output_columns(max_emitted: int) -> OutputColumns:
+    """Of each row and round. max_emitted: M in a decode, 1 in a prefill.
+
+    The first num_emitted of a row's emitted_ids count, the others may be anything.
+    """
+    return OutputColumns((("num_emitted", ()), ("emitted_ids", (max_emitted,))))
+
+
+def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> PackedLayout:
+    """A DecodeBatch's. num_grants: of each page space. num_windows: spaces beside the full one."""
+    grants = ("grants", (num_grants, 3))
+    return PackedLayout((("slots", (batch,)), grants, *_window_grants(num_windows, num_grants)))
 
 
 def prefill_layout(
-    *, tokens: int, rows: int, pages_per_row: int, num_stop_ids: int
+    *,
+    tokens: int,
+    rows: int,
+    pages_per_row: int,
+    num_windows: int = 0,
+    num_grants: int = 0,
+    table: SamplingTable = SAMPLING_FIELDS,
 ) -> PackedLayout:
+    """A PrefillBatch's; `core.batch.prefill_batch` makes one of the fields.
+
+    num_grants: of each page space beside the full one, of which there are num_windows.
+    """
     return PackedLayout(
         (
             ("slots", (rows,)),
@@ -58,9 +108,12 @@ def prefill_layout(
             ("admitted", (rows,)),
             ("prompt_lens", (rows,)),
             ("page_table", (rows, pages_per_row)),
-            ("seed", (rows, 2)),
-            ("sampling_floats", (rows, 5)),
-            ("sampling_ints", (rows, 2)),
-            ("stop_ids", (rows, num_stop_ids)),
+            *_window_grants(num_windows, num_grants),
+            *packed_fields(table, rows),
         )
     )
+
+
+def _window_grants(num_windows: int, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Without windows there is no such field, and nothing is sent."""
+    return (("window_grants", (num_windows, num_grants, 3)),) if num_windows else ()

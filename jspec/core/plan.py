@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from jspec.core.features import StepFeatures
 from jspec.core.request import Request
 
 
@@ -25,7 +26,8 @@ class Admission:
     """A whole new row: written to the device's state before the step that carries it runs.
 
     fill_ids: prompt and, after a retraction, what was already emitted. prompt_len counts the
-    prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size).
+    prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size) of the full
+    space; in every other one the row owns what is granted to it, and nothing before.
     """
 
     row: RowRef
@@ -55,11 +57,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PageGrant:
-    """page_table[slot, index] = page, applied before the step runs."""
+    """page_table[slot, index] = page, applied before the step runs.
+
+    space: whose table. 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
+    """
 
     slot: int
     index: int
     page: int
+    space: int = 0
 
 
 class StepKind(enum.Enum):
@@ -69,14 +75,15 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows` and `grants`.
+    """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows`.
 
-    full: whether any row needs the full sampling program (filters, penalties, minimum length).
+    features: what the rows need, all of them together. grants: of all spaces in a decode; of the
+    window spaces in a prefill, whose admissions bring the pages of the full space.
     """
 
     step: int
     kind: StepKind
-    full: bool
+    features: StepFeatures
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
@@ -91,12 +98,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What the device emitted, round by round, rows in the order of `StepPlan.row_refs`.
+class RoundResult:
+    """What the device hands back of one round, rows in the order of `StepPlan.row_refs`.
 
-    rounds[r][i]: in a prefill, which is one round, () for a chunk that is not final and one id for
-    a final one; in each of a decode's `ServeLimits.num_rounds` rounds, num_accepted + 1 ids.
+    emitted_ids[i]: in a prefill () for a chunk that is not final and one id for a final one; in a
+    decode num_accepted + 1 ids.
     """
 
+    emitted_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step's rounds: one of a prefill, `ServeLimits.num_rounds` of a decode."""
+
     step: int
-    rounds: tuple[tuple[tuple[int, ...], ...], ...]
+    rounds: tuple[RoundResult, ...]

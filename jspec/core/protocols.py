@@ -26,6 +26,10 @@ class Runner(Protocol):
         """Waits for the oldest dispatched step and returns its result."""
         ...
 
+    def close(self) -> None:
+        """Lets go of all that is on the device. The last call; may come twice."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:

@@ -1,23 +1,33 @@
 """`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
 
-Fields are arrays or nested pytrees. Compile-time settings never live in a pytree; they are
-arguments of the function that is compiled.
+Fields are arrays or nested pytrees. Compile-time settings do not live in a pytree; they are
+arguments of the function that is compiled. The one exception is a field that says how the arrays
+beside it are laid out: `static()` makes it part of the tree's structure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
 T = TypeVar("T")
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
+def static() -> Any:
+    """A field that is compiled in: hashable, and equal for arrays laid out alike."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, static)
+)
 def pytree(cls: type[T]) -> type[T]:
     """Class decorator: freezes `cls`, makes its fields keyword-only, registers it with jax."""
     data = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    names = [field.name for field in dataclasses.fields(data)]  # type: ignore[arg-type]
-    jax.tree_util.register_dataclass(data, data_fields=names, meta_fields=[])
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for field in dataclasses.fields(data):  # type: ignore[arg-type]
+        names["static" in field.metadata].append(field.name)
+    jax.tree_util.register_dataclass(data, data_fields=names[False], meta_fields=names[True])
     return data

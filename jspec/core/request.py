@@ -6,73 +6,129 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jspec.core.errors import RequestError
+from jspec.core.features import Feature, StepFeatures
+from jspec.core.sampling_fields import (
+    Flag,
+    Integer,
+    Integers,
+    Number,
+    Row,
+    SamplingTable,
+    Texts,
+    features_of,
+    sampled,
+    table_of,
+)
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 # The device masks stop tokens while fewer than min_new_tokens are out; one row holds this many.
 MAX_MASKED_STOP_IDS = 16
+# What one request may carry: matching costs nothing beyond, but building what matches does.
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARS = 8192  # of all stop strings together
+MAX_STOP_IDS = 4096
+
+
+# What of a request reaches the device, where that is not the parameter itself: (request, V) -> it.
+
+
+def _vocab_size(vocab_size: int) -> int:
+    """The neutral top_k (all are kept), and the id that is no token's."""
+    return vocab_size
+
+
+def _kept_ids(request: Request, vocab_size: int) -> int:
+    top_k = request.sampling.top_k
+    return vocab_size if top_k < 0 else min(top_k, vocab_size)
+
+
+def _seed_words(request: Request, _: int) -> tuple[int, int]:
+    """High and low word of the final seed, not of the `sampling_seed` that was asked for."""
+    return request.seed >> 32, request.seed & 0xFFFFFFFF
+
+
+def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
+    """Nothing is masked without a minimum length, and then the host alone knows what ends a row."""
+    return request.stop_ids if request.sampling.min_new_tokens else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops.
 
+    Each field is a line of SAMPLING_FIELDS: its default, what it accepts, what the device gets.
+
     max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them.
     temperature: 0 means greedy; any other value divides the logits before filtering.
     top_k (-1 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
     frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
     sampling_seed: 64 bits; None draws one from the operating system when the request enters.
-    stop: strings that end the text (trimmed from it); stop_token_ids: ids that end it.
+    stop: strings that end the text (trimmed from it), at most MAX_STOP_STRINGS of MAX_STOP_CHARS
+        characters together; stop_token_ids: ids that end it, at most MAX_STOP_IDS.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    sampling_seed: int | None = None
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    n: int = 1
+    max_new_tokens: int | None = sampled(None, Integer(1, MAX_INT), openai="max_tokens")
+    min_new_tokens: int = sampled(
+        0, Integer(0), openai="min_tokens", needs=Feature.PENALTIES, row=Row(np.int32)
+    )
+    temperature: float = sampled(1.0, Number(0, 100), row=Row(np.float32))
+    top_k: int = sampled(
+        -1,
+        Integer(-1, but_not=(0,), expected="-1 (keep all) or at least 1, an integer"),
+        needs=Feature.FILTERS,
+        row=Row(np.int32, neutral=_vocab_size, encode=_kept_ids),
+    )
+    top_p: float = sampled(
+        1.0, Number(0, 1, with_low=False), needs=Feature.FILTERS, row=Row(np.float32, neutral=1)
+    )
+    min_p: float = sampled(0.0, Number(0, 1), needs=Feature.FILTERS, row=Row(np.float32))
+    frequency_penalty: float = sampled(
+        0.0, Number(-2, 2), needs=Feature.PENALTIES, row=Row(np.float32)
+    )
+    presence_penalty: float = sampled(
+        0.0, Number(-2, 2), needs=Feature.PENALTIES, row=Row(np.float32)
+    )
+    sampling_seed: int | None = sampled(
+        None,
+        Integer(0, MAX_SEED),
+        openai="seed",
+        row=Row(np.uint32, (2,), encode=_seed_words, name="seed"),
+    )
+    ignore_eos: bool = sampled(False, Flag())
+    stop: tuple[str, ...] = sampled((), Texts(MAX_STOP_STRINGS, MAX_STOP_CHARS))
+    stop_token_ids: tuple[int, ...] = sampled(
+        (),
+        Integers(Integer(0, MAX_INT), MAX_STOP_IDS),
+        row=Row(
+            np.int32,
+            (MAX_MASKED_STOP_IDS,),
+            neutral=_vocab_size,  # no token
+            encode=_masked_ids,
+            name="stop_ids",
+        ),
+    )
+    n: int = sampled(1, Integer(1, 128))
+    # stop_token_ids again, to look an id up: made once for all n sequences.
+    stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.wanted_tokens, low=1, high=MAX_INT)
-        _check_int("min_new_tokens", self.min_new_tokens, low=0)
+        for parameter in table_of(type(self)):
+            parameter.check(getattr(self, parameter.name))
         if self.min_new_tokens > self.wanted_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
                 f"is {self.wanted_tokens}"
             )
-        _check_float("temperature", self.temperature, low=0.0, high=100.0)
-        _check_int("top_k", self.top_k, low=-1)
-        if self.top_k == 0:
-            raise RequestError("top_k is 0; expected -1 (keep all) or at least 1")
-        _check_float("top_p", self.top_p, low=0.0, high=1.0)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0; expected a number in (0, 1]")
-        _check_float("min_p", self.min_p, low=0.0, high=1.0)
-        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        if self.sampling_seed is not None:
-            _check_int("sampling_seed", self.sampling_seed, low=0, high=MAX_SEED)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; expected true or false")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop holds {text!r}; expected non-empty strings")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0, high=MAX_INT)
-        _check_int("n", self.n, low=1, high=128)
+        object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -82,19 +138,13 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise RequestError(f"sampling_params is {values!r}; expected fields and their values")
-        known = {f.name for f in fields(cls)}
+        known = {parameter.name: parameter for parameter in table_of(cls)}
         for name in values:
             if name not in known:
-                raise RequestError(unknown_field("sampling_params", name, known))
-        cleaned = {k: v for k, v in values.items() if v is not None}
-        if isinstance(cleaned.get("stop"), str):
-            cleaned["stop"] = (cleaned["stop"],)
-        for name in ("stop", "stop_token_ids"):
-            if name in cleaned:
-                if not isinstance(cleaned[name], list | tuple):
-                    raise RequestError(f"{name} is {cleaned[name]!r}; expected a list")
-                cleaned[name] = tuple(cleaned[name])
-        return cls(**cleaned)
+                raise RequestError(unknown_field("sampling_params", name, set(known)))
+        return cls(
+            **{name: known[name].read(value) for name, value in values.items() if value is not None}
+        )
 
     @property
     def wanted_tokens(self) -> int:
@@ -102,19 +152,15 @@ class SamplingParams:
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
-    def needs_full_sampling(self) -> bool:
-        """Whether the row needs filters, penalties or a minimum length (the `full` programs)."""
-        return (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.min_p > 0.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-            or self.min_new_tokens > 0
-        )
+    def features(self) -> StepFeatures:
+        """What a step must have for this row; computed at each call."""
+        return features_of(self, table_of(type(self)))
 
 
-def unknown_field(where: str, name: str, known: set[str], *, hint: str = "") -> str:
+SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
+
+
+def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
     """The message for a field that is not in `known`.
 
     hint: what was meant, if that is known; else the nearest name is suggested.
@@ -127,28 +173,13 @@ def unknown_field(where: str, name: str, known: set[str], *, hint: str = "") -> 
     return f"{where} has the unknown field {name!r}; {did_you_mean}expected one of {sorted(known)}"
 
 
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    expected = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
-    if value < low or (high is not None and value > high):
-        raise RequestError(f"{name} is {value}; expected {expected}")
-
-
-def _check_float(name: str, value: object, *, low: float, high: float) -> None:
-    expected = f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
-    if not low <= value <= high:  # NaN is not
-        raise RequestError(f"{name} is {value}; expected {expected}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate, as the scheduler sees it: ids in, a seed fixed, nothing optional.
 
     `seed` is final: a request with n choices enters as n Requests whose seeds are
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
+    stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     """
 
     request_id: str
@@ -156,6 +187,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...] = ()
+    stop_matching: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.sampling.min_new_tokens and len(self.stop_ids) > MAX_MASKED_STOP_IDS:
@@ -169,6 +201,12 @@ class Request:
         """Ids that end this request: its own and, unless ignored, the model's EOS."""
         eos = () if self.sampling.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*eos, *self.sampling.stop_token_ids)))
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this id is one of `stop_ids`; costs the same however many there are."""
+        sampling = self.sampling
+        is_eos = not sampling.ignore_eos and token_id in self.eos_token_ids
+        return is_eos or token_id in sampling.stop_id_set
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -6,37 +6,48 @@ and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jspec.core.request import FinishReason, SpecCounters, StreamChunk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sequence so far: all chunks up to now, folded."""
+    """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds."""
 
-    request_id: str
-    text: str = ""
-    output_ids: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    prompt_tokens: int = 0
-    num_retractions: int = 0
-    counters: SpecCounters = field(default_factory=SpecCounters)
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.output_ids: list[int] = []
+        self.finish: FinishReason | None = None
+        self.prompt_tokens = 0
+        self.num_retractions = 0
+        self.counters = SpecCounters()
+        self.texts: list[str] = []
 
-    def add(self, chunk: StreamChunk) -> Completion:
-        return replace(
-            self,
-            text=self.text + chunk.text,
-            output_ids=self.output_ids + chunk.new_ids,
-            finish=chunk.finish,
-            prompt_tokens=chunk.prompt_tokens,
-            num_retractions=chunk.num_retractions,
-            counters=chunk.counters,
-        )
+    def add(self, chunk: StreamChunk) -> None:
+        self.texts.append(chunk.text)
+        self.output_ids += chunk.new_ids
+        self.finish = chunk.finish
+        self.prompt_tokens = chunk.prompt_tokens
+        self.num_retractions = chunk.num_retractions
+        self.counters = chunk.counters
+
+    @property
+    def text(self) -> str:
+        """All of it, joined where it is asked for."""
+        if len(self.texts) != 1:
+            self.texts[:] = ["".join(self.texts)]
+        return self.texts[0]
 
     def to_json(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
         """SGLang's response object; speculation fields only once finished and verified."""
+        return {
+            "text": self.text,
+            "output_ids": list(self.output_ids),
+            "meta_info": self.meta_info(e2e_latency=e2e_latency),
+        }
+
+    def meta_info(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
+        """What `to_json` says beside text and ids."""
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -49,7 +60,7 @@ class Completion:
             meta["e2e_latency"] = e2e_latency
         if self.finish is not None and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
-        return {"text": self.text, "output_ids": list(self.output_ids), "meta_info": meta}
+        return meta
 
 
 def spec_fields(counters: SpecCounters, *, completion_tokens: int) -> dict[str, Any]:

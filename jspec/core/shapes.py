@@ -11,6 +11,14 @@ Scratch (draft tokens in flight) lies right behind them:
     target RoPE     7   8   8   9        target_position: L + depth
     chosen token    8   9   9  10        token_position of its children: L + depth + 1
     draft RoPE      -   7   7   8        draft_position: L + depth - 1
+
+A draft model's own scratch holds the K beams of each depth below S, not the N nodes. With S = 3:
+
+    rows of pairs (token i + 1, feature i): the root is in the last committed pair
+    beams at depth  1 1 2  2             slot 7 8 9 10: beam_row, rows_before 0; draft_position
+    rows of tokens: the root has its own, slot 7, RoPE 7, which the last advance wrote
+    beams at depth  1 1  2  2            slot 8 9 10 11: beam_row, rows_before 1
+    draft RoPE      8 8  9  9            target_position: the draft is a language model, too
 """
 
 from __future__ import annotations
@@ -43,9 +51,20 @@ def draft_position(seq_len: Index, depth: Index) -> Index:
     return seq_len + depth - 1
 
 
-def extend_position(seq_len: Index, row: Index) -> Index:
-    """Slot and RoPE position of row `row` of the draft extend: (emitted token row, feature row)."""
-    return seq_len + row
+def beam_row(depth: int, *, topk: int, rows_before: int) -> int:
+    """Scratch row of the first of the K beams at `depth`, the first depth being 1.
+
+    rows_before: scratch rows in front of all beams, 1 where the root has a row of its own.
+    """
+    return rows_before + (depth - 1) * topk
+
+
+def emitted_position(start: Index, row: Index) -> Index:
+    """Position of row `row` of what a drafter is given from position `start` on.
+
+    A token's index, and the slot and RoPE position of what a draft model keeps for that row.
+    """
+    return start + row
 
 
 def max_emitted(num_steps: int) -> int:
@@ -53,9 +72,9 @@ def max_emitted(num_steps: int) -> int:
     return num_steps + 1
 
 
-def num_scratch_rows(num_steps: int, topk: int, num_draft_tokens: int) -> int:
-    """Rows behind L that one step may write: the tree, the draft's beams, or the extend."""
-    return max(num_draft_tokens, topk * max(num_steps - 1, 0), max_emitted(num_steps))
+def num_scratch_rows(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
+    """Rows behind L that one step may write: the target its N nodes, the drafter what it says."""
+    return max(num_draft_tokens, propose_rows, advance_rows)
 
 
 def num_pages(num_tokens: int, page_size: int) -> int:
@@ -64,14 +83,13 @@ def num_pages(num_tokens: int, page_size: int) -> int:
 
 
 def reserved_tokens(
-    committed: int, *, unread_rounds: int, num_steps: int, topk: int, num_draft_tokens: int
+    committed: int, *, unread_rounds: int, num_steps: int, scratch_rows: int
 ) -> int:
     """Positions a row must own for a round with `unread_rounds` before it not yet read.
 
     Each unread round commits at most M tokens; the new round then writes its scratch behind them.
     """
-    scratch = num_scratch_rows(num_steps, topk, num_draft_tokens)
-    return committed + unread_rounds * max_emitted(num_steps) + scratch
+    return committed + unread_rounds * max_emitted(num_steps) + scratch_rows
 
 
 def bucket(value: int, buckets: tuple[int, ...]) -> int:

@@ -6,30 +6,33 @@ of every pool is the dummy page. Nothing ever depends on what they hold.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jspec.core.pytree import pytree
-from jspec.core.request import MAX_MASKED_STOP_IDS
+from jspec.core.request import SAMPLING_FIELDS
+from jspec.core.sampling_fields import rows_of
 
 
 @pytree
 class SamplingRows:
     """How each row is sampled; arrays, never static, so that no setting compiles anything.
 
-    Indexed by slot inside RowState, by batch row once gathered.
+    Indexed by slot inside RowState, by batch row once gathered. One array for each row that
+    SAMPLING_FIELDS sends to the device, in its order (a test compares them).
     """
 
-    seed: jax.Array  # u32[., 2], high and low word
+    min_new_tokens: jax.Array  # i32[.]
     temperature: jax.Array  # f32[.], >= 0
     top_k: jax.Array  # i32[.], V or more keeps all
     top_p: jax.Array  # f32[.], in (0, 1]
     min_p: jax.Array  # f32[.], in [0, 1]
     frequency_penalty: jax.Array  # f32[.]
     presence_penalty: jax.Array  # f32[.]
-    min_new_tokens: jax.Array  # i32[.]
+    seed: jax.Array  # u32[., 2], high and low word
     stop_ids: jax.Array  # i32[., 16], padded with V (no token)
 
 
@@ -40,9 +43,14 @@ class RowState:
     root_ids: jax.Array  # i32[slots], last emitted token, whose KV is not yet written
     seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
     prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
-    page_table: jax.Array  # i32[slots, P], 0 = the dummy page
+    page_table: jax.Array  # i32[slots, P] of the full space, 0 = the dummy page
     sampling: SamplingRows
     output_counts: jax.Array  # i32[slots, V], how often each id was emitted; sharded over V
+    # By window, those of the window spaces: i32[slots, P]. Entries of pages that were given back
+    # stay as they are. A kernel may load such a page, which then holds another row's numbers; they
+    # are finite (`kv_update.finite`) and masked, and all writes go to L and behind, where every
+    # entry is the row's own or 0.
+    window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @pytree
@@ -56,27 +64,26 @@ class EngineState:
 
 
 def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
-    """Greedy rows that stop nowhere."""
+    """Greedy rows that stop nowhere: the neutral values of SAMPLING_FIELDS."""
     return SamplingRows(
-        seed=jnp.zeros((num_slots, 2), jnp.uint32),
-        temperature=jnp.zeros((num_slots,), jnp.float32),
-        top_k=jnp.full((num_slots,), vocab_size, jnp.int32),
-        top_p=jnp.ones((num_slots,), jnp.float32),
-        min_p=jnp.zeros((num_slots,), jnp.float32),
-        frequency_penalty=jnp.zeros((num_slots,), jnp.float32),
-        presence_penalty=jnp.zeros((num_slots,), jnp.float32),
-        min_new_tokens=jnp.zeros((num_slots,), jnp.int32),
-        stop_ids=jnp.full((num_slots, MAX_MASKED_STOP_IDS), vocab_size, jnp.int32),
+        **{
+            name: jnp.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
+            for name, row in rows_of(SAMPLING_FIELDS).items()
+        }
     )
 
 
-def empty_rows(num_slots: int, *, pages_per_row: int, vocab_size: int) -> RowState:
-    """`num_slots` includes the dummy slot 0."""
+def empty_rows(
+    num_slots: int, *, pages_per_row: int, vocab_size: int, windows: tuple[int, ...] = ()
+) -> RowState:
+    """`num_slots` includes the dummy slot 0. windows: those with a page space of their own."""
+    table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
     return RowState(
         root_ids=jnp.zeros((num_slots,), jnp.int32),
         seq_lens=jnp.zeros((num_slots,), jnp.int32),
         prompt_lens=jnp.zeros((num_slots,), jnp.int32),
-        page_table=jnp.zeros((num_slots, pages_per_row), jnp.int32),
+        page_table=table,
+        window_tables={window: jnp.zeros_like(table) for window in windows},
         sampling=empty_sampling(num_slots, vocab_size=vocab_size),
         output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
     )

@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.batch import DecodeBatch, PrefillBatch
-from jspec.core.layout import PackedLayout, decode_layout, prefill_layout
+from jspec.core.batch import DecodeBatch, PrefillBatch, pack_output, prefill_batch
+from jspec.core.layout import (
+    OutputColumns,
+    PackedLayout,
+    decode_layout,
+    output_columns,
+    prefill_layout,
+)
 
-DECODE = decode_layout(batch=3, num_grants=5)
-PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_stop_ids=16)
+DECODE = decode_layout(batch=3, num_grants=5, num_windows=2)
+PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5)
 
 
 def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
@@ -27,7 +33,18 @@ def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
     ("layout", "batch"), [(DECODE, DecodeBatch), (PREFILL, PrefillBatch)], ids=["decode", "prefill"]
 )
 def test_layouts_name_the_fields_of_their_batches(layout: PackedLayout, batch: type) -> None:
-    assert [name for name, _ in layout.fields] == [field.name for field in fields(batch)]
+    named = list(dict.fromkeys(name.split(".")[0] for name, _ in layout.fields))
+    assert named == [field.name for field in fields(batch)]
+
+
+def test_an_engine_without_windows_sends_nothing_for_them() -> None:
+    without = (
+        (DECODE, decode_layout(batch=3, num_grants=5)),
+        (PREFILL, prefill_layout(tokens=12, rows=2, pages_per_row=4, num_grants=5)),
+    )
+    for windowed, plain in without:
+        left = tuple(field for field in windowed.fields if field[0] != "window_grants")
+        assert plain.fields == left
 
 
 @pytest.mark.parametrize("layout", [DECODE, PREFILL], ids=["decode", "prefill"])
@@ -45,12 +62,15 @@ def test_round_trip_on_the_host(layout: PackedLayout, seed: int) -> None:
 
 def test_round_trip_through_a_jitted_pytree() -> None:
     values = random_fields(PREFILL, 1)
-    batch = jax.jit(lambda flat: PrefillBatch(**PREFILL.unpack(flat)))(
+    batch = jax.jit(lambda flat: prefill_batch(PREFILL.unpack(flat)))(
         jnp.asarray(PREFILL.pack(values))
     )
     assert isinstance(batch, PrefillBatch)
     for name, value in values.items():
-        np.testing.assert_array_equal(getattr(batch, name), value)
+        array = batch
+        for part in name.split("."):
+            array = getattr(array, part)
+        np.testing.assert_array_equal(np.asarray(array).view(np.int32), value)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +94,29 @@ def test_a_missing_field_is_refused() -> None:
     del values["grants"]
     with pytest.raises(KeyError, match="grants"):
         DECODE.pack(values)
+
+
+@pytest.mark.parametrize("max_emitted", [1, 4])
+def test_outputs_are_read_as_they_were_packed(max_emitted: int) -> None:
+    """Also with columns of another kind behind: they are named in one place."""
+    columns = OutputColumns((*output_columns(max_emitted).fields, ("more", (2, 3))))
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.integers(-(2**31), 2**31, (5, *shape), np.int32) for name, shape in columns.fields
+    }
+    packed = np.asarray(jax.jit(lambda v: pack_output(columns, v))(values))
+    assert packed.shape == (5, columns.width)
+    assert columns.width == 1 + max_emitted + 6
+    np.testing.assert_array_equal(packed[:, 0], values["num_emitted"])
+    for back in (columns.unpack(packed), columns.unpack(packed[None])):
+        assert back.keys() == values.keys()
+        for name, value in values.items():
+            np.testing.assert_array_equal(back[name].reshape(value.shape), value)
+    assert columns.unpack(packed[None])["more"].shape == (1, 5, 2, 3)
+
+
+@pytest.mark.parametrize("shapes", [{}, {"num_emitted": (2,), "emitted_ids": (2, 3)}])
+def test_an_output_that_is_not_as_described_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
+    values = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=r"expected {'num_emitted': \(\), 'emitted_ids': \(4,\)}"):
+        pack_output(output_columns(4), values)

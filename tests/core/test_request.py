@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jspec.core.errors import RequestError
+from jspec.core.features import Feature
 from jspec.core.request import (
     MAX_SEED,
+    SAMPLING_FIELDS,
     FinishKind,
     FinishReason,
     Request,
@@ -51,11 +54,16 @@ NAN, INF = float("nan"), float("inf")
         ({"ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
         ({"stop": [""]}, "stop holds ''; expected non-empty strings"),
         ({"stop": [7]}, "stop holds 7"),
+        ({"stop": ["a", "\ud800"]}, "stop holds a lone surrogate; expected Unicode text"),
         ({"stop": 7}, "stop is 7; expected a list"),
         ({"stop_token_ids": "12"}, "stop_token_ids is '12'; expected a list"),
         ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids is 2147483648"),
         ({"max_new_tokens": 2**31, "min_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
+        ({"stop": "x" * 300_000}, "stop has 300000 characters; expected at most 8192 in all"),
+        ({"stop": ["x" * 4096, "y" * 4097]}, "stop has 8193 characters"),
+        ({"stop": ["x"] * 257}, "stop has 257 items; expected at most 256"),
+        ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 items; expected at most 4096"),
         ({"n": 0}, "n is 0"),
         ({"n": 129}, "n is 129"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
@@ -88,20 +96,22 @@ def test_edges_that_are_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "is_full"),
+    ("values", "needed"),
     [
-        ({}, False),
-        ({"temperature": 0.7, "sampling_seed": 3, "stop": ["x"]}, False),
-        ({"top_k": 5}, True),
-        ({"top_p": 0.99}, True),
-        ({"min_p": 0.01}, True),
-        ({"frequency_penalty": -0.1}, True),
-        ({"presence_penalty": 0.1}, True),
-        ({"min_new_tokens": 1}, True),
+        ({}, []),
+        ({"temperature": 0.7, "sampling_seed": 3, "stop": ["x"]}, []),
+        ({"top_k": 5}, [Feature.FILTERS]),
+        ({"top_p": 0.99}, [Feature.FILTERS]),
+        ({"min_p": 0.01}, [Feature.FILTERS]),
+        ({"frequency_penalty": -0.1}, [Feature.PENALTIES]),
+        ({"presence_penalty": 0.1}, [Feature.PENALTIES]),
+        ({"min_new_tokens": 1}, [Feature.PENALTIES]),
+        ({"min_new_tokens": 1, "top_k": 5}, [Feature.FILTERS, Feature.PENALTIES]),
+        ({"top_k": -1, "top_p": 1, "min_p": 0, "presence_penalty": -0.0, "min_new_tokens": 0}, []),
     ],
 )
-def test_which_program_a_request_needs(values: dict[str, Any], is_full: bool) -> None:
-    assert SamplingParams.from_mapping(values).needs_full_sampling is is_full
+def test_which_features_a_request_needs(values: dict[str, Any], needed: list[Feature]) -> None:
+    assert list(SamplingParams.from_mapping(values).features) == needed
 
 
 def test_seeds_of_choices_differ_and_the_first_is_the_requests_own() -> None:
@@ -159,3 +169,19 @@ def test_acceptance_length_counts_whole_steps_only() -> None:
     counters = SpecCounters(verify_ct=3, full_verify_ct=2, full_num_emitted=7)
     assert counters.acceptance_length == 3.5
     assert SpecCounters().acceptance_length == 0.0
+
+
+def test_a_stop_id_is_looked_up_in_a_set_that_all_choices_share() -> None:
+    sampling = SamplingParams(stop=("x" * 8192,), stop_token_ids=tuple(range(2, 4098)), n=2)
+    choices = [
+        Request(request_id=str(i), prompt_ids=(1,), sampling=sampling, seed=i, eos_token_ids=(0,))
+        for i in range(2)
+    ]
+    for request in choices:
+        assert request.sampling.stop_id_set is sampling.stop_id_set == set(range(2, 4098))
+        assert [i for i in range(5000) if request.ends_with(i)] == sorted(request.stop_ids)
+    heedless = replace(choices[0], sampling=replace(sampling, ignore_eos=True))
+    assert not heedless.ends_with(0)
+    assert heedless.ends_with(2)
+    assert "stop_id_set" not in {parameter.name for parameter in SAMPLING_FIELDS}
+    assert pickle.loads(pickle.dumps(sampling)) == sampling

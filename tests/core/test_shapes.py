@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.core import shapes
+from jspec.core.drafting import EAGLE
 
 
 def test_worked_example_of_the_module() -> None:
@@ -23,8 +24,8 @@ def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
     """What is chosen at a node is the token of its child, one deeper; the draft runs one behind."""
     assert shapes.chosen_position(seq_len, depth) == shapes.target_position(seq_len, depth + 1)
     assert shapes.draft_position(seq_len, depth) + 1 == shapes.target_position(seq_len, depth)
-    # Extend row i holds (emitted token i, feature i): the draft position of a draft at depth i + 1.
-    assert shapes.extend_position(seq_len, depth) == shapes.draft_position(seq_len, depth + 1)
+    # EAGLE's row i holds (emitted token i, feature i): the draft position at depth i + 1.
+    assert shapes.emitted_position(seq_len, depth) == shapes.draft_position(seq_len, depth + 1)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,16 @@ def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
         ((1, 8, 2), 2),
     ],
 )
-def test_scratch_holds_the_tree_the_beams_and_the_extend(
+def test_scratch_holds_the_tree_the_beams_and_what_was_emitted(
     spec: tuple[int, int, int], rows: int
 ) -> None:
-    assert shapes.num_scratch_rows(*spec) == rows
+    """With EAGLE's declaration; a drafter that writes nothing leaves the tree's own rows."""
+    num_steps, topk, nodes = spec
+    extents = EAGLE.propose_rows(num_steps, topk), EAGLE.advance_rows(num_steps, topk)
+    assert extents == (topk * max(num_steps - 1, 0), num_steps + 1)
+    scratch = shapes.num_scratch_rows(nodes, propose_rows=extents[0], advance_rows=extents[1])
+    assert scratch == rows
+    assert shapes.num_scratch_rows(nodes, propose_rows=0, advance_rows=0) == nodes
 
 
 @given(st.integers(0, 5000), st.integers(0, 2), st.integers(0, 6), st.integers(1, 8))
@@ -54,8 +61,11 @@ def test_reservation_holds_every_write_of_every_step_in_flight(
         committed,
         unread_rounds=unread,
         num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
+        scratch_rows=shapes.num_scratch_rows(
+            num_draft_tokens,
+            propose_rows=EAGLE.propose_rows(num_steps, topk),
+            advance_rows=EAGLE.advance_rows(num_steps, topk),
+        ),
     )
     longest = committed + unread * shapes.max_emitted(num_steps)
     written = [shapes.scratch_slot(longest, num_draft_tokens - 1)]
@@ -64,7 +74,7 @@ def test_reservation_holds_every_write_of_every_step_in_flight(
         for d in range(num_steps - 1)
         for k in range(topk)
     ]
-    written += [shapes.extend_position(longest, num_steps)]
+    written += [shapes.emitted_position(longest, num_steps)]
     assert max(written) + 1 == reserved
 
 

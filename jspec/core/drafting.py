@@ -1,0 +1,90 @@
+"""What the host must know of each way of drafting, as data: one constant a drafter.
+
+The scheduler reserves pages by these numbers and knows no drafter; a drafter's device half names
+the same constant, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jspec.core import shapes
+
+OfTree = Callable[[int, int], int]  # of S and K
+
+
+def _nothing(num_steps: int, topk: int) -> int:
+    del num_steps, topk
+    return 0
+
+
+def _emitted(num_steps: int, topk: int) -> int:
+    """M rows: one for each token that a verification can emit."""
+    del topk
+    return shapes.max_emitted(num_steps)
+
+
+def _beams(num_steps: int, topk: int) -> int:
+    """K rows for each forward, one forward for each level behind the first."""
+    return topk * max(num_steps - 1, 0)
+
+
+def _emitted_and_root(num_steps: int, topk: int) -> int:
+    """M + 1 rows: the next root's is written at once, for the next propose to stand on."""
+    return _emitted(num_steps, topk) + 1
+
+
+def _root_and_beams(num_steps: int, topk: int) -> int:
+    """The beams lie behind the root's row."""
+    return 1 + _beams(num_steps, topk)
+
+
+def _expanded(num_steps: int, topk: int) -> int:
+    """K candidates at level 1; at each later one K for each of the K best before it."""
+    return topk + max(num_steps - 1, 0) * topk * topk
+
+
+def _branches(num_steps: int, topk: int) -> int:
+    """K chains of S tokens."""
+    return num_steps * topk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """lookahead: what a drafter caches at position i depends on tokens up to i + lookahead.
+
+    propose_rows, advance_rows: cache rows written past L, by S and K; L is the committed length
+        before the verification whose tokens `advance` is given.
+    num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
+    has_model: a draft model's checkpoint is needed.
+    on_device: proposes inside the step. A drafter that does not would cut the step in two.
+    """
+
+    lookahead: int
+    propose_rows: OfTree = _nothing
+    advance_rows: OfTree = _nothing
+    num_candidates: OfTree = _nothing
+    candidates: str = "none"
+    has_model: bool = False
+    on_device: bool = True
+
+
+NO_DRAFTING = Drafting(lookahead=0)
+EAGLE = Drafting(
+    lookahead=1,
+    propose_rows=_beams,
+    advance_rows=_emitted,
+    num_candidates=_expanded,
+    candidates="K + (S-1)*K*K",
+    has_model=True,
+)
+STANDALONE = Drafting(
+    lookahead=0,
+    propose_rows=_root_and_beams,
+    advance_rows=_emitted_and_root,
+    num_candidates=_expanded,
+    candidates="K + (S-1)*K*K",
+    has_model=True,
+)
+NGRAM = Drafting(lookahead=0, num_candidates=_branches, candidates="S*K")

@@ -1,0 +1,237 @@
+"""What a model is, as hashable host data: its layers and their sizes. No arrays, no jax.
+
+A family's config reader (`jspec/models/families/`) makes a ModelSpec; the parameter table
+(`models.params`), the forward (`models.decoder`), the cache groups and the memory that a token
+takes all derive from it. Layers with equal specs share one compiled function.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+from jspec.core.cache_groups import CacheGroup, KVEntry
+from jspec.core.config import RopeConfig
+from jspec.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer.
+
+    window: a query sees keys with q_position - key_position < window, itself included; None: all.
+    sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
+    qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
+    scale: of the scores; None is head_dim ** -0.5.
+    """
+
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # D
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    window: int | None = None
+    sinks: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads is {self.num_heads}; expected a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"sliding_window is {self.window}; expected at least 1")
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A gated MLP, silu(gate) * up (SwiGLU)."""
+
+    inner: int  # intermediate_size
+    bias: bool = False
+
+
+class Routing(enum.Enum):
+    """How a router's logits become the weights of the chosen experts."""
+
+    SOFTMAX_THEN_TOP = "softmax over all experts, then the top k as they are"
+    SOFTMAX_THEN_TOP_NORMALIZED = "softmax over all experts, then the top k, summing to one"
+    TOP_THEN_SOFTMAX = "the top k logits, softmax over those"
+
+
+class Gate(enum.Enum):
+    """What an expert does with its gate and up columns."""
+
+    SILU = "silu(gate) * up"
+    CLAMPED = "gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of gated MLPs: each token runs through top_k of num_experts."""
+
+    num_experts: int
+    top_k: int
+    inner: int  # moe_intermediate_size
+    routing: Routing = Routing.SOFTMAX_THEN_TOP_NORMALIZED
+    gate: Gate = Gate.SILU
+    bias: bool = False  # in router and experts
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.top_k}; expected 1 to {self.num_experts}, the "
+                f"number of experts"
+            )
+
+
+FeedForward = DenseSpec | MoESpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """x + attention(norm(x)), then x + ffn(norm(x)); both norms are RMSNorms with `eps`."""
+
+    attention: AttentionSpec
+    ffn: FeedForward
+    eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder: embedding, layers, final RMSNorm, lm_head. In Hugging Face's terms where named.
+
+    family: the name in `models.registry`, which knows the stored names; nothing else asks for it.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # E
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    max_position: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    family: str = "llama"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def one_layer(self) -> LayerSpec:
+        """The layer of a model whose layers are all equal. ConfigError for any other model."""
+        if len(set(self.layers)) != 1:
+            raise ConfigError(
+                f"the model has {len(set(self.layers))} kinds of layers; expected all equal"
+            )
+        return self.layers[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 head: one layer as wide as `layer`, fed by three of the target's layers.
+
+    aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
+    equal to the number of layers means the residual after the last one.
+    draft_vocab_size: U. norm_before_residual: the residual is hidden_norm(h) instead of h.
+    stated_num_layers: what config.json says. Some heads of one layer have their target's number
+    there; who reads the tensors decides (models/hf_eagle3).
+    """
+
+    layer: ModelSpec  # of one layer; vocab_size is the target's V
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    norm_before_residual: bool = False
+    stated_num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if len(set(self.aux_layer_ids)) != len(self.aux_layer_ids) or list(
+            self.aux_layer_ids
+        ) != sorted(self.aux_layer_ids):
+            raise ConfigError(f"aux layer ids are {self.aux_layer_ids}; expected them to ascend")
+
+    @staticmethod
+    def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+        """The captures before layers 2, L // 2 and L - 3 (SafeAILab/EAGLE).
+
+        Raises ConfigError below 7 layers, where the three are not distinct and ordered.
+        """
+        ids = (2, num_layers // 2, num_layers - 3)
+        if not ids[0] < ids[1] < ids[2]:
+            raise ConfigError(
+                f"a target of {num_layers} layers has no default EAGLE-3 layers (2, L//2, L-3 "
+                f"gives {ids}); expected eagle_aux_hidden_state_layer_ids in the draft's config"
+            )
+        return ids
+
+
+def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
+    """What the model keeps for each token: runs of layers with one entry and one window, in order.
+
+    For two layers of a window between full ones: `name` 0, `name` 1, `name` 2.
+    """
+    kinds = [
+        (
+            KVEntry(a.num_kv_heads, a.head_dim, a.head_dim),
+            a.window,
+        )
+        for a in (layer.attention for layer in spec.layers)
+    ]
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    return tuple(
+        CacheGroup(name if len(runs) == 1 else f"{name} {i}", count, entry, window)
+        for i, ((entry, window), count) in enumerate(runs)
+    )
+
+
+def uniform_decoder(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rms_norm_eps: float = 1e-5,
+    rope: RopeConfig = RopeConfig(),  # noqa: B008  (frozen)
+    attention_bias: bool = False,
+    tie_word_embeddings: bool = False,
+    max_position: int = 2048,
+    eos_token_ids: tuple[int, ...] = (),
+    bos_token_id: int | None = None,
+    family: str = "llama",
+) -> ModelSpec:
+    """A Llama-like decoder of equal layers; attention_bias puts one on q, k, v and the output."""
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+    )
+    layer = LayerSpec(attention=attention, ffn=DenseSpec(inner=intermediate_size), eps=rms_norm_eps)
+    return ModelSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=(layer,) * num_layers,
+        rms_norm_eps=rms_norm_eps,
+        tie_word_embeddings=tie_word_embeddings,
+        max_position=max_position,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        family=family,
+    )

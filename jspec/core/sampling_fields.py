@@ -1,0 +1,272 @@
+"""How a sampling parameter is declared, once: what it accepts, and what of it the device gets.
+
+`SamplingParams` in core/request.py declares its fields by `sampled(...)`; `table_of` reads them
+back as the table SAMPLING_FIELDS. From the table derive the checks of a request, the names that the
+HTTP doors read, the packed layout, packing here and unpacking on the device (core/batch.py), and
+the neutral rows (core/state.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from jspec.core.errors import RequestError
+from jspec.core.features import Feature, StepFeatures
+
+if TYPE_CHECKING:
+    from jspec.core.request import Request
+
+# What a packed layout calls the device's rows: PREFIX and the row's name.
+PREFIX = "sampling."
+_KEY = "sampling_field"  # of a dataclass field's metadata
+
+
+class Accepts(Protocol):
+    """What values a parameter takes."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises RequestError naming the field, its value and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """From low to high, but for `but_not`. expected: what an error says, if not the bounds."""
+
+    low: int
+    high: int | None = None
+    but_not: tuple[int, ...] = ()
+    expected: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        limit = "" if self.high is None else f" and at most {self.high}"
+        expected = self.expected or f"an integer of at least {self.low}{limit}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name} is {value!r}; expected {expected}")
+        is_high = self.high is not None and value > self.high
+        if value < self.low or is_high or value in self.but_not:
+            raise RequestError(f"{name} is {value}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """From low to high; low itself only if `with_low`."""
+
+    low: float
+    high: float
+    with_low: bool = True
+
+    def check(self, name: str, value: Any) -> None:
+        expected = f"a number in ({self.low:g}, {self.high:g}]"
+        if self.with_low:
+            expected = f"a number from {self.low:g} to {self.high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"{name} is {value!r}; expected {expected}")
+        is_inside = self.low <= value <= self.high  # NaN is not
+        if not is_inside or (value == self.low and not self.with_low):
+            raise RequestError(f"{name} is {str(value).removesuffix('.0')}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {value!r}; expected true or false")
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A tuple of texts, none empty, all of Unicode: at most `most`, of `most_chars` together."""
+
+    most: int
+    most_chars: int
+
+    def check(self, name: str, value: Any) -> None:
+        _check_len(name, value, most=self.most)
+        for text in value:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"{name} holds {text!r}; expected non-empty strings")
+            try:
+                text.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
+            except UnicodeEncodeError:
+                raise RequestError(
+                    f"{name} holds a lone surrogate; expected Unicode text"
+                ) from None
+        num_chars = sum(map(len, value))
+        if num_chars > self.most_chars:
+            raise RequestError(
+                f"{name} has {num_chars} characters; expected at most {self.most_chars} in all "
+                "strings"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """A tuple of integers, each within `each`, at most `most` of them."""
+
+    each: Integer
+    most: int
+
+    def check(self, name: str, value: Any) -> None:
+        _check_len(name, value, most=self.most)
+        for item in value:
+            self.each.check(name, item)
+
+
+def _check_len(name: str, values: Any, *, most: int) -> None:
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} items; expected at most {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of the device's SamplingRows holds of a parameter.
+
+    dtype, shape: of one row; 32 bits wide, since all travels as i32 bits.
+    neutral: in a row that asks for nothing; a function if it depends on V.
+    encode: (request, V) -> the request's value, or values, of which there may be fewer than the
+    row holds (the others stay neutral). None takes the parameter as it is.
+    name: of SamplingRows' field, if not the parameter's own.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    neutral: float | Callable[[int], int] = 0
+    encode: Callable[[Request, int], Any] | None = None
+    name: str = ""
+
+    def neutral_value(self, vocab_size: int) -> float:
+        return self.neutral(vocab_size) if callable(self.neutral) else self.neutral
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingField:
+    """One line of the table: a parameter of a request, by SGLang's name.
+
+    default: what a request that does not name it has; None also allows None.
+    openai: OpenAI's name, where it is another. needs: the feature that a request's step must have
+    where the value is not the default. row: None for what the host alone looks at.
+    """
+
+    name: str
+    default: Any
+    accepts: Accepts
+    openai: str
+    needs: Feature | None
+    row: Row | None
+
+    def read(self, value: Any) -> Any:
+        """A JSON value as the parameter's own: a list as a tuple, one text as a list of it.
+
+        Raises RequestError for what is no list where one is expected.
+        """
+        if not isinstance(self.default, tuple):
+            return value
+        if isinstance(value, str) and isinstance(self.accepts, Texts):
+            return (value,)
+        if not isinstance(value, list | tuple):
+            raise RequestError(f"{self.name} is {value!r}; expected a list")
+        return tuple(value)
+
+    def check(self, value: Any) -> None:
+        """Raises RequestError naming the field, its value and what was expected."""
+        if value is not None or self.default is not None:
+            self.accepts.check(self.name, value)
+
+
+SamplingTable = tuple[SamplingField, ...]
+
+
+def sampled(
+    default: Any,
+    accepts: Accepts,
+    *,
+    openai: str = "",
+    needs: Feature | None = None,
+    row: Row | None = None,
+) -> Any:
+    """The dataclass field that declares a sampling parameter; see `SamplingField`."""
+    declared = {
+        "default": default,
+        "accepts": accepts,
+        "openai": openai,
+        "needs": needs,
+        "row": row,
+    }
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+def table_of(params: type) -> SamplingTable:
+    """The parameters that a dataclass declares by `sampled`, in its order."""
+    return _table_of(params)
+
+
+@functools.cache
+def _table_of(params: type) -> SamplingTable:
+    return tuple(
+        SamplingField(
+            name=field.name,
+            **{**field.metadata[_KEY], "openai": field.metadata[_KEY]["openai"] or field.name},
+        )
+        for field in dataclasses.fields(params)
+        if _KEY in field.metadata
+    )
+
+
+def features_of(params: Any, table: SamplingTable) -> StepFeatures:
+    """What a step must have for a row that is sampled so."""
+    return StepFeatures(
+        frozenset(
+            parameter.needs
+            for parameter in table
+            if parameter.needs is not None and getattr(params, parameter.name) != parameter.default
+        )
+    )
+
+
+def rows_of(table: SamplingTable) -> dict[str, Row]:
+    """What the device gets, by the name of SamplingRows' field."""
+    return {f.row.name or f.name: f.row for f in table if f.row is not None}
+
+
+def packed_fields(table: SamplingTable, num_rows: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of a PackedLayout's fields for `num_rows` rows."""
+    return tuple((PREFIX + name, (num_rows, *row.shape)) for name, row in rows_of(table).items())
+
+
+def write_neutral(fields: dict[str, np.ndarray], table: SamplingTable, *, vocab_size: int) -> None:
+    """Makes every row of the packed fields one that asks for nothing: greedy, stopping nowhere."""
+    for name, row in rows_of(table).items():
+        fields[PREFIX + name][:] = _bits(row, row.neutral_value(vocab_size))
+
+
+def write_request(
+    fields: dict[str, np.ndarray],
+    r: int,
+    request: Request,
+    table: SamplingTable,
+    *,
+    vocab_size: int,
+) -> None:
+    """Row r of the packed fields as `request` asks; the row must be neutral before."""
+    for parameter in table:
+        row = parameter.row
+        if row is None:
+            continue
+        value = getattr(request.sampling, parameter.name)
+        if row.encode is not None:
+            value = row.encode(request, vocab_size)
+        bits = np.atleast_1d(_bits(row, value))
+        to = fields[PREFIX + (row.name or parameter.name)]
+        to.reshape(len(to), -1)[r, : bits.size] = bits
+
+
+def _bits(row: Row, value: float | Iterable[float]) -> np.ndarray:
+    return np.asarray(value, row.dtype).view(np.int32)

@@ -1,0 +1,54 @@
+"""Arguments of an engine: what is wrong on the face of it is refused before anything is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model_path", "tokenizer_path", "speculative_draft_model_path", "compilation_cache_dir"],
+)
+@pytest.mark.parametrize("value", ["gs://b/c", "s3://bucket", "file:///tmp/x", "hf+x://a/b"])
+def test_a_remote_path_is_refused_and_nothing_is_made(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{name} is '.*://.*'; expected a directory of this"):
+        EngineArgs.from_mapping({name: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["a:b", "./gs:/b", "C:/models", "/a/b//c", ""])
+def test_other_names_are_directories(value: str) -> None:
+    assert EngineArgs(compilation_cache_dir=value).compilation_cache_dir == value
+
+
+DRAFTED: dict[str, Any] = {
+    "model_path": "m",
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": "d",
+}
+
+
+@pytest.mark.parametrize("name", ["model_path", "tokenizer_path", "speculative_draft_model_path"])
+@pytest.mark.parametrize("value", ["", "  ", 5, b"m"])
+def test_a_path_that_is_none_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is {value!r}; expected a directory"):
+        EngineArgs(**{**DRAFTED, name: value})
+
+
+@pytest.mark.parametrize("value", ["", "none", True, None])
+def test_what_is_compiled_at_the_start_has_three_values(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"compile_at_start is .*; expected one of auto, first, "):
+        EngineArgs.from_mapping({"compile_at_start": value})
+
+
+def test_paths_may_be_objects() -> None:
+    assert EngineArgs(model_path=Path("m")).model_path == Path("m")  # type: ignore[arg-type]
