@@ -1,49 +1,28 @@
 """Grouped-query attention around a pluggable `attend`: the projections, no cache.
 
-The caller passes `attend(heads, rotation) -> out`. Training passes dense causal attention, a step
-passes paged attention over its pool; the layer cannot tell them apart. Heads are handed over as
-the projection leaves them, with the rotation still to come, so that an attend may fuse RoPE with
+The caller passes `attend(heads, rotation, sinks) -> out`. Training passes dense causal attention, a
+step passes paged attention over its pool; the layer cannot tell them apart. Heads are handed over
+as the projection leaves them, with the rotation still to come, so that an attend may fuse RoPE with
 the writing of K and V; who wants q, k and v apart calls `rotate_and_split`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.config import TransformerConfig
-from jspec.layers.linear import Linear, Shard
-from jspec.layers.rope import angles_of, rotate
+from jspec.core.model_spec import AttentionSpec
+from jspec.layers.linear import Shard, linear
+from jspec.layers.norm import norm
+from jspec.layers.rope import angles_of
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rotation:
-    """What is still to be done to heads[*b, H + 2G, D]: q, then k, then v, none rotated yet."""
-
-    cos: jax.Array  # f32[*b, D/2]
-    sin: jax.Array  # f32[*b, D/2]
-    num_heads: int = field(metadata={"static": True})  # H
-
-
-# (heads[*b, H + 2G, D], rotation) -> out[*b, H, D]
-Attend = Callable[[jax.Array, Rotation], jax.Array]
-
-
-def rotate_and_split(
-    heads: Float[Array, "*b heads D"], rotation: Rotation
-) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
-    """(q rotated, k rotated, v)."""
-    first_k = rotation.num_heads
-    first_v = (heads.shape[-2] + first_k) // 2
-    q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
-    return rotate(q, rotation.cos, rotation.sin), rotate(k, rotation.cos, rotation.sin), v
+# (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
+Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
 
 
 def kv_heads_per_shard(num_kv_heads: int, shard: Shard) -> int:
@@ -51,42 +30,47 @@ def kv_heads_per_shard(num_kv_heads: int, shard: Shard) -> int:
     return max(num_kv_heads // shard.size, 1)
 
 
-class Attention(nnx.Module):
-    """qkv holds, shard by shard, the columns of q, then k, then v.
+def attention(
+    params: dict[str, Any],
+    x: Float[Array, "*b I"],
+    positions: Int[Array, "*b"],
+    attend: Attend,
+    *,
+    spec: AttentionSpec,
+    eps: float,
+    shard: Shard,
+) -> Float[Array, "*b E"]:
+    """The projections of one layer around `attend`.
 
-    in_size is E, or 2E in an EAGLE-3 head's first layer. Shapes below are one shard's.
+    params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
+    every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`.
+    spec counts the heads of all shards; the shapes inside are one shard's.
     """
+    heads = linear(params["qkv"], x).reshape(*x.shape[:-1], -1, spec.head_dim)
+    num_heads = spec.num_heads // shard.size
+    if "q_norm" in params:
+        heads = _normed_heads(params, heads, num_heads=num_heads, eps=eps)
+    cos, sin = angles_of(positions, head_dim=spec.head_dim, rope=spec.rope)
+    rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads)
+    mixed = attend(heads, rotation, params.get("sinks"))
+    return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        in_size: int,
-        shard: Shard,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.num_heads = config.num_heads // shard.size
-        self.num_kv_heads = kv_heads_per_shard(config.num_kv_heads, shard)
-        self.head_dim = config.head_dim
-        self.rope = config.rope
-        columns = (self.num_heads + 2 * self.num_kv_heads) * config.head_dim * shard.size
-        rows = config.num_heads * config.head_dim
-        self.qkv = Linear(in_size, columns, dtype=dtype, rngs=rngs, bias=config.attention_bias)
-        self.out = Linear(rows, config.hidden_size, dtype=dtype, rngs=rngs, reduce=shard)
 
-    def __call__(
-        self, x: Float[Array, "*b I"], positions: Int[Array, "*b"], attend: Attend
-    ) -> Float[Array, "*b E"]:
-        heads = self.qkv(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        cos, sin = angles_of(positions, head_dim=self.head_dim, rope=self.rope)
-        mixed = attend(heads, Rotation(cos=cos, sin=sin, num_heads=self.num_heads))
-        return self.out(mixed.reshape(*x.shape[:-1], -1))
+def _normed_heads(
+    params: dict[str, Any], heads: jax.Array, *, num_heads: int, eps: float
+) -> jax.Array:
+    """heads[*b, H + 2G, D] with those of q and k normed."""
+    first_v = (heads.shape[-2] + num_heads) // 2
+    q, k, v = jnp.split(heads, (num_heads, first_v), axis=-2)
+    q, k = norm(params["q_norm"], q, eps=eps), norm(params["k_norm"], k, eps=eps)
+    return jnp.concatenate((q, k, v), axis=-2)
 
 
 def causal_attention(
-    heads: Float[Array, "B T heads D"], rotation: Rotation
+    heads: Float[Array, "B T heads D"], rotation: Rotation, sinks: jax.Array | None = None
 ) -> Float[Array, "B T H D"]:
-    """Dense causal attention as an attend, for references; softmax in float32."""
+    """Dense causal attention as an attend, for references; softmax in float32, no sinks."""
+    if sinks is not None:
+        raise ValueError("dense causal attention has no sinks; expected None")
     q, k, v = rotate_and_split(heads, rotation)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)

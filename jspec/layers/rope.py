@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.core.config import RopeConfig
+from jspec.core.config import RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """f32[D/2] angle per position; `factor` > 1 applies Llama 3.1's frequency-wise scaling."""
+    """f32[D/2] angle per position, computed in float64; slowed as YaRN or Llama 3.1 say."""
     inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.factor > 1.0:
+    if rope.yarn is not None:
+        slowed = _yarn_ramp(head_dim, rope, rope.yarn)
+        inv = inv * (1 - slowed) + inv / rope.factor * slowed
+    elif rope.factor > 1.0:
         wavelength = 2 * math.pi / inv
         low = rope.original_max_position / rope.low_freq_factor
         high = rope.original_max_position / rope.high_freq_factor
@@ -31,28 +34,33 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
     return inv.astype(np.float32)
 
 
+def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
+    """f64[D/2] how far each pair is slowed: 0 keeps its frequency, 1 divides it by the factor."""
+
+    def pair_that_turns(times: float) -> float:
+        """The (fractional) pair that turns so often over the original context."""
+        wavelength = rope.original_max_position / (2 * math.pi * times)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # transformers' guard, so that the step lies where theirs does
+    return np.clip((np.arange(head_dim // 2) - first) / (last - first), 0, 1)
+
+
 def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """f32 (cos, sin) of each token's angles, half a head wide: the same for all heads."""
+    """f32 (cos, sin) of each token's angles, half a head wide: the same for all heads.
+
+    YaRN's are multiplied by its attention factor, so that scores grow by its square.
+    """
     inv = jnp.asarray(inverse_frequencies(head_dim, rope))
     angle = positions.astype(jnp.float32)[..., None] * inv
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
-) -> Float[Array, "*b H D"]:
-    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype."""
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def apply_rope(
-    x: Float[Array, "*b H D"], positions: Int[Array, "*b"], *, rope: RopeConfig
-) -> Float[Array, "*b H D"]:
-    """Rotates every head of x by its token's position."""
-    cos, sin = angles_of(positions, head_dim=x.shape[-1], rope=rope)
-    return rotate(x, cos, sin)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if rope.yarn is None:
+        return cos, sin
+    return cos * rope.yarn.attention_factor, sin * rope.yarn.attention_factor

@@ -8,47 +8,51 @@ d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jspec.core.config import Eagle3Config
-from jspec.core.config_io import eagle3_config_json
 from jspec.core.errors import CheckpointError
-from jspec.models.hf_llama import (
-    block_shapes,
-    is_inv_freq,
-    norm,
-    read_block,
-    stored_block,
-)
+from jspec.core.model_spec import Eagle3Config
+from jspec.models.checkpoint import is_inv_freq
+from jspec.models.eagle3 import LAYER, eagle3_params
+from jspec.models.eagle3_config import eagle3_config_json
 from jspec.models.hf_weights import (
     HostArray,
     Shape,
     Tensors,
-    check_stored,
-    kernel,
+    listed,
     open_tensors,
-    stored,
-    vector_or_table,
     write_checkpoint,
 )
-from jspec.models.llama import Params
+from jspec.models.params import Form, ParamSpec, ParamTable, Part
+from jspec.models.params import Path as ParamPath
+from jspec.models.placement import nested
+from jspec.models.stored import (
+    ParamRead,
+    Place,
+    check_names,
+    on_host,
+    param_reads,
+    stored_tensors,
+)
 
-LAYER = "layers.0."
+Params = dict[str, Any]
+EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
 VARIANTS = {
     "fc_norm.": "norms of the aux features before fc",
     "input_norm.": "a norm of the concatenated aux features before fc",
     "fc.bias": "a bias in fc",
-    "layers.1.": "a head of more than one layer",
     "layers.0.self_attn.q_norm.": "a norm of q",
     "layers.0.self_attn.k_norm.": "a norm of k",
     "layers.0.self_attn.qkv_proj.": "q, k and v in one tensor",
-    "layers.0.self_attn.o_proj.bias": "a bias in o_proj",
     "mask_hidden": "parallel drafting",
 }
+_SECOND_LAYER = re.compile(r"layers\.[1-9]")
 
 
 def load_eagle3(
@@ -58,35 +62,64 @@ def load_eagle3(
     target_params: Params,
     dtype: npt.DTypeLike,
     shards: int = 1,
+    place: Place = on_host,
 ) -> Params:
-    """Host params (numpy, `dtype`; draft_ids int32[U], absolute target ids) of a head.
+    """Params (`dtype`; draft_ids int32[U], absolute target ids) of a head, where `place` puts them.
 
-    Where the file has no embedding, `embed.table` is the target's very array (on a device, if
-    the target is). Where it has no lm_head and U = V, `lm_head.kernel` is the target's likewise.
+    Where the file has no embedding, `embed.table` is the target's very array. Where it has no
+    lm_head and U = V, `lm_head.kernel` is the target's likewise. On the host, all others are numpy.
     Raises CheckpointError for a file that is unreadable, does not fit `config`, is a variant that
     is not served, or whose d2t and t2d contradict each other.
     """
-    expected, optional = _shapes(config)
+    specs = {spec.path: spec for spec in eagle3_params(config)}
     with open_tensors(path, canonical=canonical_name) as tensors:
-        _refuse_variants(tensors)
-        tensors.check(expected, optional=optional, is_stray=_is_stray)
-        layer = {
-            name: norm(tensors, f"{LAYER}{stored_name}", dtype=dtype)
-            for name, stored_name in (
-                ("input_norm", "input_layernorm"),
-                ("hidden_norm", "hidden_norm"),
-            )
-        }
-        wide = 2 * config.layer.hidden_size
-        return {
-            "embed": {"table": _embed_table(tensors, config, target_params, dtype=dtype)},
-            "fc": {"kernel": kernel(tensors, "fc.weight", dtype=dtype)},
-            "layer": layer
-            | read_block(tensors, LAYER, config.layer, in_size=wide, dtype=dtype, shards=shards),
-            "norm": norm(tensors, "norm", dtype=dtype),
-            "lm_head": {"kernel": _lm_head(tensors, config, target_params, dtype=dtype)},
-            "draft_ids": _draft_ids(tensors, config),
-        }
+        required = _check(tensors, config)
+        own = [spec for spec in specs.values() if spec in required]
+        shared: dict[ParamPath, Any] = {}
+        if specs[HEAD] not in required and "lm_head.weight" in tensors:
+            own.append(specs[HEAD])
+        elif specs[HEAD] not in required:
+            shared[HEAD] = _shared_head(tensors, config, target_params)
+        if "embed_tokens.weight" in tensors:
+            own.append(_stored_embed(specs[EMBED]))
+        else:
+            shared[EMBED] = _shared_embed(tensors, config, target_params)
+        ids = _draft_ids(tensors, config)
+        reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
+        reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
+        return nested({**place(reads), **shared}.items())
+
+
+def check_eagle3(path: Path, config: Eagle3Config) -> None:
+    """Reads the headers alone: CheckpointError for a head that `load_eagle3` would refuse by them.
+
+    For a caller that would load the target first.
+    """
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        _check(tensors, config)
+
+
+def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:
+    """What the file must hold, which it does: all of a head, or all but lm_head, where U = V."""
+    _refuse_variants(tensors)
+    is_midlayer = any("midlayer." in stored_name for _, stored_name in tensors.sources.values())
+    if config.stated_num_layers != 1 and not is_midlayer:
+        raise CheckpointError(
+            f"{tensors.path}: num_hidden_layers is {config.stated_num_layers}; expected 1, a head "
+            "of more than one layer is not served (the number counts for nothing only where the "
+            "tensors are named midlayer)"
+        )
+    required = _own_table(config)
+    if config.draft_vocab_size == config.layer.vocab_size:  # it may be the target's
+        required = tuple(spec for spec in required if spec.path != HEAD)
+    check_names(
+        tensors,
+        required,
+        optional=_optional_shapes(config),
+        is_stray=_is_stray,
+        integers=("d2t", "t2d"),
+    )
+    return required
 
 
 def save_eagle3(
@@ -101,29 +134,17 @@ def save_eagle3(
 
     d2t and t2d are left out when U = V, where the map is the identity.
     Raises CheckpointError for draft_ids that do not ascend within [0, V), ConfigError for aux ids
-    that readers would misread (see config_io.eagle3_config_json).
+    that readers would misread (see eagle3_config.eagle3_config_json).
     """
-    layer, prefix = params["layer"], "midlayer."
-    tensors = stored_block(prefix, config.layer, layer, dtype=dtype)
-    tensors.pop(f"{prefix}self_attn.o_proj.bias", None)  # heads have it neither stored nor served
-    for name, value in (
-        ("fc.weight", params["fc"]["kernel"]),
-        ("norm.weight", params["norm"]["scale"]),
-        ("lm_head.weight", params["lm_head"]["kernel"]),
-        (f"{prefix}input_layernorm.weight", layer["input_norm"]["scale"]),
-        (f"{prefix}hidden_norm.weight", layer["hidden_norm"]["scale"]),
-    ):
-        tensors[name] = stored(value, dtype=dtype)
+    own = stored_tensors(_own_table(config), params, dtype=dtype)
+    tensors = {
+        f"midlayer.{name.removeprefix(LAYER)}" if name.startswith(LAYER) else name: value
+        for name, value in own.items()
+    }
     if include_embed:
         table = np.asarray(params["embed"]["table"])
         tensors["embed_tokens.weight"] = np.ascontiguousarray(table, dtype=dtype)
     tensors |= _stored_vocabulary(np.asarray(params["draft_ids"]), config)
-    expected, optional = _shapes(config)
-    known = expected | optional
-    check_stored(
-        {canonical_name(name): value for name, value in tensors.items()},
-        {name: known[name] for name in expected.keys() | _optional_names(config, include_embed)},
-    )
     write_checkpoint(path, eagle3_config_json(config, dtype=np.dtype(dtype).name), tensors)
 
 
@@ -133,41 +154,36 @@ def canonical_name(name: str) -> str:
     return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _shapes(config: Eagle3Config) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """(tensors that must be there, tensors that may be)."""
+def _own_table(config: Eagle3Config) -> ParamTable:
+    """The weights that a head's own file stores."""
+    return tuple(spec for spec in eagle3_params(config) if spec.layouts)
+
+
+def _optional_shapes(config: Eagle3Config) -> dict[str, Shape]:
+    """Tensors that may be there beside the table's."""
     V, U, E = config.layer.vocab_size, config.draft_vocab_size, config.layer.hidden_size
-    required: dict[str, Shape] = {
-        "fc.weight": (E, len(config.aux_layer_ids) * config.target_hidden_size),
-        "norm.weight": (E,),
-        f"{LAYER}input_layernorm.weight": (E,),
-        f"{LAYER}hidden_norm.weight": (E,),
-        **block_shapes(LAYER, config.layer, in_size=2 * E),
-    }
-    optional: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,)}
-    vocabulary: dict[str, Shape] = {"lm_head.weight": (U, E), "d2t": (U,)}
+    shapes: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
     if U == V:
-        return required, optional | vocabulary
-    return required | vocabulary, optional
-
-
-def _optional_names(config: Eagle3Config, include_embed: bool) -> set[str]:
-    """The optional tensors that `save_eagle3` writes."""
-    names = {"lm_head.weight"}
-    if include_embed:
-        names.add("embed_tokens.weight")
-    if config.draft_vocab_size != config.layer.vocab_size:
-        names.add("t2d")
-    return names
+        shapes["lm_head.weight"] = (U, E)
+    return shapes
 
 
 def _refuse_variants(tensors: Tensors) -> None:
-    for name in tensors.sources:
-        for prefix, reason in VARIANTS.items():
-            if name.startswith(prefix):
-                raise CheckpointError(
-                    f"{tensors.path}: tensor {name} of shape {tensors.shape(name)} means "
-                    f"{reason}, which is not served; expected a plain EAGLE-3 head"
-                )
+    """CheckpointError that names every tensor of a head that is not served, and what it means."""
+    lines = [
+        f"tensor {name} of shape {tensors.shape(name)} means {reason}, which is not served; "
+        "expected a plain EAGLE-3 head"
+        for name in tensors.sources
+        if (reason := _variant(name)) is not None
+    ]
+    if lines:
+        raise CheckpointError(f"{tensors.path}: {listed({'of such a head': lines})}")
+
+
+def _variant(name: str) -> str | None:
+    if _SECOND_LAYER.match(name):
+        return "a head of more than one layer"
+    return next((reason for start, reason in VARIANTS.items() if name.startswith(start)), None)
 
 
 def _is_stray(name: str) -> bool:
@@ -175,11 +191,15 @@ def _is_stray(name: str) -> bool:
     return is_inv_freq(name) or name.startswith("verifier_")
 
 
-def _embed_table(
-    tensors: Tensors, config: Eagle3Config, target_params: Params, *, dtype: npt.DTypeLike
-) -> Any:
-    if "embed_tokens.weight" in tensors:
-        return vector_or_table(tensors, "embed_tokens.weight", dtype=dtype)
+def _stored_embed(spec: ParamSpec) -> ParamSpec:
+    """The embedding as a weight that the head's own file stores."""
+    part = Part(
+        name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
+    )
+    return replace(spec, layouts=((part,),))
+
+
+def _shared_embed(tensors: Tensors, config: Eagle3Config, target_params: Params) -> Any:
     table = target_params["embed"]["table"]
     expected = (config.layer.vocab_size, config.layer.hidden_size)
     if tuple(table.shape) != expected:
@@ -190,11 +210,7 @@ def _embed_table(
     return table
 
 
-def _lm_head(
-    tensors: Tensors, config: Eagle3Config, target_params: Params, *, dtype: npt.DTypeLike
-) -> Any:
-    if "lm_head.weight" in tensors:
-        return kernel(tensors, "lm_head.weight", dtype=dtype)
+def _shared_head(tensors: Tensors, config: Eagle3Config, target_params: Params) -> Any:
     shared = target_params["lm_head"]["kernel"]
     expected = (config.layer.hidden_size, config.draft_vocab_size)
     if tuple(shared.shape) != expected:
@@ -209,6 +225,8 @@ def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:
     """i32[U] absolute target ids, each in [0, V) and only once."""
     V, U = config.layer.vocab_size, config.draft_vocab_size
     ids = np.arange(U, dtype=np.int64)
+    if U != V and "d2t" not in tensors:
+        raise CheckpointError(f"{tensors.path}: no tensor d2t; expected shape {(U,)}")
     if "d2t" in tensors:
         offsets = tensors.read("d2t")
         if offsets.dtype.kind not in "iu":

@@ -1,70 +1,155 @@
-"""Safetensors checkpoints on the host, and where each projection sits in jspec's fused kernels.
+"""Safetensors checkpoints on the host: the tensors of a directory by name, and a new one written.
 
-Everything here is numpy: loaders return host arrays in the dtype that was asked for, and the
-caller puts them on devices. Tensors are read one at a time into the kernel that they become part
-of, so a load holds the model once and the largest single tensor beside it. Hugging Face stores a
-projection as [out, in]; jspec multiplies by [in, out].
-
-Knows no model; hf_llama and hf_eagle3 do.
+Everything here is numpy. Knows no model: `models.stored` reads what a parameter table declares.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import ml_dtypes  # noqa: F401  (importing it teaches numpy bfloat16, which safetensors asks for)
+import ml_dtypes  # importing it also teaches numpy bfloat16, which safetensors asks for
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jspec.core.config import TransformerConfig
-from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.errors import CheckpointError
+from jspec.core.json_files import MIB, check_regular, read_object, shown
 
 HostArray = npt.NDArray[Any]
 Shape = tuple[int, ...]
-Placement = tuple[slice, slice]  # (rows of a stored projection, columns of the fused kernel)
 
-WEIGHT_DTYPES = ("F16", "BF16", "F32", "F64")  # in safetensors' spelling
-_BLOCK = 256  # rows transposed at once: one block and its destination stay in a CPU's cache
+# By safetensors' spelling; files are little-endian.
+WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+PACKED_DTYPE = "U8"
+LISTED = 20  # tensors of a kind that an error names
+MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
+BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
+_TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """An open safetensors file: its header as safetensors reads it, and its bytes.
+
+    Weights are read from the file, not through safetensors' map of it: reading lets other threads
+    run meanwhile, maps nothing into the process, and a file cut short is an error, no signal.
+    """
+
+    path: Path
+    header: Any  # safetensors' handle
+    file: BinaryIO
+    spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one behind it
+
+    def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
+        """Fills `out` (contiguous) from `offset` bytes behind the tensor's first; thread-safe.
+
+        Raises CheckpointError naming the tensor where the file cannot be read or is too short.
+        """
+        data = out.reshape(-1).view(np.uint8).data
+        first, end = self.spans[name]
+        at = first + offset
+        if at + len(data) > end:
+            raise CheckpointError(
+                f"{self.path}: {name} has {end - first} bytes; expected at least "
+                f"{offset + len(data)}"
+            )
+        while data:  # a system call returns at most 2 GiB
+            try:
+                count = os.preadv(self.file.fileno(), [data], at)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: cannot read {name}: the file ends at byte {at}; expected "
+                    f"{len(data)} more"
+                )
+            data, at = data[count:], at + count
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of an open checkpoint by canonical name; each read copies from the file."""
+    """The tensors of an open checkpoint by canonical name; each read copies from the file.
+
+    Several threads may read at once.
+    """
 
     path: Path
-    sources: Mapping[str, tuple[Any, str]]  # name: (open file, the name in that file)
+    sources: Mapping[str, tuple[StoredFile, str]]  # name: (open file, the name in that file)
 
     def __contains__(self, name: str) -> bool:
         return name in self.sources
 
     def shape(self, name: str) -> Shape:
         file, stored = self.sources[name]
-        return tuple(file.get_slice(stored).get_shape())
+        return tuple(file.header.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """In safetensors' spelling."""
+        file, stored = self.sources[name]
+        return str(file.header.get_slice(stored).get_dtype())
 
     def read(self, name: str) -> HostArray:
         file, stored = self.sources[name]
         try:
-            return np.asarray(file.get_tensor(stored))
+            return np.asarray(file.header.get_tensor(stored))
         except (SafetensorError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
 
-    def weight(self, name: str) -> HostArray:
-        """`read`, for a tensor that must hold floating-point numbers."""
-        file, stored_name = self.sources[name]
-        dtype = file.get_slice(stored_name).get_dtype()
+    def weight_dtype(self, name: str) -> np.dtype[Any]:
+        """numpy's type of a tensor that must hold floating-point numbers; else CheckpointError."""
+        dtype = self.dtype(name)
         if dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{self.path}: {name} has dtype {dtype}; expected one of "
                 f"{', '.join(WEIGHT_DTYPES)} (quantized weights are not served)"
             )
-        return self.read(name)
+        return WEIGHT_DTYPES[dtype]
+
+    def weight(self, name: str) -> HostArray:
+        """A tensor of floating-point numbers, whole, in its own type. Raises CheckpointError."""
+        out = np.empty(self.shape(name), self.weight_dtype(name))
+        file, stored = self.sources[name]
+        file.read_into(out, stored)
+        return out
+
+    def row_blocks(self, name: str, rows: range) -> Iterator[tuple[int, HostArray]]:
+        """`rows` of a weight [.., in] seen as [rows, in], block by block: (first row, block).
+
+        A block is overwritten by the next and holds 1 MiB, or one row. Raises CheckpointError.
+        """
+        width = self.shape(name)[-1]
+        dtype = self.weight_dtype(name)
+        per_block = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
+        buffer = np.empty((min(per_block, len(rows)), width), dtype)
+        file, stored = self.sources[name]
+        for first in range(rows.start, rows.stop, per_block):
+            block = buffer[: rows.stop - first]
+            file.read_into(block, stored, offset=first * width * dtype.itemsize)
+            yield first, block
+
+    def packed(self, name: str, index: int) -> HostArray:
+        """Entry `index` of the first axis of a tensor of bytes; no more of it is read."""
+        file, stored = self.sources[name]
+        if self.dtype(name) != PACKED_DTYPE:
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {self.dtype(name)}; expected {PACKED_DTYPE}"
+            )
+        try:
+            return np.asarray(file.header.get_slice(stored)[index])
+        except (SafetensorError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
 
     def check(
         self,
@@ -72,24 +157,61 @@ class Tensors:
         *,
         optional: Mapping[str, Shape],
         is_stray: Callable[[str], bool],
+        integers: Collection[str] = (),
+        packed: Collection[str] = (),
     ) -> None:
-        """CheckpointError unless the file holds exactly `expected`, give or take the others."""
-        for name, shape in expected.items():
-            if name not in self:
-                raise CheckpointError(f"{self.path}: no tensor {name}; expected shape {shape}")
+        """CheckpointError unless the file holds exactly `expected`, give or take the others.
+
+        One error names all that does not fit: tensors that are missing, unknown, of another shape
+        or of a type that no weight has (those in `integers` are no weights, those in `packed` are
+        bytes). Reads headers only.
+        """
         known = {**expected, **optional}
-        for name in self.sources:
-            if name not in known:
-                if is_stray(name):
-                    continue
-                raise CheckpointError(
-                    f"{self.path}: unknown tensor {name} of shape {self.shape(name)}; "
-                    "expected only names of this architecture"
-                )
-            if self.shape(name) != known[name]:
-                raise CheckpointError(
-                    f"{self.path}: {name} has shape {self.shape(name)}; expected {known[name]}"
-                )
+        found = [name for name in self.sources if name in known or not is_stray(name)]
+        shapes = {name: self.shape(name) for name in found}
+        types = {name: self.dtype(name) for name in found if name in known}
+        served = ", ".join(WEIGHT_DTYPES)
+        kinds = {
+            "missing": [
+                f"no tensor {name}; expected shape {shape}"
+                for name, shape in expected.items()
+                if name not in self
+            ],
+            "unknown": [
+                f"unknown tensor {name} of shape {shape}; expected only names of this architecture"
+                for name, shape in shapes.items()
+                if name not in known
+            ],
+            "of another shape": [
+                f"{name} has shape {shape}; expected {known[name]}"
+                for name, shape in shapes.items()
+                if name in known and shape != known[name]
+            ],
+            "of another type": [
+                f"{name} has dtype {dtype}; expected one of {served} (quantized weights are not "
+                "served)"
+                for name, dtype in types.items()
+                if dtype not in WEIGHT_DTYPES and name not in integers and name not in packed
+            ]
+            + [
+                f"{name} has dtype {dtype}; expected {PACKED_DTYPE} (packed weights)"
+                for name, dtype in types.items()
+                if dtype != PACKED_DTYPE and name in packed
+            ],
+        }
+        if any(kinds.values()):
+            raise CheckpointError(f"{self.path}: {listed(kinds)}")
+
+
+def listed(kinds: Mapping[str, Sequence[str]]) -> str:
+    """All lines of all kinds, of each the first 20 and how many more there are."""
+    total = sum(map(len, kinds.values()))
+    lines = [f"{total} tensors do not fit"] if total > 1 else []
+    for kind, found in kinds.items():
+        lines += found[:LISTED]
+        if len(found) > LISTED:
+            lines.append(f"{len(found) - LISTED} more are {kind}, {len(found)} in all")
+    return "\n  ".join(lines)
 
 
 @contextmanager
@@ -102,13 +224,11 @@ def open_tensors(
     Raises CheckpointError, naming the file, where one is missing, truncated or corrupt.
     """
     with ExitStack() as stack:
-        sources: dict[str, tuple[Any, str]] = {}
+        sources: dict[str, tuple[StoredFile, str]] = {}
         for file_path, wanted in _files(path).items():
-            try:
-                file = stack.enter_context(safe_open(file_path, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file_path}: cannot be read: {error}") from error
-            stored_names = set(file.keys())
+            check_regular(file_path)
+            file = _open(stack, file_path)
+            stored_names = set(file.header.keys())
             if missing := sorted(wanted - stored_names):
                 raise CheckpointError(f"{file_path}: no tensor {missing[0]}, which the index names")
             for stored in sorted(stored_names):
@@ -117,6 +237,22 @@ def open_tensors(
                     raise CheckpointError(f"{file_path}: {stored} is a second {name}")
                 sources[name] = (file, stored)
         yield Tensors(path, sources)
+
+
+def _open(stack: ExitStack, path: Path) -> StoredFile:
+    """Opens one file until `stack` ends. safetensors checks the header, so its spans are sound."""
+    try:
+        header = stack.enter_context(safe_open(path, framework="np"))
+        file = stack.enter_context(path.open("rb", buffering=0))
+        size = int.from_bytes(file.read(8), "little")
+        fields = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    spans: dict[str, tuple[int, int]] = {}
+    for name in header.keys():  # noqa: SIM118  (a handle, no dict)
+        first, end = fields[name]["data_offsets"]
+        spans[name] = (8 + size + first, 8 + size + end)
+    return StoredFile(path, header, file, spans)
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
@@ -128,15 +264,23 @@ def _files(path: Path) -> dict[Path, set[str]]:
         pickled = sorted(item.name for item in path.glob("pytorch_model*.bin"))
         hint = f" (it has {pickled[0]}: convert it to safetensors)" if pickled else ""
         raise CheckpointError(f"{path}: expected {single.name} or {index.name}{hint}")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files: dict[Path, set[str]] = {}
-        for name, file_name in weight_map.items():
-            if Path(file_name).name != file_name:
-                raise ValueError(f"weight_map names {file_name!r}, outside this directory")
-            files.setdefault(path / file_name, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: cannot be read as an index: {error}") from error
+    weight_map = read_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(
+            f"{index}: weight_map is {shown(weight_map)}; expected an object of tensor and file"
+        )
+    files: dict[Path, set[str]] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or file_name in ("", "..") or "\0" in file_name:
+            raise CheckpointError(
+                f"{index}: weight_map has {shown(file_name)} for {name}; expected a file's name"
+            )
+        if Path(file_name).name != file_name:
+            raise CheckpointError(
+                f"{index}: weight_map has {shown(file_name)} for {name}, outside this directory; "
+                "expected a file's name"
+            )
+        files.setdefault(path / file_name, set()).add(name)
     return files
 
 
@@ -149,143 +293,9 @@ def write_checkpoint(
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def qkv_placements(config: TransformerConfig, *, shards: int) -> dict[str, list[Placement]]:
-    """Where the rows of q_proj, k_proj and v_proj go among the fused columns.
-
-    Shard by shard q, k, v; kv heads are repeated when shards > G. In heads, for H = 4, G = 2:
-    2 shards: q0 q1 k0 v0 | q2 q3 k1 v1      4 shards: q0 k0 v0 | q1 k0 v0 | q2 k1 v1 | q3 k1 v1
-    """
-    H, G, D = config.num_heads, config.num_kv_heads, config.head_dim
-    if H % shards or (G % shards and shards % G):
-        raise ConfigError(
-            f"tensor parallel size is {shards}; expected a divisor of {H} heads that divides, "
-            f"or is a multiple of, {G} kv heads"
-        )
-    num_q, num_kv = H // shards, max(G // shards, 1)
-    placements: dict[str, list[Placement]] = {"q_proj": [], "k_proj": [], "v_proj": []}
-    column = 0
-    for shard in range(shards):
-        first_kv = shard * G // shards
-        for name, first, count in (
-            ("q_proj", shard * num_q, num_q),
-            ("k_proj", first_kv, num_kv),
-            ("v_proj", first_kv, num_kv),
-        ):
-            rows = slice(first * D, (first + count) * D)
-            placements[name].append((rows, slice(column, column + count * D)))
-            column += count * D
-    return placements
-
-
-def gate_up_placements(inner: int, *, shards: int) -> dict[str, list[Placement]]:
-    """gate_proj's and up_proj's rows among the fused columns: shard by shard gate, then up.
-
-    inner = 4, 2 shards: g0 g1 u0 u1 | g2 g3 u2 u3
-    """
-    if inner % shards:
-        raise ConfigError(
-            f"tensor parallel size is {shards}; expected a divisor of intermediate_size {inner}"
-        )
-    size = inner // shards
-    rows = [slice(i * size, (i + 1) * size) for i in range(shards)]
-    return {
-        "gate_proj": [(rows[i], slice(2 * i * size, (2 * i + 1) * size)) for i in range(shards)],
-        "up_proj": [
-            (rows[i], slice((2 * i + 1) * size, (2 * i + 2) * size)) for i in range(shards)
-        ],
-    }
-
-
-def num_columns(placements: Mapping[str, Iterable[Placement]]) -> int:
-    return max(int(columns.stop) for placed in placements.values() for _, columns in placed)
-
-
-def fuse_kernel(
-    tensors: Tensors,
-    prefix: str,
-    placements: Mapping[str, list[Placement]],
-    *,
-    in_size: int,
-    dtype: npt.DTypeLike,
-) -> HostArray:
-    """[in, columns] from the stored `prefix`{name}.weight, each [out, in]."""
-    fused = np.empty((in_size, num_columns(placements)), dtype)
-    for name, placed in placements.items():
-        stored = tensors.weight(f"{prefix}{name}.weight")
-        for rows, columns in placed:
-            _transpose_into(fused[:, columns], stored[rows])
-    return fused
-
-
-def fuse_bias(
-    tensors: Tensors,
-    prefix: str,
-    placements: Mapping[str, list[Placement]],
-    *,
-    dtype: npt.DTypeLike,
-) -> HostArray:
-    """[columns] from the stored `prefix`{name}.bias."""
-    fused = np.empty((num_columns(placements),), dtype)
-    for name, placed in placements.items():
-        stored = tensors.weight(f"{prefix}{name}.bias")
-        for rows, columns in placed:
-            fused[columns] = stored[rows]
-    return fused
-
-
-def kernel(tensors: Tensors, name: str, *, dtype: npt.DTypeLike) -> HostArray:
-    """[in, out] from one stored [out, in]."""
-    stored = tensors.weight(name)
-    out = np.empty(stored.shape[::-1], dtype)
-    _transpose_into(out, stored)
-    return out
-
-
-def vector_or_table(tensors: Tensors, name: str, *, dtype: npt.DTypeLike) -> HostArray:
-    """A tensor that keeps its layout: a norm's scale or an embedding."""
-    return tensors.weight(name).astype(dtype, copy=False)
-
-
-def unfuse(
-    fused: Any, placements: Mapping[str, list[Placement]], prefix: str, *, dtype: npt.DTypeLike
-) -> dict[str, HostArray]:
-    """The stored tensors of an unsharded fused kernel (or bias); inverse of the fuse functions.
-
-    A kernel that was fused for several shards has the same shape and other columns where G divides
-    among them: nothing here can tell, so only params of a `shards=1` load may come here.
-    """
-    host = np.asarray(fused)
-    if host.shape[-1] != num_columns(placements):
-        raise CheckpointError(
-            f"params give {prefix}{'|'.join(placements)} {host.shape[-1]} fused columns; expected "
-            f"{num_columns(placements)} (only unsharded params can be saved)"
-        )
-    suffix = "bias" if host.ndim == 1 else "weight"
-    return {
-        f"{prefix}{name}.{suffix}": stored(host[..., columns], dtype=dtype)
-        for name, [(_, columns)] in placements.items()
-    }
-
-
-def stored(value: Any, *, dtype: npt.DTypeLike) -> HostArray:
-    """A kernel as it is stored, [out, in], contiguous; vectors stay as they are."""
-    return np.ascontiguousarray(np.asarray(value).T, dtype=dtype)
-
-
-def check_stored(tensors: Mapping[str, HostArray], expected: Mapping[str, Shape]) -> None:
-    """CheckpointError unless what is about to be written is what the configuration says."""
-    for name in sorted(tensors.keys() | expected.keys()):
-        found = tensors[name].shape if name in tensors else None
-        if found != expected.get(name):
-            raise CheckpointError(
-                f"params give {name} the shape {found}; expected {expected.get(name)} "
-                "from the configuration"
-            )
-
-
-def _transpose_into(out: HostArray, source: HostArray) -> None:
+def transpose_into(out: HostArray, source: HostArray) -> None:
     """out[...] = source.T, cast; plain integers move 16-bit floats several times faster."""
     if out.dtype == source.dtype and out.dtype.itemsize == 2:
         out, source = out.view(np.uint16), source.view(np.uint16)
-    for start in range(0, source.shape[0], _BLOCK):
-        out[:, start : start + _BLOCK] = source[start : start + _BLOCK].T
+    for start in range(0, source.shape[0], _TURNED):
+        out[:, start : start + _TURNED] = source[start : start + _TURNED].T

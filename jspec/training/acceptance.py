@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import noise
-from jspec.core.config import Eagle3Config, TransformerConfig
+from jspec.core.model_spec import Eagle3Config, ModelSpec
 from jspec.training.loop import Params
 from jspec.training.sampler import Prompts
 from jspec.training.ttt import make_unrolled_forward
 
 
 def make_hits(
-    target: TransformerConfig,
+    target: ModelSpec,
     config: Eagle3Config,
     *,
     length: int,
@@ -81,7 +81,7 @@ def emitted_per_verification(hits: np.ndarray, prompt_lens: np.ndarray) -> list[
 
 
 def measure_acceptance(
-    target: TransformerConfig,
+    target: ModelSpec,
     config: Eagle3Config,
     params: Params,
     frozen: Params,

@@ -1,6 +1,6 @@
 """Whole-sequence forwards of a target for training: no cache, no pages, no batching of requests.
 
-The modules are the ones that serve; only the `attend` differs. Master parameters are float32;
+The layers are the ones that serve; only the `attend` differs. Master parameters are float32;
 `compute_view` casts the matrices to the compute dtype, but neither the norms nor the embedding
 table, whose gradient is a sum over all occurrences of a token and needs float32.
 """
@@ -13,36 +13,30 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.config import TransformerConfig
-from jspec.layers.attention import Attend, Rotation, rotate_and_split
+from jspec.core.model_spec import LayerSpec, ModelSpec
+from jspec.layers.attention import Attend, attention
+from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
-from jspec.layers.norm import Residual
-from jspec.models.llama import Llama, LlamaLayer, Params, bind, split, trunk
+from jspec.layers.norm import Residual, norm
+from jspec.models.decoder import LayerSettings, Params, feed_forward, run_layer, trunk
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 
 Backend = Literal["cudnn", "xla"]
 Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) -> activations
 
 
-def target_definition(config: TransformerConfig) -> nnx.GraphDef[Any]:
-    """The static half of a target: what `forward` binds parameters to."""
-    return split_abstract(lambda: Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-
-
-def split_abstract(make: Callable[[], nnx.Module]) -> nnx.GraphDef[Any]:
-    """The definition of a module without drawing its parameters."""
-    return split(nnx.eval_shape(make))[0]
-
-
-def init_target(config: TransformerConfig, *, seed: int) -> Params:
+def init_target(config: ModelSpec, *, seed: int) -> Params:
     """Float32 parameters; a tied lm_head is left out, and depth scales the residual writers.
 
     Tables have the scale of a product's columns, E**-0.5, because a tied table is lm_head too.
     """
-    params = split(Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)))[1]
+    params = init_params(table_of(config), seed=seed)
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"].values():
         for writer in (layer["attention"]["out"], layer["mlp"]["down"]):
@@ -80,7 +74,8 @@ def dropout(key: jax.Array, rate: float) -> Drop:
 def causal_attend(backend: Backend) -> Attend:
     """Dense causal attention over [B, T, heads, D]; backend 'cudnn' or 'xla'."""
 
-    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+    def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+        del sinks  # no dense model has them
         return _attend_dense(*rotate_and_split(heads, rotation), backend=backend)
 
     return attend
@@ -94,12 +89,13 @@ def _attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend)
 
 
 @functools.cache
-def attention_backend(config: TransformerConfig, *, length: int, dtype: Any) -> Backend:
+def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
     """'cudnn' if this machine compiles and runs it for these shapes and gradients, else 'xla'."""
     if jax.default_backend() != "gpu" or dtype != jnp.bfloat16:
         return "xla"
-    q = jnp.zeros((2, length, config.num_heads, config.head_dim), dtype)
-    k = jnp.zeros((2, length, config.num_kv_heads, config.head_dim), dtype)
+    heads = config.one_layer.attention
+    q = jnp.zeros((2, length, heads.num_heads, heads.head_dim), dtype)
+    k = jnp.zeros((2, length, heads.num_kv_heads, heads.head_dim), dtype)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sum(_attend_dense(q, k, v, backend="cudnn").astype(jnp.float32))
@@ -113,23 +109,38 @@ def attention_backend(config: TransformerConfig, *, length: int, dtype: Any) -> 
 
 
 def _run_layer(
-    layer: LlamaLayer,
     index: int,
     stream: Residual,
     *,
+    spec: LayerSpec,
+    params: Params,
     positions: jax.Array,
     attend: Attend,
     drop: Drop | None,
 ) -> Residual:
+    settings = LayerSettings(Ops())
     if drop is None:
-        return layer(stream, positions, attend)
+        return run_layer(params, stream, positions, attend, spec=spec, settings=settings)
     x = stream.sum()
-    x = x + drop(layer.attention(layer.input_norm(x), positions, attend), 2 * index)
-    return Residual(x=x, delta=drop(layer.mlp(layer.post_norm(x)), 2 * index + 1))
+    normed = norm(params["input_norm"], x, eps=spec.eps)
+    mixed = attention(
+        params["attention"],
+        normed,
+        positions,
+        attend,
+        spec=spec.attention,
+        eps=spec.eps,
+        shard=settings.shard,
+    )
+    x = x + drop(mixed, 2 * index)
+    inner = feed_forward(
+        params, norm(params["post_norm"], x, eps=spec.eps), spec=spec, settings=settings
+    )
+    return Residual(x=x, delta=drop(inner, 2 * index + 1))
 
 
 def forward(
-    definition: nnx.GraphDef[Any],
+    spec: ModelSpec,
     params: Params,
     token_ids: Int[Array, "B T"],
     *,
@@ -140,19 +151,26 @@ def forward(
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T A"]]:
     """(hidden after the final norm, aux features) of `params` as `compute_view` returns them.
 
-    aux_layer_ids: the residual stream at the input of these layers (see models.llama.trunk).
+    aux_layer_ids: the residual stream at the input of these layers (see models.decoder.trunk).
     """
-    model = bind(definition, params)
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    x = model.embed(token_ids).astype(dtype)
+    x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:
-        x = drop(x, 2 * len(model.layers))
+        x = drop(x, 2 * spec.num_layers)
     layers = [
-        functools.partial(_run_layer, layer, i, positions=positions, attend=attend, drop=drop)
-        for i, layer in enumerate(model.layers)
+        functools.partial(
+            _run_layer,
+            i,
+            spec=layer,
+            params=params["layers"][i],
+            positions=positions,
+            attend=attend,
+            drop=drop,
+        )
+        for i, layer in enumerate(spec.layers)
     ]
     stream, aux = trunk(layers, x, aux_layer_ids=aux_layer_ids)
-    return model.norm(stream.sum()), aux
+    return norm(params["norm"], stream.sum(), eps=spec.rms_norm_eps), aux
 
 
 def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:

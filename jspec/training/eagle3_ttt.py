@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from tokenizers import Tokenizer
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.core.config_io import load_transformer_config
-from jspec.models.eagle3 import Eagle3
+from jspec.core.config import RopeConfig
+from jspec.core.model_spec import DenseSpec, Eagle3Config, LayerSpec, ModelSpec
+from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.decoder import Params
+from jspec.models.eagle3 import eagle3_params
 from jspec.models.hf_eagle3 import save_eagle3
-from jspec.models.hf_llama import load_llama
-from jspec.models.llama import Params, split
+from jspec.models.placement import init_params
 from jspec.training import corpus as corpora
 from jspec.training.data import TokenStream, crops, joined, pack, rows
 from jspec.training.loop import LoopConfig, Result, mean_metrics, train
@@ -57,7 +57,7 @@ def init_head(
 
     embed (the target's table) and draft_ids are not trained and not here.
     """
-    params = split(Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(seed)))[1]
+    params = init_params(eagle3_params(config), seed=seed)
     del params["embed"], params["draft_ids"]
     if config.target_hidden_size == config.layer.hidden_size:
         kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
@@ -73,7 +73,7 @@ def draft_vocabulary(tables: list[np.ndarray], *, vocab_size: int, size: int) ->
 
 
 def train_head(
-    target: TransformerConfig,
+    target: ModelSpec,
     target_params: Params,
     config: Eagle3Config,
     recipe: HeadRecipe,
@@ -133,27 +133,35 @@ def export_head(
 
 
 def head_config(
-    target: TransformerConfig,
+    target: ModelSpec,
     *,
     draft_vocab_size: int,
     intermediate_size: int,
     aux_layer_ids: tuple[int, ...],
 ) -> Eagle3Config:
     """A head with its target's heads and width; RoPE theta 10000, as published heads have."""
-    layer = replace(
-        target,
-        intermediate_size=intermediate_size,
-        num_layers=1,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        rope=replace(target.rope, theta=10000.0, factor=1.0),
+    attention = replace(
+        target.one_layer.attention,
+        qkv_bias=False,
+        out_bias=False,
+        rope=RopeConfig(theta=10000.0),
     )
+    own = LayerSpec(
+        attention=attention, ffn=DenseSpec(inner=intermediate_size), eps=target.rms_norm_eps
+    )
+    layer = replace(target, layers=(own,), tie_word_embeddings=False, family="llama")
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layer_ids=aux_layer_ids,
     )
+
+
+def _inner_size(target: ModelSpec) -> int:
+    """The target's own, or four times its width where it has no dense layer."""
+    inner = (x.ffn.inner for x in target.layers if isinstance(x.ffn, DenseSpec))
+    return next(inner, 4 * target.hidden_size)
 
 
 def _parse() -> argparse.Namespace:
@@ -191,7 +199,7 @@ def _text_streams(
 
 
 def _own_samples(
-    target: TransformerConfig, params: Params, stream: TokenStream, *, count: int, length: int
+    target: ModelSpec, params: Params, stream: TokenStream, *, count: int, length: int
 ) -> np.ndarray:
     """i32[count, length]: crops of the stream that the target continued at four temperatures."""
     prompts = draw_prompts(
@@ -208,8 +216,8 @@ def _own_samples(
 
 def main() -> None:
     args = _parse()
-    target = load_transformer_config(args.target)
-    params = jax.tree.map(jnp.asarray, load_llama(args.target, target, dtype=ml_dtypes.bfloat16))
+    target = load_model_spec(args.target)
+    params = jax.tree.map(jnp.asarray, load_target(args.target, target, dtype=ml_dtypes.bfloat16))
     text, held_out_text = _text_streams(
         args.text,
         pattern=args.pattern,
@@ -223,7 +231,7 @@ def main() -> None:
     config = head_config(
         target,
         draft_vocab_size=size,
-        intermediate_size=args.intermediate_size or target.intermediate_size,
+        intermediate_size=args.intermediate_size or _inner_size(target),
         aux_layer_ids=Eagle3Config.default_aux_layer_ids(target.num_layers),
     )
     loop = LoopConfig(

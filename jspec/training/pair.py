@@ -30,11 +30,12 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.core.config_io import load_eagle3_config, load_transformer_config
 from jspec.core.errors import ConfigError
+from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.models import checkpoint
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3
-from jspec.models.hf_llama import load_llama
 from jspec.training import corpus as corpora
 from jspec.training.acceptance import measure_acceptance
 from jspec.training.data import TokenStream, fixed_crops
@@ -113,8 +114,8 @@ def run_tokenizer(job: Job) -> None:
     save_tokenizer(tokenizer, job.data, max_length=2048)
 
 
-def target_config(tokenizer: Tokenizer, sizes: PairSizes) -> TransformerConfig:
-    return replace(bundled_config(tokenizer), **(sizes.layers or {}))
+def target_config(tokenizer: Tokenizer, sizes: PairSizes) -> ModelSpec:
+    return bundled_config(tokenizer, **(sizes.layers or {}))
 
 
 def run_target(job: Job) -> None:
@@ -150,10 +151,10 @@ def num_parameters(params: Params) -> int:
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
-def load_target(job: Job) -> tuple[TransformerConfig, Params]:
+def load_target(job: Job) -> tuple[ModelSpec, Params]:
     """The exported target, in bfloat16 as it is served, on the device."""
-    config = load_transformer_config(job.out / "target")
-    params = load_llama(job.out / "target", config, dtype=ml_dtypes.bfloat16)
+    config = load_model_spec(job.out / "target")
+    params = checkpoint.load_target(job.out / "target", config, dtype=ml_dtypes.bfloat16)
     return config, jax.tree.map(jnp.asarray, params)
 
 
@@ -268,7 +269,7 @@ def run_head(job: Job) -> None:
     write_report(job.out / REPORT_FILE, {"head": report})
 
 
-def load_head(job: Job, target: TransformerConfig, params: Params) -> tuple[Eagle3Config, Params]:
+def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config, Params]:
     """The exported head in bfloat16, split as training holds it: (config, whole parameters)."""
     config = load_eagle3_config(job.out / "head", target=target)
     return config, load_eagle3(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
-from jspec.core.config import TransformerConfig
-from jspec.layers.attention import Attend, Rotation, rotate_and_split
-from jspec.models.llama import Params, bind, trunk
+from jspec.core.model_spec import LayerSpec, ModelSpec
+from jspec.layers.attention import Attend
+from jspec.layers.embedding import embed
+from jspec.layers.norm import Residual, norm
+from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 from jspec.training.data import TokenStream
-from jspec.training.dense import lm_logits, target_definition
+from jspec.training.dense import lm_logits
 
 Cache = list[tuple[jax.Array, jax.Array]]  # per layer K and V, [B, T, G, D]
 
@@ -73,7 +78,8 @@ def cached_attend(cache: Cache, position: jax.Array) -> Callable[[int], Attend]:
     """
 
     def of_layer(index: int) -> Attend:
-        def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+        def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+            del sinks  # no target that is trained here has them
             q, k, v = rotate_and_split(heads, rotation)
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new[:, None], position, axis=1)
@@ -107,15 +113,20 @@ def choose(
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
 
 
+def _run_layer(
+    params: Params, spec: LayerSpec, stream: Residual, *, positions: jax.Array, attend: Attend
+) -> Residual:
+    return run_layer(params, stream, positions, attend, spec=spec, settings=LayerSettings(Ops()))
+
+
 def make_sampler(
-    config: TransformerConfig, *, length: int, dtype: DTypeLike
+    config: ModelSpec, *, length: int, dtype: DTypeLike
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Jitted (params, token_ids[B, T], prompt_lens, temperatures, seeds) -> i32[B, T].
 
     The prompt is fed token by token like the rest: one program, no prefill. params as served:
     lm_head present, in `dtype`.
     """
-    definition = target_definition(config)
     vocabulary = jnp.arange(config.vocab_size)
 
     def sample(
@@ -126,23 +137,27 @@ def make_sampler(
         seeds: jax.Array,
     ) -> jax.Array:
         batch_size = token_ids.shape[0]
-        shape = (batch_size, length, config.num_kv_heads, config.head_dim)
+        heads = config.one_layer.attention
+        shape = (batch_size, length, heads.num_kv_heads, heads.head_dim)
         empty = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))] * config.num_layers
 
         def step(
             carry: tuple[Cache, jax.Array], inputs: tuple[jax.Array, jax.Array]
         ) -> tuple[tuple[Cache, jax.Array], jax.Array]:
             (cache, token), (position, following) = carry, inputs
-            model = bind(definition, params)
             updated = list(cache)
             attend_of = cached_attend(updated, position)
             positions = jnp.broadcast_to(position, token.shape)
             layers = [
-                lambda stream, layer=layer, i=i: layer(stream, positions, attend_of(i))
-                for i, layer in enumerate(model.layers)
+                partial(
+                    _run_layer, params["layers"][i], spec, positions=positions, attend=attend_of(i)
+                )
+                for i, spec in enumerate(config.layers)
             ]
-            stream, _ = trunk(layers, model.embed(token).astype(dtype), aux_layer_ids=())
-            logits = lm_logits(params, model.norm(stream.sum()))
+            x = embed(params["embed"], token).astype(dtype)
+            stream, _ = trunk(layers, x, aux_layer_ids=())
+            hidden = norm(params["norm"], stream.sum(), eps=config.rms_norm_eps)
+            logits = lm_logits(params, hidden)
             chosen = choose(logits, seeds, positions + 1, temperatures, vocabulary)
             next_token = jnp.where(position + 1 < prompt_lens, following, chosen)
             return (updated, next_token), next_token
@@ -156,7 +171,7 @@ def make_sampler(
 
 
 def sample_rows(
-    config: TransformerConfig,
+    config: ModelSpec,
     params: Params,
     prompts: Prompts,
     *,

@@ -22,8 +22,8 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from jspec.core.config import TransformerConfig
-from jspec.models.hf_llama import save_llama
+from jspec.core.model_spec import ModelSpec, uniform_decoder
+from jspec.models.checkpoint import save_target
 from jspec.training import corpus as corpora
 from jspec.training.data import TokenStream, crops, fixed_crops, pack
 from jspec.training.dense import (
@@ -34,7 +34,6 @@ from jspec.training.dense import (
     forward,
     init_target,
     lm_logits,
-    target_definition,
     with_lm_head,
 )
 from jspec.training.loop import (
@@ -61,27 +60,30 @@ class TargetRecipe:
     num_eval_rows: int = 64
 
 
-def bundled_config(tokenizer: Tokenizer) -> TransformerConfig:
-    """The bundled target: 7.8 million parameters, GQA, tied, context 2,048."""
+def bundled_config(tokenizer: Tokenizer, **changes: Any) -> ModelSpec:
+    """The bundled target: 7.8 million parameters, GQA, tied, context 2,048.
+
+    changes: other sizes, as uniform_decoder names them.
+    """
     end = end_of_text_id(tokenizer)
-    return TransformerConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=256,
-        intermediate_size=768,
-        num_layers=9,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position=2048,
-        eos_token_ids=(end,),
-        bos_token_id=end,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_layers": 9,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "max_position": 2048,
+        "eos_token_ids": (end,),
+        "bos_token_id": end,
+    }
+    return uniform_decoder(**{**sizes, **changes})
 
 
-def next_token_loss(config: TransformerConfig, recipe: TargetRecipe, *, train: bool) -> Loss:
+def next_token_loss(config: ModelSpec, recipe: TargetRecipe, *, train: bool) -> Loss:
     """Mean cross entropy of tokens 1..T-1 of each row, and top-1 accuracy."""
-    definition = target_definition(config)
     backend = attention_backend(config, length=recipe.length, dtype=recipe.compute_dtype)
     attend = causal_attend(backend)
 
@@ -92,7 +94,7 @@ def next_token_loss(config: TransformerConfig, recipe: TargetRecipe, *, train: b
         use_dropout = train and recipe.dropout_rate > 0
         view = compute_view(params, recipe.compute_dtype)
         hidden, _ = forward(
-            definition,
+            config,
             view,
             batch,
             dtype=recipe.compute_dtype,
@@ -116,7 +118,7 @@ def held_out_evaluation(loss: Loss, held_out: np.ndarray, *, batch_size: int) ->
 
 
 def train_target(
-    config: TransformerConfig,
+    config: ModelSpec,
     recipe: TargetRecipe,
     *,
     train_stream: TokenStream,
@@ -148,14 +150,14 @@ def train_target(
 
 def export_target(
     folder: Path,
-    config: TransformerConfig,
+    config: ModelSpec,
     params: Params,
     *,
     tokenizer: Tokenizer,
     dtype: Any = ml_dtypes.bfloat16,
 ) -> None:
     """config.json, generation_config.json, model.safetensors, tokenizer files."""
-    save_llama(folder, config, jax.device_get(with_lm_head(params)), dtype=dtype)
+    save_target(folder, config, jax.device_get(with_lm_head(params)), dtype=dtype)
     eos = list(config.eos_token_ids)
     generation = {
         "bos_token_id": config.bos_token_id,

@@ -28,22 +28,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.layers.attention import Rotation, rotate_and_split
-from jspec.layers.linear import logits_of
-from jspec.models.eagle3 import Eagle3
-from jspec.models.llama import Params, bind
+from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.eagle3 import Eagle3Head, run_head_layer
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 from jspec.training.dense import (
     attention_backend,
     causal_attend,
     forward,
     lm_logits,
-    split_abstract,
-    target_definition,
 )
 from jspec.training.loop import Loss
 
@@ -62,8 +60,9 @@ class UnrolledAttention:
         self._values: list[jax.Array] = []
 
     def __call__(
-        self, heads: Float[Array, "B R heads D"], rotation: Rotation
+        self, heads: Float[Array, "B R heads D"], rotation: Rotation, sinks: jax.Array | None
     ) -> Float[Array, "B R H D"]:
+        del sinks  # no target that is trained here has them
         q, k, v = rotate_and_split(heads, rotation)
         self._keys.append(k)
         self._values.append(v)
@@ -107,7 +106,7 @@ class UnrolledAttention:
 
 
 def unroll(
-    definition: nnx.GraphDef[Any],
+    config: Eagle3Config,
     params: Params,
     token_ids: Int[Array, "B T"],
     aux: Float[Array, "B T A"],
@@ -120,23 +119,22 @@ def unroll(
     params: the head's, with embed and draft_ids. All T rows are computed, so that products keep
     round shapes; the last ones hold token 0 and no valid row sees them.
     """
-    model = bind(definition, params)
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
     attend = UnrolledAttention()
-    hidden = model.features(aux.astype(dtype))
+    head = Eagle3Head(config, Ops())
+    settings = LayerSettings(Ops())
+    hidden = head.features(params, aux.astype(dtype))
     logits = []
     for i in range(num_depths):
-        embedded = model.embed(padded[:, 1 + i : 1 + i + length]).astype(dtype)
+        embedded = embed(params["embed"], padded[:, 1 + i : 1 + i + length]).astype(dtype)
         positions = jnp.broadcast_to(jnp.arange(length) + i, (batch_size, length))
-        hidden = model.layer(embedded, hidden, positions, attend)
-        every = logits_of(model.norm(hidden), model.lm_head.kernel[...])
+        hidden = run_head_layer(
+            params["layer"], embedded, hidden, positions, attend, config=config, settings=settings
+        )
+        every = head.logits(params, hidden)
         logits.append(every[:, : length - 1 - i])
     return logits
-
-
-def head_definition(config: Eagle3Config) -> nnx.GraphDef[Any]:
-    return split_abstract(lambda: Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
 
 
 def whole_head(params: Params, target_params: Params, draft_ids: Any) -> Params:
@@ -154,7 +152,7 @@ def make_frozen(target_params: Params, draft_ids: Any) -> Params:
 
 
 def make_unrolled_forward(
-    target: TransformerConfig,
+    target: ModelSpec,
     config: Eagle3Config,
     *,
     length: int,
@@ -163,13 +161,12 @@ def make_unrolled_forward(
 ) -> Callable[[Params, Params, jax.Array], tuple[jax.Array, list[jax.Array]]]:
     """(head, frozen, token_ids[B, T]) -> (target logits [B, T, V], draft logits of each step)."""
     attend = causal_attend(attention_backend(target, length=length, dtype=dtype))
-    target_def, head_def = target_definition(target), head_definition(config)
 
     def run(
         params: Params, frozen: Params, token_ids: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         hidden, aux = forward(
-            target_def,
+            target,
             frozen["target"],
             token_ids,
             dtype=dtype,
@@ -181,7 +178,7 @@ def make_unrolled_forward(
         head = whole_head(cast, frozen["target"], frozen["draft_ids"])
         frozen_values = jax.lax.stop_gradient((target_logits, aux))
         logits = unroll(
-            head_def, head, token_ids, frozen_values[1], num_depths=num_depths, dtype=dtype
+            config, head, token_ids, frozen_values[1], num_depths=num_depths, dtype=dtype
         )
         return frozen_values[0], logits
 
@@ -189,7 +186,7 @@ def make_unrolled_forward(
 
 
 def training_time_test_loss(
-    target: TransformerConfig,
+    target: ModelSpec,
     config: Eagle3Config,
     *,
     length: int,

@@ -66,12 +66,10 @@ def models() -> dict[str, PreTrainedModel]:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Weights large enough for attention to matter; norms away from 1, q, k, v biases from 0."""
+    """Weights large enough for attention to matter; norms away from 1, biases from 0."""
     for name, value in model.named_parameters():
         if "norm" in name:
             value.uniform_(0.5, 1.5)
-        elif name.endswith("o_proj.bias"):
-            value.zero_()
         elif "bias" in name:
             value.normal_(std=0.3)
         else:

@@ -2,57 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jspec.core.config import TransformerConfig
-from jspec.layers.attention import (
-    Attention,
-    Rotation,
-    causal_attention,
-    kv_heads_per_shard,
-    rotate_and_split,
-)
+from jspec.core.model_spec import AttentionSpec
+from jspec.layers.attention import attention, causal_attention, kv_heads_per_shard
 from jspec.layers.linear import Shard
-from jspec.layers.rope import apply_rope
+from jspec.layers.rope import angles_of
+from jspec.models.params import attention_params
+from jspec.models.placement import init_params
+from jspec.pallas_kernels.rotation import Rotation, rotate, rotate_and_split
 
-CONFIG = TransformerConfig(
-    vocab_size=8,
-    hidden_size=12,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    attention_bias=True,
-)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
 
 
-def test_projections_and_rope_reach_attend() -> None:
-    layer = Attention(CONFIG, in_size=12, shard=Shard(), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    assert layer.qkv.bias is not None
-    layer.qkv.bias[...] = jnp.arange(48.0) / 48
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("has_more", [False, True])
+def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> None:
+    """has_more: sinks, which attend is handed, and a bias after the output projection."""
+    spec = dataclasses.replace(SPEC, qk_norm=qk_norm, sinks=has_more, out_bias=has_more)
+    table = attention_params(spec, in_size=12, out_size=12)
+    params = init_params(table, seed=0)["attention"]
     rng = np.random.default_rng(0)
+    params["qkv"]["bias"] = jnp.arange(48.0) / 48
+    out_bias = np.zeros(12, np.float32)
+    if has_more:
+        params["sinks"] = jnp.arange(4.0)
+        out_bias = rng.normal(size=12).astype(np.float32)
+        params["out"]["bias"] = jnp.asarray(out_bias)
+    scales = dict.fromkeys(("q_norm", "k_norm"))
+    if qk_norm:
+        scales = {name: rng.uniform(0.5, 1.5, 6) for name in scales}
+        params |= {name: {"scale": jnp.asarray(scales[name], jnp.float32)} for name in scales}
     x = jnp.asarray(rng.normal(size=(5, 12)), jnp.float32)
     positions = jnp.asarray([3, 4, 0, 9, 9], jnp.int32)
     answer = jnp.asarray(rng.normal(size=(5, 4, 6)), jnp.float32)
     given: list[jax.Array] = []
+    sinks_given: list[jax.Array | None] = []
 
-    def attend(heads: jax.Array, rotation: Rotation) -> jax.Array:
+    def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
         given.extend((heads, *rotate_and_split(heads, rotation)))
+        sinks_given.append(sinks)
         return answer
 
-    out = layer(x, positions, attend)
-    heads = (x @ layer.qkv.kernel[...] + layer.qkv.bias[...]).reshape(5, 8, 6)
+    out = attention(params, x, positions, attend, spec=spec, eps=1e-2, shard=Shard())
+    heads = np.asarray(x @ params["qkv"]["kernel"] + params["qkv"]["bias"]).reshape(5, 8, 6)
     q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
-    np.testing.assert_allclose(given[0], heads, atol=1e-5)
-    np.testing.assert_allclose(given[1], apply_rope(q, positions, rope=CONFIG.rope), atol=1e-5)
-    np.testing.assert_allclose(given[2], apply_rope(k, positions, rope=CONFIG.rope), atol=1e-5)
+    if qk_norm:
+        q, k = (normed(x, scales[name], eps=1e-2) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    angles = angles_of(positions, head_dim=6, rope=spec.rope)
+    np.testing.assert_allclose(given[0], np.concatenate((q, k, v), axis=1), atol=1e-5)
+    np.testing.assert_allclose(given[1], rotate(jnp.asarray(q), *angles), atol=1e-5)
+    np.testing.assert_allclose(given[2], rotate(jnp.asarray(k), *angles), atol=1e-5)
     np.testing.assert_allclose(given[3], v, atol=1e-5)
-    np.testing.assert_allclose(out, answer.reshape(5, 24) @ layer.out.kernel[...], atol=1e-5)
+    assert sinks_given == [params.get("sinks")]
+    expected = answer.reshape(5, 24) @ params["out"]["kernel"] + out_bias
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def normed(x: Any, scale: Any, *, eps: float) -> Any:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
 
 
 @pytest.mark.parametrize(("heads", "shards", "each"), [(8, 1, 8), (8, 4, 2), (2, 2, 1), (2, 8, 1)])
@@ -73,3 +87,9 @@ def test_causal_attention_is_the_definition() -> None:
         weights /= weights.sum(axis=-1, keepdims=True)
         expected = np.einsum("bts,bsd->btd", weights, v[:, :, h // 2])
         np.testing.assert_allclose(out[:, :, h], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_causal_attention_refuses_sinks() -> None:
+    still = Rotation(cos=jnp.ones((1, 2, 1)), sin=jnp.zeros((1, 2, 1)), num_heads=2)
+    with pytest.raises(ValueError, match="no sinks; expected None"):
+        causal_attention(jnp.zeros((1, 2, 4, 2)), still, jnp.zeros(2))

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.layers.embedding import Embedding
-from jspec.layers.linear import Linear, Shard, logits_of
-from jspec.layers.mlp import GatedMLP
-from jspec.layers.norm import RMSNorm
+from jspec.layers.embedding import embed
+from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.mlp import gated_mlp
+from jspec.layers.norm import Residual, norm, norm_of_sum
+from jspec.pallas_kernels.ops import Ops
 
 REPLICATED = PartitionSpec()
 
@@ -23,12 +23,11 @@ def mesh_of_two() -> Mesh:
 
 def test_linear_multiplies_and_adds() -> None:
     rng = np.random.default_rng(0)
-    layer = Linear(6, 4, dtype=jnp.float32, rngs=nnx.Rngs(0), bias=True)
-    assert layer.bias is not None
-    layer.bias[...] = jnp.arange(4.0)
+    kernel = rng.normal(size=(6, 4)).astype(np.float32)
+    params = {"kernel": jnp.asarray(kernel), "bias": jnp.arange(4.0)}
     x = rng.normal(size=(2, 3, 6)).astype(np.float32)
-    expected = x @ np.asarray(layer.kernel[...]) + np.arange(4)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
+    expected = x @ kernel + np.arange(4)
+    np.testing.assert_allclose(linear(params, jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -38,13 +37,10 @@ def test_row_parallel_sums_once_and_adds_its_bias_once(bias: bool) -> None:
     offset = np.arange(5, dtype=np.float32)
     x = rng.normal(size=(3, 8)).astype(np.float32)
     shard = Shard(2, "tensor")
-    layer = Linear(4, 5, dtype=jnp.float32, rngs=nnx.Rngs(0), bias=bias, reduce=shard)
-    definition, _ = nnx.split(layer)
 
     def half(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        values = {"kernel": kernel, **({"bias": jnp.asarray(offset)} if bias else {})}
-        own = nnx.merge(definition, nnx.State({k: nnx.Param(v) for k, v in values.items()}))
-        return own(x)[None]
+        params = {"kernel": kernel, **({"bias": jnp.asarray(offset)} if bias else {})}
+        return linear(params, x, reduce=shard)[None]
 
     both = jax.jit(
         jax.shard_map(
@@ -68,31 +64,46 @@ def test_logits_leave_in_float32() -> None:
 
 
 def test_norm_is_computed_in_float32() -> None:
-    layer = RMSNorm(4, eps=1e-5, dtype=jnp.float32)
-    layer.scale[...] = jnp.asarray([1.0, 2.0, 0.5, 1.0])
+    params = {"scale": jnp.asarray([1.0, 2.0, 0.5, 1.0])}
     x = np.array([[3.0, -1.0, 0.0, 2.0], [1e-4, 0, 0, 0]], np.float32)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), expected * [1, 2, 0.5, 1], rtol=1e-5)
+    result = norm(params, jnp.asarray(x), eps=1e-5)
+    np.testing.assert_allclose(result, expected * [1, 2, 0.5, 1], rtol=1e-5)
     # 1 + 2**-8 is no bf16 number: a mean square taken in bf16 would be off by that much.
     coarse = jnp.asarray([[1.0, 1.0078125, 1.0, 1.0078125]], jnp.bfloat16)
     exact = np.asarray(coarse, np.float64) / np.sqrt((np.asarray(coarse, np.float64) ** 2).mean())
-    result = layer(coarse)
+    result = norm(params, coarse, eps=1e-5)
     assert result.dtype == jnp.bfloat16
     np.testing.assert_allclose(result.astype(jnp.float32), exact * [1, 2, 0.5, 1], rtol=2**-8)
 
 
-def test_mlp_is_silu_gated() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp_is_silu_gated(bias: bool) -> None:
     rng = np.random.default_rng(2)
-    mlp = GatedMLP(4, 6, shard=Shard(), dtype=jnp.float32, rngs=nnx.Rngs(3))
-    x = rng.normal(size=(5, 4))
-    both = x @ np.asarray(mlp.gate_up.kernel[...], np.float64)
+    x, gate_up, down = (rng.normal(size=size) for size in ((5, 4), (4, 12), (6, 4)))
+    biases = {"gate_up": rng.normal(size=12), "down": rng.normal(size=4)}
+    params = {name: {"kernel": value} for name, value in (("gate_up", gate_up), ("down", down))}
+    if bias:
+        params = {name: {**params[name], "bias": biases[name]} for name in params}
+    both = x @ gate_up + bias * biases["gate_up"]
     gate, up = both[:, :6], both[:, 6:]
-    expected = (gate / (1 + np.exp(-gate)) * up) @ np.asarray(mlp.down.kernel[...], np.float64)
-    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), expected, rtol=1e-4, atol=1e-5)
+    expected = (gate / (1 + np.exp(-gate)) * up) @ down + bias * biases["down"]
+    params, x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
+    mine = gated_mlp(params, x, shard=Shard(), ops=Ops())
+    np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_embedding_reads_rows() -> None:
-    layer = Embedding(7, 3, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    table = np.asarray(layer.table[...])
+    table = np.random.default_rng(3).normal(size=(7, 3)).astype(np.float32)
     ids = jnp.asarray([[0, 6], [3, 3]], jnp.int32)
-    np.testing.assert_array_equal(layer(ids), table[np.asarray(ids)])
+    np.testing.assert_array_equal(embed({"table": jnp.asarray(table)}, ids), table[np.asarray(ids)])
+
+
+def test_a_norm_closes_the_sum_that_a_layer_left_open() -> None:
+    rng = np.random.default_rng(4)
+    x, delta = (jnp.asarray(rng.normal(size=(3, 4)), jnp.float32) for _ in range(2))
+    params = {"scale": jnp.asarray([1.0, 2.0, 0.5, 1.0])}
+    for stream, total in ((Residual(x=x, delta=delta), x + delta), (Residual(x=x), x)):
+        summed, normed = norm_of_sum(params, stream, eps=1e-5, ops=Ops())
+        np.testing.assert_array_equal(summed, total)
+        np.testing.assert_allclose(normed, norm(params, total, eps=1e-5), rtol=1e-6)

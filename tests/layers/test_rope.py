@@ -1,18 +1,25 @@
-"""RoPE against the rotation written out in float64, and Llama 3.1's scaling at its landmarks."""
+"""RoPE against the rotation written out in float64, Llama 3.1's scaling at its landmarks, and YaRN
+against transformers."""
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import RopeConfig
-from jspec.layers.rope import apply_rope, inverse_frequencies
+from jspec.core.config import RopeConfig, YarnConfig
+from jspec.core.json_files import Fields
+from jspec.core.rope_io import read_rope
+from jspec.layers.rope import angles_of, inverse_frequencies
+from jspec.pallas_kernels.rotation import rotate
 
+YARN = np.load(Path(__file__).parents[1] / "golden" / "yarn.npz")
 LLAMA31 = RopeConfig(
     theta=500000.0,
     factor=8.0,
@@ -20,7 +27,11 @@ LLAMA31 = RopeConfig(
     high_freq_factor=4.0,
     original_max_position=8192,
 )
-_rotate = jax.jit(apply_rope, static_argnames="rope")
+
+
+@partial(jax.jit, static_argnames="rope")
+def _rotate(x: jax.Array, positions: jax.Array, *, rope: RopeConfig) -> jax.Array:
+    return rotate(x, *angles_of(positions, head_dim=x.shape[-1], rope=rope))
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig(theta=500000.0), LLAMA31])
@@ -69,6 +80,28 @@ def test_llama31_scaling_slows_long_waves_only() -> None:
     np.testing.assert_allclose(
         scaled[between], plain[between] * ((1 - share) / 8 + share), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gpt_oss", "qwen3", "both_mscales", "stated_factor", "short_context", "one_step"],
+)
+def test_yarn_equals_transformers(case: str) -> None:
+    """tests/golden/make_yarn_golden.py wrote what transformers computes, in float32."""
+    table = json.loads(str(YARN[f"{case}.table"]))
+    rope = read_rope(Fields(Path("config.json"), {"rope_parameters": table}))
+    expected = YARN[f"{case}.frequencies"]
+    found = inverse_frequencies(2 * expected.size, rope)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    assert rope.yarn is not None
+    assert rope.yarn.attention_factor == pytest.approx(float(YARN[f"{case}.attention_factor"]))
+
+
+def test_yarn_s_cosines_and_sines_carry_the_attention_factor() -> None:
+    yarn = RopeConfig(factor=32.0, yarn=YarnConfig(attention_factor=1.25))
+    cos, sin = angles_of(jnp.arange(9), head_dim=64, rope=yarn)
+    np.testing.assert_allclose(cos**2 + sin**2, 1.25**2, rtol=1e-5)
+    np.testing.assert_array_equal(cos[0], 1.25)
 
 
 def test_dtype_is_kept_and_angles_are_float32() -> None:

@@ -16,38 +16,48 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.core.config import Eagle3Config
-from jspec.layers.linear import Shard
+from jspec.core.model_spec import Eagle3Config, ModelSpec, cache_groups, uniform_decoder
+from jspec.engine.runner import empty_pools
 from jspec.layers.norm import Residual
-from jspec.models.llama import Params, bind
-from jspec.models.paged import (
-    AttentionSettings,
-    PagedAttend,
-    PagedEagle3,
-    PagedLlama,
-    empty_pool,
-)
+from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
+from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.params import ParamTable
+from jspec.models.placement import abstract_params
+from jspec.models.registry import table_of
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.gated_matmul_gpu import (
     LEAST_TOKENS,
     LEAST_TOKENS_OF_PROMPTS,
     gated_product,
 )
+from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.pallas_kernels.tuning import GatedTuning
-from jspec.testing.tiny_models import tiny_target_config
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 pytestmark = needs_mosaic_gpu
 
 QUERIES = 4
-CONFIG = dataclasses.replace(
-    tiny_target_config(),
-    head_dim=64,
-    num_heads=4,
-    num_kv_heads=2,
-    num_layers=3,
-    attention_bias=True,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+
+
+def biased(**changes: Any) -> ModelSpec:
+    """A decoder with biases on q, k and v alone."""
+    spec = uniform_decoder(**(SIZES | changes))
+    attention = dataclasses.replace(spec.one_layer.attention, qkv_bias=True)
+    layer = dataclasses.replace(spec.one_layer, attention=attention)
+    return dataclasses.replace(spec, layers=(layer,) * spec.num_layers)
+
+
+CONFIG = biased()
 ROWS = AttentionRows(
     page_table=jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32),
     prefix_lens=jnp.asarray([20, 7], jnp.int32),
@@ -57,9 +67,9 @@ ROWS = AttentionRows(
 LIVE = slice(0, 2 * QUERIES - 1)
 
 
-def drawn(abstract: Params, seed: int) -> Params:
-    """Random parameters of these shapes in bf16."""
-    leaves, structure = jax.tree.flatten(abstract)
+def drawn(table: ParamTable, seed: int) -> Params:
+    """Random parameters of a table in bf16."""
+    leaves, structure = jax.tree.flatten(abstract_params(table, dtype=jnp.bfloat16))
     rng = np.random.default_rng(seed)
     values = [
         jnp.zeros(leaf.shape, leaf.dtype)
@@ -72,8 +82,13 @@ def drawn(abstract: Params, seed: int) -> Params:
 
 def pool(num_layers: int) -> tuple[jax.Array, ...]:
     """Random pages of 16 tokens; the dummy page holds NaN."""
-    empty = empty_pool(
-        CONFIG, num_layers=num_layers, num_pages=7, page_size=16, shards=1, dtype=jnp.bfloat16
+    empty = empty_pools(
+        cache_groups(biased(num_layers=num_layers), name="all"),
+        num_pages=7,
+        page_size=16,
+        shards=1,
+        dtype=jnp.bfloat16,
+        ops=OPS["xla"],
     )
     rng = np.random.default_rng(7)
     full = (jnp.asarray(rng.normal(size=pages.shape), pages.dtype) for pages in empty)
@@ -89,16 +104,13 @@ def assert_close(mine: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("queries_per_row", [QUERIES, None])
 def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> None:
-    target, abstract = PagedLlama.create(
-        CONFIG, shard=Shard(), dtype=jnp.bfloat16, aux_layer_ids=(0, 1, 3)
-    )
-    params, token_ids = drawn(abstract, 0), jnp.arange(2 * QUERIES, dtype=jnp.int32)
+    params = drawn(table_of(CONFIG), 0)
+    token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
 
-    def run(backend: Any) -> Any:
-        settings = AttentionSettings(backend, queries_per_row)
-        return jax.jit(lambda p, kv: target.forward(p, token_ids, kv, ROWS, settings))(
-            params, pool(3)
-        )
+    def run(ops: str) -> Any:
+        target = Decoder(CONFIG, OPS[ops], aux_layer_ids=(0, 1, 3))
+        forward = partial(target.forward, queries_per_row=queries_per_row)
+        return jax.jit(lambda p, kv: forward(p, token_ids, kv, ROWS))(params, pool(3))
 
     mine, expected = run("gpu_interpret"), run("xla")
     assert_close(mine[0][LIVE], expected[0][LIVE])
@@ -110,58 +122,69 @@ def test_a_target_gives_what_it_gives_over_xla(queries_per_row: int | None) -> N
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_a_draft_head_gives_what_it_gives_over_xla(norm_before_residual: bool) -> None:
     config = Eagle3Config(
-        layer=dataclasses.replace(CONFIG, num_layers=1),
+        layer=biased(num_layers=1),
         draft_vocab_size=64,
         target_hidden_size=CONFIG.hidden_size,
         aux_layer_ids=(0, 1, 3),
         norm_before_residual=norm_before_residual,
     )
-    head, abstract = PagedEagle3.create(config, shard=Shard(), dtype=jnp.bfloat16)
-    params, token_ids = drawn(abstract, 1), jnp.arange(2 * QUERIES, dtype=jnp.int32)
+    params = drawn(eagle3_params(config), 1)
+    token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
     rng = np.random.default_rng(2)
     hidden = jnp.asarray(rng.normal(size=(2 * QUERIES, CONFIG.hidden_size)), jnp.bfloat16)
 
-    def run(backend: Any) -> Any:
-        settings = AttentionSettings(backend, QUERIES)
-        return jax.jit(lambda p, kv: head.forward(p, token_ids, hidden, kv, ROWS, settings))(
-            params, pool(1)
-        )
+    def run(ops: str) -> Any:
+        forward = partial(Eagle3Head(config, OPS[ops]).forward, queries_per_row=QUERIES)
+        return jax.jit(lambda p, kv: forward(p, token_ids, hidden, kv, ROWS))(params, pool(1))
 
     mine, expected = run("gpu_interpret"), run("xla")
     assert_close(mine[0][LIVE], expected[0][LIVE])
     assert_close(mine[1][0][1:], expected[1][0][1:])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class InterpretedGate(Ops):
+    """XLA's programs but for the gated product, which is the GPU's kernel, interpreted."""
+
+    def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
+        del of_prompts
+        tuning = GatedTuning(tile_n=64, num_stages=2, cluster=1, num_blocks=2)
+        interpreter = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
+        return gated_product(x, kernel, tuning=tuning, interpret=interpreter)
+
+
 def test_a_layer_with_a_gated_product_gives_what_it_gives_without() -> None:
-    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128)
-    target, abstract = PagedLlama.create(config, shard=Shard(), dtype=jnp.bfloat16)
-    layer = bind(target.layer_definition, drawn(abstract, 3)["layers"][0])
+    spec = biased(hidden_size=64, intermediate_size=128)
+    params = drawn(table_of(spec), 3)["layers"][0]
     rng = np.random.default_rng(4)
     stream = Residual(x=jnp.asarray(rng.normal(size=(2 * QUERIES, 64)), jnp.bfloat16))
-    tuning = GatedTuning(tile_n=64, num_stages=2, cluster=1, num_blocks=2)
-    interpreter = plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
-    hook = partial(gated_product, tuning=tuning, interpret=interpreter)
 
-    def run(hook: Any) -> jax.Array:
-        attend = PagedAttend(pool(1)[0], ROWS, AttentionSettings("xla", QUERIES))
-        out: jax.Array = layer(stream, ROWS.q_positions, attend, None, hook).sum()
-        return out
+    def run(ops: Ops) -> jax.Array:
+        settings = LayerSettings(ops, queries_per_row=QUERIES)
+        attend = PagedAttend(pool(1)[0], ROWS, spec.one_layer.attention, settings)
+        out = run_layer(
+            params, stream, ROWS.q_positions, attend, spec=spec.one_layer, settings=settings
+        )
+        return out.sum()
 
-    assert_close(run(hook)[LIVE], run(None)[LIVE])
+    assert_close(run(InterpretedGate())[LIVE], run(OPS["xla"])[LIVE])
+
+
+def runs_the_gated_kernel(
+    ops: str, num_tokens: int, dtype: Any = jnp.bfloat16, *, of_prompts: bool = False
+) -> bool:
+    """Whether the bundle's program for this product has the kernel in it."""
+    gated = partial(OPS[ops].gated_product, of_prompts=of_prompts)
+    shapes = (num_tokens, 4096), (4096, 28672)
+    program = jax.make_jaxpr(gated)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    return "wgmma" in str(program)  # the tensor cores' instruction, which XLA's has not
 
 
 def test_the_gated_product_is_for_many_tokens_on_a_chip() -> None:
-    def chosen(
-        backend: Any, num_tokens: int, dtype: Any = jnp.bfloat16, queries: int | None = 4
-    ) -> Any:
-        layer = {"mlp": {"gate_up": {"kernel": jax.ShapeDtypeStruct((4096, 28672), dtype)}}}
-        settings = AttentionSettings(backend, queries)
-        return settings.gated_product(num_tokens, layer, by_columns=False)
-
-    assert chosen("gpu", LEAST_TOKENS).func is gated_product
-    assert chosen("gpu", LEAST_TOKENS // 2) is None
-    assert chosen("gpu", LEAST_TOKENS_OF_PROMPTS, queries=None).func is gated_product
-    assert chosen("gpu", LEAST_TOKENS_OF_PROMPTS // 2, queries=None) is None
-    assert chosen("gpu", LEAST_TOKENS, jnp.float32) is None
-    assert chosen("gpu_interpret", LEAST_TOKENS) is None
-    assert chosen("xla", LEAST_TOKENS) is None
+    assert runs_the_gated_kernel("gpu", LEAST_TOKENS)
+    assert not runs_the_gated_kernel("gpu", LEAST_TOKENS // 2)
+    assert runs_the_gated_kernel("gpu", LEAST_TOKENS_OF_PROMPTS, of_prompts=True)
+    assert not runs_the_gated_kernel("gpu", LEAST_TOKENS_OF_PROMPTS // 2, of_prompts=True)
+    assert not runs_the_gated_kernel("gpu", LEAST_TOKENS, jnp.float32)
+    assert not runs_the_gated_kernel("gpu_interpret", LEAST_TOKENS)
+    assert not runs_the_gated_kernel("xla", LEAST_TOKENS)

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.core.config_io import load_eagle3_config
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.models.eagle3 import Eagle3
-from jspec.models.hf_eagle3 import canonical_name, load_eagle3, save_eagle3
-from jspec.models.llama import Params, split
+from jspec.core.model_spec import Eagle3Config, uniform_decoder
+from jspec.models.decoder import Params
+from jspec.models.eagle3 import eagle3_params
+from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.hf_eagle3 import canonical_name, check_eagle3, load_eagle3, save_eagle3
+from tests.models.random_params import assert_same, random_params
 
-LAYER = TransformerConfig(
-    vocab_size=20,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+}
+LAYER = uniform_decoder(**SIZES)
 CONFIG = Eagle3Config(
     layer=LAYER, draft_vocab_size=6, target_hidden_size=8, aux_layer_ids=(2, 4, 5)
 )
 FULL = replace(CONFIG, draft_vocab_size=20)
-TARGET = replace(LAYER, num_layers=8)
+TARGET = uniform_decoder(**(SIZES | {"num_layers": 8}))
 DRAFT_IDS = np.array([1, 2, 5, 11, 12, 19], np.int32)
 
 
@@ -44,12 +45,8 @@ def target_params() -> Params:
     return {"embed": {"table": jnp.ones((20, 8))}, "lm_head": {"kernel": jnp.ones((8, 20))}}
 
 
-def random_params(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
-    abstract = nnx.eval_shape(lambda: Eagle3(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    params: Params = jax.tree.map(
-        lambda leaf: rng.standard_normal(leaf.shape).astype(leaf.dtype), split(abstract)[1]
-    )
+def random_head(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
+    params = random_params(eagle3_params(config), dtype=dtype)
     full = config.draft_vocab_size == config.layer.vocab_size
     params["draft_ids"] = np.arange(20, dtype=np.int32) if full else DRAFT_IDS
     return params
@@ -57,7 +54,7 @@ def random_params(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
 
 def written(path: Path, config: Eagle3Config = CONFIG, **changes: Any) -> Path:
     """A saved head with tensors replaced, added or (None) removed."""
-    save_eagle3(path, config, random_params(config), dtype=np.float32, include_embed=True)
+    save_eagle3(path, config, random_head(config), dtype=np.float32, include_embed=True)
     tensors = load_file(path / "model.safetensors") | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
     save_file(kept, path / "model.safetensors")
@@ -68,25 +65,21 @@ def load(path: Path, config: Eagle3Config = CONFIG) -> Params:
     return load_eagle3(path, config, target_params=target_params(), dtype=np.float32)
 
 
-def assert_same(found: Params, expected: Params) -> None:
-    same = jax.tree.structure(found) == jax.tree.structure(expected)  # type: ignore[operator]
-    assert same
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), found, expected)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, FULL, replace(CONFIG, norm_before_residual=True)])
 def test_save_then_load_is_exact(config: Eagle3Config, dtype: Any, tmp_path: Path) -> None:
-    params = random_params(config, dtype=dtype)
+    params = random_head(config, dtype=dtype)
     save_eagle3(tmp_path, config, params, dtype=dtype, include_embed=True)
     assert load_eagle3_config(tmp_path, target=TARGET) == config
     found = load_eagle3(tmp_path, config, target_params={}, dtype=dtype)
     assert_same(found, params)
 
 
-def test_qkv_biases_survive(tmp_path: Path) -> None:
-    config = replace(CONFIG, layer=replace(LAYER, attention_bias=True))
-    params = random_params(config)
+def test_attention_biases_survive(tmp_path: Path) -> None:
+    attention = replace(LAYER.one_layer.attention, qkv_bias=True, out_bias=True)
+    layer = replace(LAYER, layers=(replace(LAYER.one_layer, attention=attention),))
+    config = replace(CONFIG, layer=layer)
+    params = random_head(config)
     save_eagle3(tmp_path, config, params, dtype=np.float32, include_embed=True)
     assert load_eagle3_config(tmp_path, target=TARGET) == config
     assert_same(load(tmp_path, config), params)
@@ -101,7 +94,7 @@ def test_every_name_layout_is_the_same_head(prefix: str, tmp_path: Path) -> None
         for name, v in load_file(tmp_path / "model.safetensors").items()
     }
     save_file(renamed, tmp_path / "model.safetensors")
-    assert_same(load(tmp_path), random_params(CONFIG))
+    assert_same(load(tmp_path), random_head(CONFIG))
 
 
 def test_names_that_only_begin_alike_keep_their_own() -> None:
@@ -122,13 +115,13 @@ def test_any_ascending_map_survives(
     tmp_path_factory: pytest.TempPathFactory, ids: set[int]
 ) -> None:
     path = tmp_path_factory.mktemp("map")
-    params = random_params(CONFIG) | {"draft_ids": np.array(sorted(ids), np.int32)}
+    params = random_head(CONFIG) | {"draft_ids": np.array(sorted(ids), np.int32)}
     save_eagle3(path, CONFIG, params, dtype=np.float32)
     np.testing.assert_array_equal(load(path)["draft_ids"], params["draft_ids"], strict=True)
 
 
 def test_without_its_own_embedding_the_head_holds_the_target_s_array(tmp_path: Path) -> None:
-    save_eagle3(tmp_path, CONFIG, random_params(CONFIG), dtype=np.float32)
+    save_eagle3(tmp_path, CONFIG, random_head(CONFIG), dtype=np.float32)
     target = target_params()
     found = load_eagle3(tmp_path, CONFIG, target_params=target, dtype=np.float32)
     assert found["embed"]["table"] is target["embed"]["table"]
@@ -144,7 +137,7 @@ def test_a_full_vocabulary_head_may_use_the_target_s_lm_head(tmp_path: Path) -> 
 
 
 def test_a_missing_t2d_is_no_error(tmp_path: Path) -> None:
-    assert_same(load(written(tmp_path, t2d=None)), random_params(CONFIG))
+    assert_same(load(written(tmp_path, t2d=None)), random_head(CONFIG))
 
 
 def test_strays_of_known_exporters_are_ignored(tmp_path: Path) -> None:
@@ -154,7 +147,7 @@ def test_strays_of_known_exporters_are_ignored(tmp_path: Path) -> None:
         "verifier_lm_head.weight": np.zeros((6, 8), np.float32),
         "verifier_norm.weight": np.zeros(8, np.float32),
     }
-    assert_same(load(written(tmp_path, **strays)), random_params(CONFIG))
+    assert_same(load(written(tmp_path, **strays)), random_head(CONFIG))
 
 
 def mask(*ids: int) -> Any:
@@ -205,6 +198,58 @@ def test_a_tensor_that_does_not_fit_is_named(
         load(written(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("name", ["layers.1.x", "model.layers.2.x", "layers.10.x"])
+def test_a_second_layers_tensors_are_refused_whatever_the_config_says(
+    name: str, tmp_path: Path
+) -> None:
+    written(tmp_path, **{name: np.zeros(3, np.float32)})
+    canonical = name.removeprefix("model.")
+    for config in (CONFIG, replace(CONFIG, stated_num_layers=40)):
+        with pytest.raises(CheckpointError, match=rf"tensor {canonical} .*more than one layer"):
+            load(tmp_path, config)
+
+
+def test_every_tensor_of_a_variant_is_named(tmp_path: Path) -> None:
+    strange: dict[str, Any] = {"fc.bias": np.zeros(8), "layers.1.x": np.zeros(1)}
+    with pytest.raises(CheckpointError) as caught:
+        load(written(tmp_path, **strange))
+    assert "a bias in fc" in str(caught.value)
+    assert "more than one layer" in str(caught.value)
+
+
+def test_the_configs_number_of_layers_counts_unless_the_tensors_say_midlayer(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text()) | {"num_hidden_layers": 40}
+    file.write_text(json.dumps(values))
+    config = load_eagle3_config(tmp_path, target=TARGET)
+    assert config == replace(CONFIG, stated_num_layers=40)
+    assert_same(load(tmp_path, config), random_head(CONFIG))  # midlayer
+    renamed = {
+        name.replace("midlayer.", "layers.0."): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 40; expected 1, a head of"):
+        load(tmp_path, config)
+
+
+def test_all_that_does_not_fit_a_head_is_one_error(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "fc.weight": np.zeros((8, 16), np.float32),
+        "norm.weight": None,
+        "other.weight": np.zeros(1, np.float32),
+        "midlayer.mlp.up_proj.weight": np.zeros((12, 8), np.int8),
+    }
+    with pytest.raises(CheckpointError, match="4 tensors do not fit") as caught:
+        check_eagle3(written(tmp_path, **changes), CONFIG)
+    for named in ("no tensor norm.weight", "unknown tensor other.weight", "fc.weight has shape"):
+        assert named in str(caught.value)
+    assert "layers.0.mlp.up_proj.weight has dtype I8" in str(caught.value)
+
+
 def test_a_narrower_head_must_own_its_embedding(tmp_path: Path) -> None:
     config = replace(CONFIG, target_hidden_size=16)
     written(tmp_path, config)
@@ -219,7 +264,7 @@ def test_a_narrower_head_must_own_its_embedding(tmp_path: Path) -> None:
     "ids", [[1, 2, 5, 11, 12, 20], [-1, 2, 5, 11, 12, 19], [2, 1, 5, 11, 12, 19], [1, 2, 5]]
 )
 def test_saving_refuses_a_map_that_no_reader_could_use(ids: list[int], tmp_path: Path) -> None:
-    params = random_params(CONFIG) | {"draft_ids": np.array(ids, np.int32)}
+    params = random_head(CONFIG) | {"draft_ids": np.array(ids, np.int32)}
     with pytest.raises(CheckpointError, match="expected 6 ascending target ids"):
         save_eagle3(tmp_path, CONFIG, params, dtype=np.float32)
 
@@ -227,5 +272,5 @@ def test_saving_refuses_a_map_that_no_reader_could_use(ids: list[int], tmp_path:
 def test_saving_refuses_aux_ids_that_readers_would_shift(tmp_path: Path) -> None:
     config = replace(CONFIG, aux_layer_ids=(1, 4, 5))
     with pytest.raises(ConfigError, match=r"\(1, 4, 5\); expected a first id other than 1"):
-        save_eagle3(tmp_path, config, random_params(config), dtype=np.float32)
+        save_eagle3(tmp_path, config, random_head(config), dtype=np.float32)
     assert not list(tmp_path.iterdir())

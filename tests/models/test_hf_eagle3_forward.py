@@ -10,20 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import Eagle3Config, RopeConfig, TransformerConfig
-from jspec.core.config_io import load_eagle3_config
+from jspec.core.config import RopeConfig
+from jspec.core.model_spec import Eagle3Config, uniform_decoder
 from jspec.layers.attention import causal_attention
-from jspec.layers.linear import logits_of
-from jspec.models.eagle3 import Eagle3
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.eagle3 import Eagle3Head, eagle3_params, run_head_layer
+from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
-from jspec.models.llama import Params, bind, split
+from jspec.models.placement import abstract_params
+from jspec.pallas_kernels.ops import Ops
 from tests.models.eagle3_reference import Eagle3Reference
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"
-TARGET = TransformerConfig(
+TARGET = uniform_decoder(
     vocab_size=96,
     hidden_size=32,
     intermediate_size=48,
@@ -37,15 +39,19 @@ Run = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 
 def dense_head(config: Eagle3Config, params: Params) -> Run:
     """(tokens[B, T], hidden[B, T, E]) -> (h2, logits) of every row, positions 0..T-1."""
-    abstract = nnx.eval_shape(lambda: Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    definition, _ = split(abstract)
 
     @jax.jit
     def run(params: Params, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        head = bind(definition, params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        h2 = head.layer(head.embed(tokens), hidden, positions, causal_attention)
-        return h2, logits_of(head.norm(h2), head.lm_head.kernel[...])
+        h2 = run_head_layer(
+            params["layer"],
+            embed(params["embed"], tokens),
+            hidden,
+            jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+            causal_attention,
+            config=config,
+            settings=LayerSettings(Ops()),
+        )
+        return h2, Eagle3Head(config, Ops()).logits(params, h2)
 
     def call(tokens: Any, hidden: Any) -> tuple[jax.Array, jax.Array]:
         with jax.default_matmul_precision("highest"):
@@ -59,15 +65,15 @@ def reference(path: Path, config: Eagle3Config, *, layer: str) -> Eagle3Referenc
     return Eagle3Reference(
         tensors=load_file(path / "model.safetensors"),
         layer=layer,
-        head_dim=config.layer.head_dim,
+        head_dim=config.layer.one_layer.attention.head_dim,
         eps=config.layer.rms_norm_eps,
-        theta=config.layer.rope.theta,
+        theta=config.layer.one_layer.attention.rope.theta,
         norm_before_residual=config.norm_before_residual,
     )
 
 
 def random_head(*, norm_before_residual: bool) -> tuple[Eagle3Config, Params]:
-    layer = TransformerConfig(
+    layer = uniform_decoder(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=40,
@@ -85,10 +91,10 @@ def random_head(*, norm_before_residual: bool) -> tuple[Eagle3Config, Params]:
         aux_layer_ids=(0, 2, 4, 8),
         norm_before_residual=norm_before_residual,
     )
-    abstract = nnx.eval_shape(lambda: Eagle3(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(7)
     params: Params = jax.tree.map(
-        lambda leaf: (rng.standard_normal(leaf.shape) / 5).astype(leaf.dtype), split(abstract)[1]
+        lambda leaf: (rng.standard_normal(leaf.shape) / 5).astype(leaf.dtype),
+        abstract_params(eagle3_params(config), dtype=np.float32),
     )
     params["draft_ids"] = np.sort(rng.choice(96, 24, replace=False)).astype(np.int32)
     for scale in (params["norm"], *(params["layer"][n] for n in ("input_norm", "hidden_norm"))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +12,49 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import RopeConfig, TransformerConfig
-from jspec.core.config_io import load_transformer_config
+from jspec.core.config import RopeConfig
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.layers.attention import causal_attention
-from jspec.layers.linear import Shard, logits_of
-from jspec.models.hf_llama import load_llama, save_llama
-from jspec.models.llama import Llama, LlamaLayer, Params, bind, split, trunk
+from jspec.core.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.layers.attention import attention, causal_attention
+from jspec.layers.linear import Shard
+from jspec.layers.mlp import gated_mlp
+from jspec.models.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.decoder import Params
+from jspec.models.registry import table_of
+from jspec.pallas_kernels.ops import Ops
+from tests.models.dense_forward import dense_forward
+from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama"
 VARIANTS = ["plain", "llama3_tied", "bias", "mistral"]
-TINY = TransformerConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(theta=500000.0, factor=8.0, original_max_position=32),
-    max_position=64,
-    eos_token_ids=(3, 4),
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rope": RopeConfig(theta=500000.0, factor=8.0, original_max_position=32),
+    "max_position": 64,
+    "eos_token_ids": (3, 4),
+}
+TINY = uniform_decoder(**SIZES)
 
 
-def random_params(config: TransformerConfig, *, dtype: Any = np.float32) -> Params:
-    """Numbers in the tree that jspec's own module has, norms away from 1, biases from 0."""
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    params: Params = jax.tree.map(
-        lambda leaf: (rng.standard_normal(leaf.shape) / 4).astype(leaf.dtype), split(abstract)[1]
-    )
-    if config.tie_word_embeddings:
-        params["lm_head"]["kernel"] = params["embed"]["table"].T
-    return params
-
-
-def assert_same(found: Params, expected: Params) -> None:
-    same = jax.tree.structure(found) == jax.tree.structure(expected)  # type: ignore[operator]
-    assert same
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), found, expected)
+def decoder(**changes: Any) -> ModelSpec:
+    return uniform_decoder(**(SIZES | changes))
 
 
 def assert_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def on_device(params: Params) -> Params:
+    moved: Params = jax.tree.map(jnp.asarray, params)
+    return moved
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -69,33 +64,10 @@ def rewrite(path: Path, **changes: Any) -> None:
     save_file(kept, path / "model.safetensors")
 
 
-def dense_forward(
-    config: TransformerConfig, params: Params, token_ids: Any, *, aux_layer_ids: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(logits[T, V], normed hidden[T, E], aux_hidden[T, A]) by dense causal attention."""
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    definition, _ = split(abstract)
-
-    @jax.jit
-    def run(params: Params, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        model = bind(definition, params)
-        positions = jnp.arange(ids.shape[1])[None]
-        layers = [
-            partial(layer, positions=positions, attend=causal_attention) for layer in model.layers
-        ]
-        stream, aux = trunk(layers, model.embed(ids), aux_layer_ids=aux_layer_ids)
-        hidden = model.norm(stream.sum())
-        return logits_of(hidden, model.lm_head.kernel[...]), hidden, aux
-
-    with jax.default_matmul_precision("highest"):
-        logits, hidden, aux = run(params, jnp.asarray(token_ids)[None])
-    return logits[0], hidden[0], aux[0]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_aux_hidden_equal_transformers(variant: str) -> None:
-    config = load_transformer_config(GOLDEN / variant)
-    params = load_llama(GOLDEN / variant, config, dtype=np.float32)
+    config = load_model_spec(GOLDEN / variant)
+    params = load_target(GOLDEN / variant, config, dtype=np.float32)
     golden = np.load(GOLDEN / variant / "outputs.npz")
     ids = tuple(range(config.num_layers))
     logits, hidden, aux = dense_forward(config, params, golden["token_ids"], aux_layer_ids=ids)
@@ -110,19 +82,19 @@ def test_logits_and_aux_hidden_equal_transformers(variant: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_save_then_load_is_exact(dtype: Any, tied: bool, bias: bool, tmp_path: Path) -> None:
-    config = replace(TINY, tie_word_embeddings=tied, attention_bias=bias)
-    params = random_params(config, dtype=dtype)
-    save_llama(tmp_path, config, params, dtype=dtype)
-    assert load_transformer_config(tmp_path) == config
+    config = decoder(tie_word_embeddings=tied, attention_bias=bias)
+    params = random_params(table_of(config), dtype=dtype)
+    save_target(tmp_path, config, params, dtype=dtype)
+    assert load_model_spec(tmp_path) == config
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
-    assert_same(load_llama(tmp_path, config, dtype=dtype), params)
+    assert_same(load_target(tmp_path, config, dtype=dtype), params)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_load_then_save_keeps_every_tensor(variant: str, tmp_path: Path) -> None:
-    config = load_transformer_config(GOLDEN / variant)
-    save_llama(
-        tmp_path, config, load_llama(GOLDEN / variant, config, dtype=np.float32), dtype=np.float32
+    config = load_model_spec(GOLDEN / variant)
+    save_target(
+        tmp_path, config, load_target(GOLDEN / variant, config, dtype=np.float32), dtype=np.float32
     )
     expected: dict[str, Any] = {}
     for file in (GOLDEN / variant).glob("*.safetensors"):
@@ -134,33 +106,39 @@ def test_load_then_save_keeps_every_tensor(variant: str, tmp_path: Path) -> None
 
 
 def test_float32_checkpoint_loads_as_rounded_bfloat16(tmp_path: Path) -> None:
-    params = random_params(TINY)
-    save_llama(tmp_path, TINY, params, dtype=np.float32)
+    params = random_params(table_of(TINY))
+    save_target(tmp_path, TINY, params, dtype=np.float32)
     rounded = jax.tree.map(lambda a: np.asarray(a).astype(ml_dtypes.bfloat16), params)
-    assert_same(load_llama(tmp_path, TINY, dtype=ml_dtypes.bfloat16), rounded)
+    assert_same(load_target(tmp_path, TINY, dtype=ml_dtypes.bfloat16), rounded)
 
 
 def test_tied_lm_head_is_a_view_of_the_table(tmp_path: Path) -> None:
-    config = replace(TINY, tie_word_embeddings=True)
-    save_llama(tmp_path, config, random_params(config), dtype=np.float32)
-    params = load_llama(tmp_path, config, dtype=np.float32)
+    config = decoder(tie_word_embeddings=True)
+    save_target(tmp_path, config, random_params(table_of(config)), dtype=np.float32)
+    params = load_target(tmp_path, config, dtype=np.float32)
     assert np.shares_memory(params["lm_head"]["kernel"], params["embed"]["table"])
 
 
 @pytest.mark.parametrize("shards", [2, 4])  # 4 shards: 2 kv heads, each on two shards
 def test_shards_add_up_to_the_whole_layer(shards: int, tmp_path: Path) -> None:
-    save_llama(tmp_path, TINY, random_params(TINY), dtype=np.float32)
-    whole = load_llama(tmp_path, TINY, dtype=np.float32)["layers"][0]
-    fused = load_llama(tmp_path, TINY, dtype=np.float32, shards=shards)["layers"][0]
+    save_target(tmp_path, TINY, random_params(table_of(TINY)), dtype=np.float32)
+    whole = on_device(load_target(tmp_path, TINY, dtype=np.float32)["layers"][0])
+    fused = load_target(tmp_path, TINY, dtype=np.float32, shards=shards)["layers"][0]
     x = jax.random.normal(jax.random.key(1), (1, 5, TINY.hidden_size))
     positions = jnp.arange(5)[None]
 
     def halves(params: Params, size: int) -> tuple[jax.Array, jax.Array]:
-        abstract = nnx.eval_shape(
-            lambda: LlamaLayer(TINY, shard=Shard(size), dtype=jnp.float32, rngs=nnx.Rngs(0))
+        spec, shard = TINY.one_layer, Shard(size)
+        mixed = attention(
+            params["attention"],
+            x,
+            positions,
+            causal_attention,
+            spec=spec.attention,
+            eps=spec.eps,
+            shard=shard,
         )
-        layer = bind(split(abstract)[0], params)
-        return layer.attention(x, positions, causal_attention), layer.mlp(x)
+        return mixed, gated_mlp(params["mlp"], x, shard=shard, ops=Ops())
 
     def part(kernel: Any, index: int, axis: int) -> Any:
         return np.split(kernel, shards, axis=axis)[index]
@@ -177,28 +155,30 @@ def test_shards_add_up_to_the_whole_layer(shards: int, tmp_path: Path) -> None:
                 "down": {"kernel": part(mlp["down"]["kernel"], index, 0)},
             },
         }
-        merged: Params = fused | sharded
-        return merged
+        return sharded
 
-    parts = [halves(one_shard(i), shards) for i in range(shards)]
+    parts = [halves(on_device(one_shard(i)), shards) for i in range(shards)]
     for j, expected in enumerate(halves(whole, 1)):
         found = sum(np.asarray(outs[j]) for outs in parts)
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("shards", "named"), [(3, "4 heads"), (8, "4 heads")])
+@pytest.mark.parametrize(
+    ("shards", "named"),
+    [(3, "a divisor of 4, the blocks of .*q_proj"), (8, "a divisor of 4, the blocks of .*q_proj")],
+)
 def test_shards_that_do_not_divide_are_refused(shards: int, named: str, tmp_path: Path) -> None:
-    save_llama(tmp_path, TINY, random_params(TINY), dtype=np.float32)
-    with pytest.raises(ConfigError, match=f"tensor parallel size is {shards}.*{named}"):
-        load_llama(tmp_path, TINY, dtype=np.float32, shards=shards)
+    save_target(tmp_path, TINY, random_params(table_of(TINY)), dtype=np.float32)
+    with pytest.raises(ConfigError, match=f"tp_size is {shards}; expected {named}"):
+        load_target(tmp_path, TINY, dtype=np.float32, shards=shards)
 
 
 def test_a_load_holds_one_model_and_a_few_tensors(tmp_path: Path) -> None:
-    config = replace(TINY, num_layers=24, hidden_size=64, intermediate_size=256)
-    save_llama(tmp_path, config, random_params(config), dtype=np.float32)
+    config = decoder(num_layers=24, hidden_size=64, intermediate_size=256)
+    save_target(tmp_path, config, random_params(table_of(config)), dtype=np.float32)
     tracemalloc.start()
     try:
-        params = load_llama(tmp_path, config, dtype=np.float32)
+        params = load_target(tmp_path, config, dtype=np.float32)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -236,43 +216,60 @@ def test_a_load_holds_one_model_and_a_few_tensors(tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_fit_is_named(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_llama(tmp_path, TINY, random_params(TINY), dtype=np.float32)
+    save_target(tmp_path, TINY, random_params(table_of(TINY)), dtype=np.float32)
     rewrite(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_llama(tmp_path, TINY, dtype=np.float32)
+        load_target(tmp_path, TINY, dtype=np.float32)
 
 
 def test_stored_rope_tables_are_ignored(tmp_path: Path) -> None:
-    params = random_params(TINY)
-    save_llama(tmp_path, TINY, params, dtype=np.float32)
+    params = random_params(table_of(TINY))
+    save_target(tmp_path, TINY, params, dtype=np.float32)
     rewrite(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)})
-    assert_same(load_llama(tmp_path, TINY, dtype=np.float32), params)
+    assert_same(load_target(tmp_path, TINY, dtype=np.float32), params)
 
 
-def test_an_output_bias_other_than_zero_is_refused(tmp_path: Path) -> None:
-    config = replace(TINY, attention_bias=True)
-    save_llama(tmp_path, config, random_params(config), dtype=np.float32)
-    rewrite(tmp_path, **{"model.layers.1.self_attn.o_proj.bias": np.ones(16, np.float32)})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.bias is not zero"):
-        load_llama(tmp_path, config, dtype=np.float32)
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "self_attn.k_proj", "mlp.down_proj"])
+def test_a_bias_is_read_and_added(part: str, tmp_path: Path) -> None:
+    config = decoder(attention_bias=True)
+    layer = replace(config.one_layer, ffn=DenseSpec(inner=24, bias=True))
+    config = replace(config, layers=(layer,) * 2)
+    params = random_params(table_of(config))
+    save_target(tmp_path, config, params, dtype=np.float32)
+    assert load_model_spec(tmp_path) == config
+    assert_same(load_target(tmp_path, config, dtype=np.float32), params)
+    logits = dense_forward(config, params, [3, 4, 5], aux_layer_ids=())[0]
+    name = f"model.layers.1.{part}.bias"
+    stored = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, **{name: stored[name] + np.arange(len(stored[name]), dtype=np.float32) / 9})
+    changed = load_target(tmp_path, config, dtype=np.float32)
+    found = dense_forward(config, changed, [3, 4, 5], aux_layer_ids=())[0]
+    assert not np.allclose(found, logits, atol=1e-2)
+    rewrite(tmp_path, **{name: None})
+    if part == "self_attn.o_proj":  # some files have none there
+        bias = load_target(tmp_path, config, dtype=np.float32)["layers"][1]["attention"]["out"]
+        np.testing.assert_array_equal(bias["bias"], np.zeros(16))
+        return
+    with pytest.raises(CheckpointError, match=rf"no tensor model\.layers\.1\.{part}\.bias"):
+        load_target(tmp_path, config, dtype=np.float32)
 
 
 def test_a_tied_checkpoint_with_another_lm_head_is_refused(tmp_path: Path) -> None:
-    config = replace(TINY, tie_word_embeddings=True)
-    params = random_params(config)
-    save_llama(tmp_path, config, params, dtype=np.float32)
+    config = decoder(tie_word_embeddings=True)
+    params = random_params(table_of(config))
+    save_target(tmp_path, config, params, dtype=np.float32)
     rewrite(tmp_path, **{"lm_head.weight": np.asarray(params["embed"]["table"])})
-    assert_same(load_llama(tmp_path, config, dtype=np.float32), params)
+    assert_same(load_target(tmp_path, config, dtype=np.float32), params)
     rewrite(tmp_path, **{"lm_head.weight": np.zeros((40, 16), np.float32)})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
-        load_llama(tmp_path, config, dtype=np.float32)
+        load_target(tmp_path, config, dtype=np.float32)
 
 
 def test_saving_refuses_what_the_file_could_not_hold(tmp_path: Path) -> None:
-    params = random_params(TINY)
-    with pytest.raises(CheckpointError, match="lm_head's kernel differs"):
-        save_llama(tmp_path, replace(TINY, tie_word_embeddings=True), params, dtype=np.float32)
-    save_llama(tmp_path, TINY, params, dtype=np.float32)
-    sharded = load_llama(tmp_path, TINY, dtype=np.float32, shards=4)
+    params = random_params(table_of(TINY))
+    with pytest.raises(CheckpointError, match=r"lm_head\.kernel differs from the embedding table"):
+        save_target(tmp_path, decoder(tie_word_embeddings=True), params, dtype=np.float32)
+    save_target(tmp_path, TINY, params, dtype=np.float32)
+    sharded = load_target(tmp_path, TINY, dtype=np.float32, shards=4)
     with pytest.raises(CheckpointError, match="only unsharded params can be saved"):
-        save_llama(tmp_path, TINY, sharded, dtype=np.float32)
+        save_target(tmp_path, TINY, sharded, dtype=np.float32)

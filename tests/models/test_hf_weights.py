@@ -1,46 +1,25 @@
-"""Safetensors files on disk: single, sharded, damaged; and the fused columns' arithmetic."""
+"""Safetensors files on disk: single, sharded, damaged."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from jspec.core.config import TransformerConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.models.hf_weights import (
-    fuse_kernel,
-    gate_up_placements,
-    kernel,
-    num_columns,
-    open_tensors,
-    qkv_placements,
-    unfuse,
-)
+from jspec.core.errors import CheckpointError
+from jspec.models.hf_weights import open_tensors
 
 
-def config_of(*, num_heads: int, num_kv_heads: int, head_dim: int = 2) -> TransformerConfig:
-    return TransformerConfig(
-        vocab_size=8,
-        hidden_size=4,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-    )
-
-
-def write_two_files(path: Path, *, weight_map: dict[str, str] | None = None) -> None:
+def write_two_files(path: Path, *, weight_map: Any = None) -> None:
     save_file({"a": np.zeros(2, np.float32)}, path / "one.safetensors")
     save_file({"b": np.ones(3, np.float32)}, path / "two.safetensors")
     weight_map = weight_map or {"a": "one.safetensors", "b": "two.safetensors"}
@@ -51,82 +30,6 @@ def write_two_files(path: Path, *, weight_map: dict[str, str] | None = None) -> 
 def read_all(path: Path) -> dict[str, Any]:
     with open_tensors(path) as tensors:
         return {name: tensors.read(name) for name in tensors.sources}
-
-
-def columns_by_name(placements: dict[str, list[Any]]) -> list[str]:
-    """The name and stored row that each fused column takes, as in `q3`."""
-    columns = [""] * num_columns(placements)
-    for name, placed in placements.items():
-        for rows, target in placed:
-            for row, column in zip(
-                range(rows.start, rows.stop), range(target.start, target.stop), strict=True
-            ):
-                assert columns[column] == ""
-                columns[column] = f"{name.removesuffix('_proj')}{row}"
-    return columns
-
-
-@pytest.mark.parametrize(
-    ("shards", "expected"),
-    [
-        (1, "q0 q1 q2 q3 k0 k1 v0 v1"),
-        (2, "q0 q1 k0 v0 q2 q3 k1 v1"),
-        (4, "q0 k0 v0 q1 k0 v0 q2 k1 v1 q3 k1 v1"),
-    ],
-)
-def test_qkv_columns_of_the_worked_example(shards: int, expected: str) -> None:
-    placements = qkv_placements(config_of(num_heads=4, num_kv_heads=2), shards=shards)
-    heads = [name for name in columns_by_name(placements) if int(name[1:]) % 2 == 0]
-    assert " ".join(f"{name[0]}{int(name[1:]) // 2}" for name in heads) == expected
-
-
-@pytest.mark.parametrize(
-    ("shards", "expected"),
-    [
-        (1, "gate0 gate1 gate2 gate3 up0 up1 up2 up3"),
-        (2, "gate0 gate1 up0 up1 gate2 gate3 up2 up3"),
-    ],
-)
-def test_gate_up_columns_of_the_worked_example(shards: int, expected: str) -> None:
-    assert " ".join(columns_by_name(gate_up_placements(4, shards=shards))) == expected
-
-
-@given(
-    kv_heads=st.integers(1, 4),
-    group=st.integers(1, 4),
-    shards=st.integers(1, 16),
-    head_dim=st.sampled_from([2, 4]),
-)
-def test_every_shard_pairs_its_queries_with_their_own_kv_heads(
-    kv_heads: int, group: int, shards: int, head_dim: int
-) -> None:
-    config = config_of(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim)
-    servable = config.num_heads % shards == 0 and (kv_heads % shards == 0 or shards % kv_heads == 0)
-    if not servable:
-        with pytest.raises(ConfigError, match=f"tensor parallel size is {shards}"):
-            qkv_placements(config, shards=shards)
-        return
-    names = columns_by_name(qkv_placements(config, shards=shards))
-    for shard in np.split(np.array(names), shards):
-        heads = {
-            letter: [int(n[1:]) // head_dim for n in shard[::head_dim] if n[0] == letter]
-            for letter in "qkv"
-        }
-        assert heads["k"] == heads["v"]
-        local_group = len(heads["q"]) // len(heads["k"])
-        for local, head in enumerate(heads["q"]):
-            assert heads["k"][local // local_group] == head // group
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("size", [3, 300])  # within one transposed block, and across two
-def test_kernels_are_the_exact_transpose(dtype: Any, size: int, tmp_path: Path) -> None:
-    stored = np.random.default_rng(0).standard_normal((size, 5)).astype(dtype)
-    save_file({"w": stored}, tmp_path / "model.safetensors")
-    with open_tensors(tmp_path) as tensors:
-        np.testing.assert_array_equal(kernel(tensors, "w", dtype=dtype), stored.T, strict=True)
-        wide = kernel(tensors, "w", dtype=np.float32)
-    np.testing.assert_array_equal(wide, stored.T.astype(np.float32), strict=True)
 
 
 def test_bfloat16_is_read_where_nothing_else_taught_numpy_the_type(tmp_path: Path) -> None:
@@ -142,22 +45,6 @@ def test_bfloat16_is_read_where_nothing_else_taught_numpy_the_type(tmp_path: Pat
     assert done.stdout.split() == ["bfloat16", "set()"]
 
 
-def test_unfuse_undoes_fuse(tmp_path: Path) -> None:
-    placements = qkv_placements(config_of(num_heads=4, num_kv_heads=2), shards=1)
-    rng = np.random.default_rng(0)
-    stored = {
-        f"x.{name}.weight": rng.standard_normal((rows, 4)).astype(np.float32)
-        for name, rows in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4))
-    }
-    save_file(stored, tmp_path / "model.safetensors")
-    with open_tensors(tmp_path) as tensors:
-        fused = fuse_kernel(tensors, "x.", placements, in_size=4, dtype=np.float32)
-    found = unfuse(fused, placements, "x.", dtype=np.float32)
-    assert found.keys() == stored.keys()
-    for name, value in stored.items():
-        np.testing.assert_array_equal(found[name], value, strict=True)
-
-
 def test_an_index_joins_its_files(tmp_path: Path) -> None:
     write_two_files(tmp_path)
     found = read_all(tmp_path)
@@ -171,15 +58,56 @@ def test_an_index_joins_its_files(tmp_path: Path) -> None:
         ({"a": "three.safetensors"}, r"three\.safetensors: cannot be read"),
         ({"a": "two.safetensors"}, r"two\.safetensors: no tensor a, which the index names"),
         ({"a": "../one.safetensors"}, r"index\.json: .*outside this directory"),
-        ({"a": 3}, r"index\.json: cannot be read as an index"),
+        ({"a": "/one.safetensors"}, r"index\.json: .*outside this directory"),
+        ({"a": "x/../one.safetensors"}, r"index\.json: .*outside this directory"),
+        ({"a": 3}, r"index\.json: weight_map has 3 for a; expected a file's name"),
+        ({"a": ".."}, r"index\.json: weight_map has '\.\.' for a; expected a file's name"),
+        ({"a": ""}, r"index\.json: weight_map has '' for a"),
+        ({"a": "\0"}, r"index\.json: weight_map has '\\x00' for a"),
+        (["a"], r"index\.json: weight_map is \['a'\]; expected an object of tensor and file"),
+        ("a", r"index\.json: weight_map is 'a'; expected an object"),
     ],
 )
-def test_an_index_that_lies_is_refused(
-    weight_map: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_an_index_that_lies_is_refused(weight_map: Any, message: str, tmp_path: Path) -> None:
     write_two_files(tmp_path, weight_map=weight_map)
     with pytest.raises(CheckpointError, match=message):
         read_all(tmp_path)
+
+
+def test_a_file_cut_short_after_it_was_opened_names_the_tensor(tmp_path: Path) -> None:
+    """It is read, not mapped: a map would end the process by a signal."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(4, np.float32), "b": np.ones((90, 90), np.float32)}, file)
+    with open_tensors(tmp_path) as tensors:
+        os.truncate(file, file.stat().st_size - 4)
+        np.testing.assert_array_equal(tensors.weight("a"), np.zeros(4))
+        for read in (tensors.weight, lambda name: list(tensors.row_blocks(name, range(80, 90)))):
+            with pytest.raises(CheckpointError, match=r"cannot read b: the file ends.*4 more"):
+                read("b")
+        with pytest.raises(CheckpointError, match=r"b has 32400 bytes; expected at least 32760"):
+            list(tensors.row_blocks("b", range(1, 91)))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_rows_come_block_by_block(dtype: Any, tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).standard_normal((2, 50, 20_000)).astype(dtype)
+    save_file({"first": np.zeros(3, np.int8), "w": whole}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as tensors:
+        np.testing.assert_array_equal(tensors.weight("w"), whole, strict=True)
+        blocks = [(at, block.copy()) for at, block in tensors.row_blocks("w", range(30, 90))]
+        assert [at for at, _ in blocks] == list(range(30, 90, len(blocks[0][1])))
+        assert len(blocks) > 2
+        joined = np.concatenate([block for _, block in blocks])
+    np.testing.assert_array_equal(joined, whole.reshape(100, -1)[30:90], strict=True)
+
+
+def test_threads_may_read_the_same_file_at_once(tmp_path: Path) -> None:
+    stored = {f"w{i}": np.full((300, 300), i, np.float32) for i in range(8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as tensors, ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for name, found in zip(stored, pool.map(tensors.weight, stored), strict=True):
+                np.testing.assert_array_equal(found, stored[name], strict=True)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])
@@ -199,6 +127,91 @@ def test_a_corrupt_header_is_named(tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
         read_all(tmp_path)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**62, 10**8 + 1, 99 * 10**6])
+def test_an_absurd_header_is_named_at_once(length: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as out:
+        out.write(length.to_bytes(8, "little"))
+        out.truncate(2**37)  # a file with a hole: none of it is on the disk
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "shard"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    if name == "shard":
+        index = {"weight_map": {"a": "shard"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    program = (
+        "import sys, pathlib; from jspec.models.hf_weights import open_tensors\n"
+        "with open_tensors(pathlib.Path(sys.argv[1])): pass"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=20
+    )
+    assert f"{name}: cannot be read: it is not a regular file" in done.stderr
+
+
+def test_a_huge_index_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors.index.json").open("wb") as out:
+        out.truncate(2**37)
+    with pytest.raises(CheckpointError, match=r"index\.json: is larger than \d+ bytes"):
+        read_all(tmp_path)
+
+
+def check(path: Path, **expected: tuple[int, ...]) -> None:
+    with open_tensors(path) as tensors:
+        tensors.check(
+            expected,
+            optional={"ids": (2,)},
+            is_stray=lambda name: name.startswith("stray"),
+            integers=("ids",),
+        )
+
+
+def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
+    tensors = {
+        "good": np.zeros(2, np.float32),
+        "wide": np.zeros(3, np.float32),
+        "typed": np.zeros(2, np.int8),
+        "both": np.zeros(3, np.int8),
+        "extra": np.zeros(4, np.float32),
+        "ids": np.zeros(2, np.int64),
+        "stray": np.zeros(2, np.int64),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    served = "expected one of F16, BF16, F32, F64 (quantized weights are not served)"
+    with pytest.raises(CheckpointError) as caught:
+        check(tmp_path, good=(2,), wide=(2,), typed=(2,), both=(2,), absent=(5, 6), gone=(1,))
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}: 7 tensors do not fit",
+        "  no tensor absent; expected shape (5, 6)",
+        "  no tensor gone; expected shape (1,)",
+        "  unknown tensor extra of shape (4,); expected only names of this architecture",
+        "  both has shape (3,); expected (2,)",
+        "  wide has shape (3,); expected (2,)",
+        f"  both has dtype I8; {served}",
+        f"  typed has dtype I8; {served}",
+    ]
+
+
+def test_a_long_list_of_what_does_not_fit_is_cut(tmp_path: Path) -> None:
+    save_file(
+        {f"u{i:03}": np.zeros(1, np.float32) for i in range(21)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        check(tmp_path, **{f"m{i:03}": (i,) for i in range(500)})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 21 + 21
+    assert lines[0].endswith("521 tensors do not fit")
+    assert lines[20:22] == [
+        "  no tensor m019; expected shape (19,)",
+        "  480 more are missing, 500 in all",
+    ]
+    assert lines[-1] == "  1 more are unknown, 21 in all"
 
 
 def test_no_safetensors_names_what_is_there_instead(tmp_path: Path) -> None:

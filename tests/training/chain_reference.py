@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.layers.attention import Rotation, rotate_and_split
-from jspec.layers.linear import logits_of
-from jspec.models.llama import Params, bind
+from jspec.core.model_spec import Eagle3Config
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.eagle3 import Eagle3Head, run_head_layer
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 
 
 class RowCache:
@@ -24,8 +25,9 @@ class RowCache:
         self.keys: np.ndarray | None = None
         self.values: np.ndarray | None = None
 
-    def __call__(self, heads: jax.Array, rotation: Rotation) -> jax.Array:
+    def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
         """heads [1, H + 2G, D]."""
+        assert sinks is None
         q, k, v = rotate_and_split(heads, rotation)
         if self.keys is None or self.values is None:
             self.keys, self.values = np.zeros((32, *k.shape[1:])), np.zeros((32, *v.shape[1:]))
@@ -41,22 +43,35 @@ class RowCache:
 
 
 def chain_logits(
-    definition: Any, params: Params, committed_ids: np.ndarray, aux: jax.Array, drafts: list[int]
+    config: Eagle3Config,
+    params: Params,
+    committed_ids: np.ndarray,
+    aux: jax.Array,
+    drafts: list[int],
 ) -> list[jax.Array]:
     """Logits [U] behind the last committed pair and behind each draft.
 
     committed_ids: x_0..x_{t+1}; aux [t + 1, A]: features of x_0..x_t, so the rows 0..t are real.
     """
-    model = bind(definition, params)
-    cache = RowCache()
+    head, settings, cache = Eagle3Head(config, Ops()), LayerSettings(Ops()), RowCache()
+
+    def run(token: jax.Array, hidden: jax.Array, position: int) -> jax.Array:
+        return run_head_layer(
+            params["layer"],
+            embed(params["embed"], token),
+            hidden,
+            jnp.asarray([position]),
+            cache,
+            config=config,
+            settings=settings,
+        )
+
     hidden = aux[:1]
     for i in range(len(aux)):
-        embedded = model.embed(jnp.asarray(committed_ids[i + 1 : i + 2]))
-        fused = model.features(aux[i : i + 1])
-        hidden = model.layer(embedded, fused, jnp.asarray([i]), cache)
-    logits = [logits_of(model.norm(hidden), model.lm_head.kernel[...])[0]]
+        fused = head.features(params, aux[i : i + 1])
+        hidden = run(jnp.asarray(committed_ids[i + 1 : i + 2]), fused, i)
+    logits = [head.logits(params, hidden)[0]]
     for depth, token in enumerate(drafts, start=1):
-        position = jnp.asarray([len(aux) - 1 + depth])
-        hidden = model.layer(model.embed(jnp.asarray([token])), hidden, position, cache)
-        logits.append(logits_of(model.norm(hidden), model.lm_head.kernel[...])[0])
+        hidden = run(jnp.asarray([token]), hidden, len(aux) - 1 + depth)
+        logits.append(head.logits(params, hidden)[0])
     return logits

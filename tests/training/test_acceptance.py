@@ -8,9 +8,9 @@ import pytest
 
 from jspec.core import noise
 from jspec.training import acceptance
-from jspec.training.dense import causal_attend, forward, target_definition
+from jspec.training.dense import causal_attend, forward
 from jspec.training.sampler import Prompts, sample_rows
-from jspec.training.ttt import head_definition, make_frozen, whole_head
+from jspec.training.ttt import make_frozen, whole_head
 from tests.training.chain_reference import chain_logits
 from tests.training.tiny_pair import tiny_head, tiny_target
 
@@ -51,7 +51,7 @@ def test_the_simulator_equals_free_drafting(temperature: float) -> None:
     )
     expected: list[int] = []
     _, aux = forward(
-        target_definition(target),
+        target,
         target_params,
         jnp.asarray(rows),
         dtype=jnp.float32,
@@ -59,15 +59,12 @@ def test_the_simulator_equals_free_drafting(temperature: float) -> None:
         aux_layer_ids=config.aux_layer_ids,
     )
     head = whole_head(params, target_params, jnp.asarray(draft_ids))
-    definition = head_definition(config)
     for b, prompt_len in enumerate(prompts.prompt_lens):
         root = int(prompt_len)
         while root - 1 < LENGTH - 1 - STEPS:
             drafts: list[int] = []
             for depth in range(STEPS):
-                logits = chain_logits(definition, head, rows[b, : root + 1], aux[b, :root], drafts)[
-                    -1
-                ]
+                logits = chain_logits(config, head, rows[b, : root + 1], aux[b, :root], drafts)[-1]
                 position = jnp.asarray(root + 1 + depth)
                 g = noise.gumbel(jnp.asarray(prompts.seeds[b]), position, jnp.asarray(draft_ids))
                 best = int(np.argmax(np.asarray(logits + temperature * g)))

@@ -7,7 +7,7 @@ import numpy as np
 
 from jspec.core import noise
 from jspec.training.data import TokenStream
-from jspec.training.dense import causal_attend, forward, lm_logits, target_definition
+from jspec.training.dense import causal_attend, forward, lm_logits
 from jspec.training.sampler import Prompts, draw_prompts, sample_rows
 from tests.training.tiny_pair import V, random_rows, tiny_target
 
@@ -30,7 +30,7 @@ def test_every_token_is_the_argmax_of_logits_plus_noise() -> None:
     rows = sample_rows(config, params, prompts, batch_size=2, dtype=jnp.float32)
     assert rows.shape == (4, LENGTH)
     hidden, _ = forward(
-        target_definition(config),
+        config,
         params,
         jnp.asarray(rows),
         dtype=jnp.float32,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jspec.core.config_io import load_eagle3_config, load_transformer_config
+from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3
-from jspec.models.hf_llama import load_llama
 from jspec.training.dense import dropout, init_target, with_lm_head
 from jspec.training.eagle3_ttt import draft_vocabulary, export_head
 from jspec.training.loop import LoopConfig, init_state, make_step
@@ -48,10 +48,10 @@ def test_an_exported_pair_reads_back(tmp_path: Path) -> None:
     config, params = tiny_target()
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"], vocab_size=300)
     export_target(tmp_path / "target", config, params, tokenizer=tokenizer)
-    read = load_transformer_config(tmp_path / "target")
+    read = load_model_spec(tmp_path / "target")
     assert read.eos_token_ids == (0,)
     assert read.tie_word_embeddings
-    again = load_llama(tmp_path / "target", read, dtype=ml_dtypes.bfloat16)
+    again = load_target(tmp_path / "target", read, dtype=ml_dtypes.bfloat16)
     whole = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), with_lm_head(params))
     jax.tree.map(np.testing.assert_array_equal, whole, again)
     assert load_tokenizer(tmp_path / "target").get_vocab_size() == tokenizer.get_vocab_size()

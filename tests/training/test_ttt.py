@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.training.dense import causal_attend, forward, target_definition
+from jspec.training.dense import causal_attend, forward
 from jspec.training.loop import LoopConfig, init_state, learning_rate, make_step
 from jspec.training.ttt import (
-    head_definition,
     make_frozen,
     training_time_test_loss,
     unroll,
@@ -28,20 +27,19 @@ def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
     head = whole_head(params, target_params, jnp.asarray(draft_ids))
     token_ids = random_rows(2, LENGTH)
     _, aux = forward(
-        target_definition(target),
+        target,
         target_params,
         token_ids,
         dtype=jnp.float32,
         attend=causal_attend("xla"),
         aux_layer_ids=config.aux_layer_ids,
     )
-    definition = head_definition(config)
-    unrolled = unroll(definition, head, token_ids, aux, num_depths=DEPTHS, dtype=jnp.float32)
+    unrolled = unroll(config, head, token_ids, aux, num_depths=DEPTHS, dtype=jnp.float32)
     assert [logits.shape[1] for logits in unrolled] == [11, 10, 9, 8]
     for t in (0, 1, 4, 6, 8):
         ids = np.asarray(token_ids[1])
         drafts = [int(token) for token in ids[t + 2 : t + 1 + DEPTHS]]
-        chain = chain_logits(definition, head, ids[: t + 2], aux[1, : t + 1], drafts)
+        chain = chain_logits(config, head, ids[: t + 2], aux[1, : t + 1], drafts)
         assert len(chain) == min(DEPTHS, LENGTH - 1 - t)
         for depth, logits in enumerate(chain):
             np.testing.assert_allclose(unrolled[depth][1, t], logits, atol=2e-5, rtol=1e-5)
@@ -54,9 +52,8 @@ def test_the_last_feature_reaches_no_earlier_row() -> None:
     token_ids = random_rows(1, LENGTH)
     aux = jax.random.normal(jax.random.key(0), (1, LENGTH, 3 * target.hidden_size))
     poisoned = aux.at[:, -1].set(1e4)
-    definition = head_definition(config)
     clean, dirty = (
-        unroll(definition, head, token_ids, value, num_depths=DEPTHS, dtype=jnp.float32)
+        unroll(config, head, token_ids, value, num_depths=DEPTHS, dtype=jnp.float32)
         for value in (aux, poisoned)
     )
     for expected, found in zip(clean, dirty, strict=True):
@@ -72,9 +69,8 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
         target, config, length=LENGTH, num_depths=2, dtype=jnp.float32
     )
     loss, metrics = loss_fn(params, frozen, rows, jax.random.key(0))
-    definition = head_definition(config)
     hidden, aux = forward(
-        target_definition(target),
+        target,
         target_params,
         rows,
         dtype=jnp.float32,
@@ -84,7 +80,7 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
     logits = np.asarray(hidden @ target_params["lm_head"]["kernel"], np.float64)
     head = whole_head(params, target_params, jnp.asarray(draft_ids))
     expected, misses = 0.0, 0
-    for i, draft in enumerate(unroll(definition, head, rows, aux, num_depths=2, dtype=jnp.float32)):
+    for i, draft in enumerate(unroll(config, head, rows, aux, num_depths=2, dtype=jnp.float32)):
         terms = []
         for b in range(2):
             for t in range(LENGTH - 1 - i):

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.models.llama import Params
+from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.models.decoder import Params
 from jspec.training.dense import init_target, with_lm_head
 from jspec.training.eagle3_ttt import head_config, init_head
 
 V, U = 48, 40
 
 
-def tiny_target() -> tuple[TransformerConfig, Params]:
+def tiny_target() -> tuple[ModelSpec, Params]:
     """3 layers, GQA, tied; logits sharpened so that its text is not uniform."""
-    config = TransformerConfig(
+    config = uniform_decoder(
         vocab_size=V,
         hidden_size=32,
         intermediate_size=48,
@@ -32,9 +32,7 @@ def tiny_target() -> tuple[TransformerConfig, Params]:
     return config, params
 
 
-def tiny_head(
-    target: TransformerConfig, target_params: Params
-) -> tuple[Eagle3Config, Params, np.ndarray]:
+def tiny_head(target: ModelSpec, target_params: Params) -> tuple[Eagle3Config, Params, np.ndarray]:
     """(config, trainable parameters, draft_ids): a random head that misses 8 target ids."""
     draft_ids = np.delete(np.arange(V), np.arange(5, 45, 5)).astype(np.int32)
     config = head_config(target, draft_vocab_size=U, intermediate_size=40, aux_layer_ids=(0, 2, 3))

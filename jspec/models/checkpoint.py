@@ -1,0 +1,131 @@
+"""A target's checkpoint: its ModelSpec from config.json, its weights, and both written again.
+
+ConfigError: a well-formed setting that jspec does not serve. CheckpointError: a file that is
+missing, unreadable, or does not fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.core.json_files import read_fields
+from jspec.core.model_spec import ModelSpec
+from jspec.models.family import Family, eos_ids
+from jspec.models.hf_weights import open_tensors, write_checkpoint
+from jspec.models.placement import nested
+from jspec.models.registry import FAMILIES, family_named, family_of, table_of
+from jspec.models.stored import (
+    Place,
+    check_names,
+    on_host,
+    packed_bytes,
+    param_reads,
+    stored_tensors,
+)
+
+GIB = 1 << 30
+log = logging.getLogger(__name__)
+
+
+def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> ModelSpec:
+    """The target's spec from `path`/config.json, in the layout of transformers 4 or 5.
+
+    families: those that are served.
+    End-of-sequence ids come from generation_config.json where it names some, else from
+    config.json; a checkpoint that names none has none.
+    Raises ConfigError (architecture, rope type, activation, ... not served), CheckpointError.
+    """
+    fields = read_fields(path / "config.json")
+    spec = family_of(fields.architecture(), fields.path, families).read(fields)
+    generation = path / "generation_config.json"
+    if not generation.exists():
+        return spec
+    overrides = read_fields(generation)
+    if overrides.get("eos_token_id") is not None:
+        spec = replace(spec, eos_token_ids=eos_ids(overrides))
+    return spec
+
+
+def load_default_temperature(path: Path) -> float:
+    """What `path`/generation_config.json samples at: 0 if it does not sample, 1 if it is silent.
+
+    Raises CheckpointError.
+    """
+    generation = path / "generation_config.json"
+    if not generation.exists():
+        return 1.0
+    fields = read_fields(generation)
+    if fields.get("do_sample") is False or fields.get("temperature") == 0:
+        return 0.0
+    return fields.number("temperature", 1.0)
+
+
+def load_target(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    families: tuple[Family, ...] = FAMILIES,
+    place: Place = on_host,
+) -> dict[str, Any]:
+    """Params (`dtype`) of a checkpoint, dealt to `shards` tensor shards, where `place` puts them.
+
+    On the host they are numpy arrays. The names, shapes and types of all tensors are checked
+    before the first is read.
+
+    Raises CheckpointError for a file that is unreadable or does not fit `spec`, ConfigError where
+    `shards` does not divide the heads or the MLP.
+    """
+    table = table_of(spec, families)
+    with open_tensors(path) as tensors:
+        check_names(tensors, table, is_stray=is_inv_freq)
+        packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
+        if packed:
+            log.info(
+                "%s: packed weights of %.2f GiB are unpacked to %s and take %.2f GiB",
+                path,
+                packed / GIB,
+                np.dtype(dtype).name,
+                unpacked / GIB,
+            )
+        placed = place(param_reads(tensors, table, dtype=dtype, shards=shards))
+        return nested(placed.items())
+
+
+def check_target(path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES) -> None:
+    """Reads the headers alone: CheckpointError for tensors that do not fit `spec`, all of them.
+
+    For a caller that would build something as large as `spec` says before it loads.
+    """
+    with open_tensors(path) as tensors:
+        check_names(tensors, table_of(spec, families), is_stray=is_inv_freq)
+
+
+def save_target(
+    path: Path,
+    spec: ModelSpec,
+    params: dict[str, Any],
+    *,
+    dtype: npt.DTypeLike,
+    families: tuple[Family, ...] = FAMILIES,
+) -> None:
+    """Writes unsharded params as the family's architecture: config.json and model.safetensors.
+
+    lm_head is left out when embeddings are tied; CheckpointError if it then is not the table.
+    """
+    family = family_named(spec.family, families)
+    tensors = stored_tensors(family.table(spec), params, dtype=dtype)
+    config = family.to_json(spec) | {"torch_dtype": np.dtype(dtype).name}
+    write_checkpoint(path, config, tensors)
+
+
+def is_inv_freq(name: str) -> bool:
+    """Old exports store the RoPE table; jspec computes it."""
+    return name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,200 @@
+"""gpt-oss: 20b, 120b (transformers' GptOssForCausalLM).
+
+Attention with sinks, with a window on every other layer, the first included; biases everywhere but
+in norms and lm_head; in every layer a mixture of clamped gated MLPs, softmax over the chosen ones.
+Published checkpoints hold the experts as mxfp4, which is unpacked while loading; transformers
+writes them unpacked, gate and up in alternate columns: both are read, the second is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.core.errors import ConfigError
+from jspec.core.json_files import Fields, shown
+from jspec.core.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
+from jspec.core.rope_io import TABLES
+from jspec.models.family import (
+    FULL,
+    SLIDING,
+    Family,
+    decoder_json,
+    read_attention,
+    read_decoder,
+    read_windows,
+)
+from jspec.models.mxfp4 import BLOCK
+from jspec.models.params import (
+    Codec,
+    Form,
+    Init,
+    ParamSpec,
+    ParamTable,
+    Part,
+    Split,
+    decoder_params,
+    prefixed,
+    product,
+)
+
+# What an absent key means.
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rope_theta": 150000.0,
+}
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+ALPHA, LIMIT = 1.702, 7.0  # of Gate.CLAMPED
+
+
+def read(fields: Fields) -> ModelSpec:
+    fields = _with_defaults(fields)
+    _refuse_other_quantization(fields)
+    for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
+        fields.refuse(name, allowed=(value,), why="the experts' gate has this one here")
+    bias = fields.flag("attention_bias", True)
+    window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
+    mixture = MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        inner=fields.integer("intermediate_size"),
+        routing=Routing.TOP_THEN_SOFTMAX,
+        gate=Gate.CLAMPED,
+        bias=True,
+    )
+    return read_decoder(
+        fields,
+        family=FAMILY.name,
+        attention=read_attention(fields, qkv_bias=bias, out_bias=bias, sinks=True),
+        ffn=lambda _: mixture,
+        windows=read_windows(fields, window=window, default=lambda i: FULL if i % 2 else SLIDING),
+        default_eps=1e-5,
+        default_max_position=131072,
+    )
+
+
+def _with_defaults(fields: Fields) -> Fields:
+    """The fields over DEFAULTS. A null window stays: it says that there is none."""
+    kept = {
+        name: value
+        for name, value in fields.values.items()
+        if value is not None or name == "sliding_window"
+    }
+    if not any(kept.get(name) for name in TABLES):
+        kept["rope_parameters"] = DEFAULT_ROPE
+    return Fields(fields.path, DEFAULTS | kept)
+
+
+def _refuse_other_quantization(fields: Fields) -> None:
+    table = fields.table("quantization_config")
+    method = table.get("quant_method")
+    if table.values and method != "mxfp4":
+        raise ConfigError(
+            f"{fields.path}: quantization_config has quant_method {shown(method)}; expected "
+            "'mxfp4', or no such key: these quantized weights are not served"
+        )
+
+
+def table(spec: ModelSpec) -> ParamTable:
+    return decoder_params(spec, ffn=expert_params)
+
+
+def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
+    """`moe` of a layer, under gpt-oss's names behind `mlp.`. size: E."""
+    assert isinstance(spec, MoESpec)
+    X, inner = spec.num_experts, spec.inner
+    declared = (
+        *product(("router",), size, (("router", X, 1),), bias=True),
+        ParamSpec(
+            path=("experts", "gate_up"),
+            shape=(X, size, 2 * inner),
+            layouts=_layouts(
+                _halves("experts.gate_up_proj", (X, size, 2 * inner)),
+                packed=_halves("experts.gate_up_proj", (X, 2 * inner, size), Codec.MXFP4),
+            ),
+            split=Split.OUT,
+        ),
+        ParamSpec(
+            path=("experts", "gate_up_bias"),
+            shape=(X, 2 * inner),
+            layouts=(_halves("experts.gate_up_proj_bias", (X, 2 * inner)),),
+            split=Split.OUT,
+            init=Init.ZEROS,
+        ),
+        ParamSpec(
+            path=("experts", "down"),
+            shape=(X, inner, size),
+            layouts=_layouts(
+                (_whole("experts.down_proj", (X, inner, size)),),
+                packed=(_whole("experts.down_proj", (X, size, inner), Codec.MXFP4),),
+            ),
+            split=Split.IN,
+        ),
+        ParamSpec(
+            path=("experts", "down_bias"),
+            shape=(X, size),
+            layouts=((_whole("experts.down_proj_bias", (X, size)),),),
+            init=Init.ZEROS,
+        ),
+    )
+    return prefixed(declared, path=("moe",), stored="mlp.")
+
+
+def _halves(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> tuple[Part, ...]:
+    """Gate and up: the even and the odd rows of the output axis (the last of what is unpacked)."""
+    inner = shape[-2 if codec else -1] // 2
+    return tuple(
+        Part(
+            name=name,
+            shape=shape,
+            size=inner,
+            units=inner,
+            first=first,
+            step=2,
+            form=Form.OUT_IN if codec else Form.AS_HELD,
+            codec=codec,
+        )
+        for first in (0, 1)
+    )
+
+
+def _whole(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> Part:
+    form = Form.OUT_IN if codec else Form.AS_HELD
+    return Part(name=name, shape=shape, size=shape[-2 if codec else -1], form=form, codec=codec)
+
+
+def _layouts(held: tuple[Part, ...], *, packed: tuple[Part, ...]) -> tuple[tuple[Part, ...], ...]:
+    """As it is held, and packed where whole blocks fit."""
+    return (held,) if packed[0].shape[-1] % BLOCK else (held, packed)
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    layer = spec.layers[0]
+    assert isinstance(layer.ffn, MoESpec)
+    windows = [layer.attention.window for layer in spec.layers]
+    return decoder_json(spec, architecture="GptOssForCausalLM", model_type="gpt_oss") | {
+        "attention_bias": layer.attention.qkv_bias,
+        "intermediate_size": layer.ffn.inner,
+        "num_local_experts": layer.ffn.num_experts,
+        "num_experts_per_tok": layer.ffn.top_k,
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "swiglu_alpha": ALPHA,
+        "swiglu_limit": LIMIT,
+    }
+
+
+FAMILY = Family(
+    name="gpt_oss", architectures=("GptOssForCausalLM",), read=read, to_json=to_json, table=table
+)

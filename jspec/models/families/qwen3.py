@@ -1,0 +1,41 @@
+"""Qwen3 dense (transformers' Qwen3ForCausalLM): heads of q and k are normed before RoPE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.core.json_files import Fields
+from jspec.core.model_spec import ModelSpec
+from jspec.models.families.qwen2 import qwen_json, qwen_windows
+from jspec.models.family import (
+    Family,
+    read_attention,
+    read_decoder,
+    read_dense,
+    refuse_quantized,
+)
+
+
+def read(fields: Fields) -> ModelSpec:
+    refuse_quantized(fields)
+    bias = fields.flag("attention_bias", False)
+    dense = read_dense(fields)
+    return read_decoder(
+        fields,
+        family=FAMILY.name,
+        attention=read_attention(
+            fields, qk_norm=True, qkv_bias=bias, out_bias=bias, default_head_dim=128
+        ),
+        ffn=lambda _: dense,
+        windows=qwen_windows(fields),
+        default_max_position=32768,
+    )
+
+
+def to_json(spec: ModelSpec) -> dict[str, Any]:
+    return qwen_json(spec, architecture="Qwen3ForCausalLM", model_type="qwen3") | {
+        "attention_bias": spec.layers[0].attention.qkv_bias
+    }
+
+
+FAMILY = Family(name="qwen3", architectures=("Qwen3ForCausalLM",), read=read, to_json=to_json)

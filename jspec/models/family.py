@@ -1,0 +1,171 @@
+"""What a family declares, and the parts of a Hugging Face config that most families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.json_files import Fields, shown
+from jspec.core.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    LayerSpec,
+    ModelSpec,
+)
+from jspec.core.rope_io import read_rope, rope_json
+from jspec.models.params import ParamTable, decoder_params
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A target family. read: its config.json; table: its weights; to_json: config.json again."""
+
+    name: str
+    architectures: tuple[str, ...]
+    read: Callable[[Fields], ModelSpec]
+    to_json: Callable[[ModelSpec], dict[str, Any]]
+    table: Callable[[ModelSpec], ParamTable] = decoder_params
+
+
+def read_decoder(
+    fields: Fields,
+    *,
+    family: str,
+    attention: AttentionSpec,
+    ffn: Callable[[int], FeedForward],
+    windows: tuple[int | None, ...],
+    default_eps: float = 1e-6,
+    default_tied: bool = False,
+    default_max_position: int = 2048,
+) -> ModelSpec:
+    """The fields that decoders share. ffn: of each layer; windows: of each layer's attention."""
+    refuse_common(fields)
+    eps = fields.number("rms_norm_eps", default_eps)
+    return ModelSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        layers=tuple(
+            LayerSpec(attention=replace(attention, window=window), ffn=ffn(i), eps=eps)
+            for i, window in enumerate(windows)
+        ),
+        rms_norm_eps=eps,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default_tied),
+        max_position=fields.integer("max_position_embeddings", default_max_position),
+        eos_token_ids=eos_ids(fields),
+        bos_token_id=bos_id(fields),
+        family=family,
+    )
+
+
+def read_attention(
+    fields: Fields,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    sinks: bool = False,
+    default_head_dim: int | None = None,
+) -> AttentionSpec:
+    """Heads, widths and RoPE; num_key_value_heads absent means one a head."""
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if fields.get("head_dim") is None and default_head_dim is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{fields.path}: hidden_size is {hidden_size}; expected head_dim beside it, or a "
+            f"multiple of num_attention_heads {num_heads}"
+        )
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", default_head_dim or hidden_size // num_heads),
+        rope=read_rope(fields),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        sinks=sinks,
+    )
+
+
+def read_dense(fields: Fields, *, bias: bool = False) -> DenseSpec:
+    return DenseSpec(inner=fields.integer("intermediate_size"), bias=bias)
+
+
+def read_windows(
+    fields: Fields, *, window: int | None, default: Callable[[int], str]
+) -> tuple[int | None, ...]:
+    """The window of each layer, None for full attention.
+
+    layer_types says which; where it is absent, `default` of the layer's number does. window: the
+    model's, None where it has none.
+    """
+    count = fields.integer("num_hidden_layers")
+    types = fields.strings("layer_types") or tuple(default(i) for i in range(count))
+    unknown = sorted(set(types) - {FULL, SLIDING})
+    if unknown:
+        raise ConfigError(
+            f"{fields.path}: layer_types has {shown(unknown)}; expected {FULL!r} or {SLIDING!r}"
+        )
+    if len(types) != count:
+        raise CheckpointError(
+            f"{fields.path}: layer_types has {len(types)} entries; expected num_hidden_layers "
+            f"{count}"
+        )
+    if SLIDING in types and window is None:
+        raise CheckpointError(
+            f"{fields.path}: layer_types has {SLIDING!r}, but there is no sliding_window; expected "
+            "one"
+        )
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def refuse_common(fields: Fields) -> None:
+    """ConfigError for what no family here computes."""
+    for name in ("hidden_act", "hidden_activation"):
+        fields.refuse(name, allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
+    fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+
+
+def refuse_quantized(fields: Fields) -> None:
+    fields.refuse("quantization_config", allowed=(), why="these quantized weights are not served")
+
+
+def eos_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.get("eos_token_id")
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    return tuple(fields.token_id("eos_token_id", item) for item in ids)
+
+
+def bos_id(fields: Fields) -> int | None:
+    value = fields.get("bos_token_id")
+    first = (value[0] if value else None) if isinstance(value, list) else value
+    return None if first is None else fields.token_id("bos_token_id", first)
+
+
+def decoder_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
+    """config.json of a decoder (transformers 4's keys, which version 5 reads too)."""
+    layer = spec.layers[0]
+    attention = layer.attention
+    eos = list(spec.eos_token_ids)
+    dense = {"intermediate_size": layer.ffn.inner} if isinstance(layer.ffn, DenseSpec) else {}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        **dense,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        **rope_json(attention.rope),
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "max_position_embeddings": spec.max_position,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+    }

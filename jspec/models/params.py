@@ -1,0 +1,358 @@
+"""The parameter table: every weight of a model declared once. Host data; no arrays, no jax.
+
+A ParamSpec says where a weight stands in the params tree, its shape, how it is split over tensor
+shards, under which names checkpoints store it, and what a random one looks like. Reading, writing,
+dummy weights, placing and training all derive from the table.
+
+Products are held as [in, out]; projections that read the same input are fused along `out`. With
+several shards a fused weight holds, shard by shard, each part's share (`deal`): for H = 4 heads,
+G = 2 kv heads
+
+    1 shard    q0 q1 q2 q3 k0 k1 v0 v1
+    2 shards   q0 q1 k0 v0 | q2 q3 k1 v1
+    4 shards   q0 k0 v0 | q1 k0 v0 | q2 k1 v1 | q3 k1 v1        kv heads are repeated
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from jspec.core.errors import ConfigError
+from jspec.core.model_spec import AttentionSpec, DenseSpec, FeedForward, ModelSpec, MoESpec
+
+Path = tuple[str | int, ...]
+Shape = tuple[int, ...]
+
+
+class Form(enum.Enum):
+    """How a stored tensor lies, beside how it is held."""
+
+    OUT_IN = "a projection [.., out, in], held as [.., in, out]"
+    AS_HELD = "as it is held: a vector, a table, or [.., in, out]"
+
+
+class Codec(enum.Enum):
+    """How a stored tensor is packed. Packed layouts are read, never written."""
+
+    MXFP4 = "NAME_blocks u8[.., in / 32, 16] and NAME_scales u8[.., in / 32] for a NAME [.., in]"
+
+
+class Init(enum.Enum):
+    """What a random weight is drawn from."""
+
+    FAN_IN = "normal, with a deviation of in ** -0.5"
+    TABLE = "normal, with a deviation of 1"
+    ONES = "ones"
+    ZEROS = "zeros"
+    IDS = "target ids that ascend evenly over the vocabulary"
+
+
+class Split(enum.Enum):
+    """How a weight is divided over tensor shards."""
+
+    NONE = "every shard holds all of it"
+    OUT = "the last axis, part by part (column-parallel)"
+    IN = "the axis before the last (row-parallel): the product is summed over the shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows `first`, `first + step`, ... of a stored tensor's output axis: a part of a weight.
+
+    shape: of the stored tensor. name: may hold "{}", the index in a stack of `stack` tensors of
+    this shape (one an expert). codec: how a stack [X, out, in] is packed; `name` is then what its
+    tensors' names begin with, `shape` the unpacked one's. units: equal blocks of the output axis
+    that are dealt to shards, whole. repeats: fewer units than shards may be dealt too, each to
+    several shards.
+    """
+
+    name: str
+    shape: Shape
+    size: int
+    units: int = 1
+    repeats: bool = False
+    first: int = 0
+    step: int = 1
+    form: Form = Form.OUT_IN
+    stack: int = 0
+    codec: Codec | None = None
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """The tensors of a checkpoint, and their shapes."""
+        if self.codec is None:
+            return dict.fromkeys(self.names, self.shape)
+        blocks = (*self.shape[:-1], self.shape[-1] // 32)
+        return {f"{self.name}_blocks": (*blocks, 16), f"{self.name}_scales": blocks}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.name.format(i) for i in range(self.stack)) if self.stack else (self.name,)
+
+    @property
+    def rows(self) -> slice:
+        """Of the stored output axis, all units."""
+        return slice(self.first, self.first + self.size * self.step, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One weight. shape: unsharded. layouts: each the parts that make it, in order; the first one
+    that a checkpoint has is read, the first is written. No layout: its owner reads it.
+
+    tied_to: where the checkpoint has no tensor for it, it is this weight, transposed.
+    optional: zeros where the checkpoint has no tensor for it.
+    by_columns: a backend that reads weights along their inputs lays it out as [out, in] in memory.
+    """
+
+    path: Path
+    shape: Shape
+    layouts: tuple[tuple[Part, ...], ...] = ()
+    split: Split = Split.NONE
+    init: Init = Init.FAN_IN
+    tied_to: Path | None = None
+    by_columns: bool = False
+    is_integer: bool = False
+    optional: bool = False
+
+    def physical_shape(self, shards: int) -> Shape:
+        """With the repeats of what has fewer units than there are shards."""
+        if self.split is not Split.OUT or not self.layouts:
+            return self.shape
+        columns = sum(count for _, _, count in deal(self.layouts[0], shards))
+        return (*self.shape[:-1], columns)
+
+
+ParamTable = tuple[ParamSpec, ...]
+
+
+def deal(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
+    """(index of a part, first of its rows, how many): what the columns hold, in order.
+
+    Raises ConfigError where a part's units can be neither divided among nor repeated over shards.
+    """
+    for part in parts:
+        if part.units % shards and not (part.repeats and shards % part.units == 0):
+            raise ConfigError(
+                f"tp_size is {shards}; expected a divisor{' or a multiple' * part.repeats} of "
+                f"{part.units}, the blocks of {part.name}"
+            )
+    for shard in range(shards):
+        for i, part in enumerate(parts):
+            unit = part.size // part.units
+            count = max(part.units // shards, 1)
+            yield i, shard * part.units // shards * unit, count * unit
+
+
+def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTable:
+    """The table with `path` in front of every path and `stored` in front of every stored name."""
+    return tuple(
+        replace(
+            spec,
+            path=(*path, *spec.path),
+            layouts=tuple(
+                tuple(replace(part, name=stored + part.name) for part in layout)
+                for layout in spec.layouts
+            ),
+        )
+        for spec in table
+    )
+
+
+def norm(path: str, name: str, size: int) -> ParamSpec:
+    """An RMSNorm's scale."""
+    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
+    return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
+
+
+def product(
+    path: Path,
+    in_size: int,
+    parts: Iterable[tuple[str, int, int]],
+    *,
+    split: Split = Split.NONE,
+    bias: bool = False,
+    bias_is_optional: bool = False,
+    by_columns: bool = False,
+    repeated: tuple[str, ...] = (),
+) -> ParamTable:
+    """[in, out] of (stored name, rows, units), and its bias; a row-parallel bias is not split.
+
+    repeated: the names of parts whose units may be fewer than there are shards.
+    """
+    parts = tuple(parts)
+    kernel = tuple(
+        Part(
+            name=f"{name}.weight",
+            shape=(rows, in_size),
+            size=rows,
+            units=units,
+            repeats=name in repeated,
+        )
+        for name, rows, units in parts
+    )
+    size = sum(rows for _, rows, _ in parts)
+    table = [
+        ParamSpec(
+            path=(*path, "kernel"),
+            shape=(in_size, size),
+            layouts=(kernel,),
+            split=split,
+            by_columns=by_columns,
+        )
+    ]
+    if bias:
+        vectors = tuple(
+            Part(
+                name=f"{name}.bias",
+                shape=(rows,),
+                size=rows,
+                units=units,
+                repeats=name in repeated,
+                form=Form.AS_HELD,
+            )
+            for name, rows, units in parts
+        )
+        table.append(
+            ParamSpec(
+                path=(*path, "bias"),
+                shape=(size,),
+                layouts=(vectors,),
+                split=split if split is Split.OUT else Split.NONE,
+                init=Init.ZEROS,
+                optional=bias_is_optional,
+            )
+        )
+    return tuple(table)
+
+
+def attention_params(spec: AttentionSpec, *, in_size: int, out_size: int) -> ParamTable:
+    """`attention` of a layer, under Hugging Face's names behind `self_attn.`."""
+    H, G, D = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * D, G))
+    table = [
+        *product(
+            ("qkv",),
+            in_size,
+            heads,
+            split=Split.OUT,
+            bias=spec.qkv_bias,
+            repeated=("k_proj", "v_proj"),
+        ),
+        *product(
+            ("out",),
+            H * D,
+            (("o_proj", out_size, 1),),
+            split=Split.IN,
+            bias=spec.out_bias,
+            bias_is_optional=True,  # some files of attention_bias have none on o_proj
+        ),
+    ]
+    if spec.qk_norm:
+        table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
+    if spec.sinks:
+        part = Part(name="sinks", shape=(H,), size=H, units=H, form=Form.AS_HELD)
+        table.append(
+            ParamSpec(
+                path=("sinks",), shape=(H,), layouts=((part,),), split=Split.OUT, init=Init.ZEROS
+            )
+        )
+    return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def dense_params(spec: DenseSpec, *, size: int) -> ParamTable:
+    """`mlp` of a layer, under Hugging Face's names behind `mlp.`."""
+    inner = spec.inner
+    halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
+    down = (("down_proj", size, 1),)
+    table = (
+        *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, by_columns=True),
+        *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
+    )
+    return prefixed(table, path=("mlp",), stored="mlp.")
+
+
+def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
+    """`moe` of a layer in Qwen3-MoE's names: one tensor an expert, or fused by transformers 5."""
+    X, inner = spec.num_experts, spec.inner
+    single = tuple(
+        Part(
+            name=f"experts.{{}}.{name}.weight",
+            shape=(inner, size),
+            size=inner,
+            units=inner,
+            stack=X,
+        )
+        for name in ("gate_proj", "up_proj")
+    )
+    fused = tuple(
+        Part(
+            name="experts.gate_up_proj",
+            shape=(X, 2 * inner, size),
+            size=inner,
+            units=inner,
+            first=first,
+        )
+        for first in (0, inner)
+    )
+    down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
+    down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
+    table = (
+        *product(("router",), size, (("gate", X, 1),)),
+        ParamSpec(
+            path=("experts", "gate_up"),
+            shape=(X, size, 2 * inner),
+            layouts=(single, fused),
+            split=Split.OUT,
+        ),
+        ParamSpec(
+            path=("experts", "down"),
+            shape=(X, inner, size),
+            layouts=((down,), (down_fused,)),
+            split=Split.IN,
+        ),
+    )
+    return prefixed(table, path=("moe",), stored="mlp.")
+
+
+def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
+    if isinstance(spec, DenseSpec):
+        return dense_params(spec, size=size)
+    return expert_params(spec, size=size)
+
+
+def decoder_params(spec: ModelSpec, *, ffn: Callable[..., ParamTable] = ffn_params) -> ParamTable:
+    """The table of a decoder in the names of transformers' Llama, which most families keep.
+
+    ffn: (spec, size=E) -> what a layer's feed-forward declares.
+    """
+    V, E = spec.vocab_size, spec.hidden_size
+    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
+    table: list[ParamSpec] = [
+        ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
+    ]
+    for i, layer in enumerate(spec.layers):
+        own = (
+            norm("input_norm", "input_layernorm", E),
+            *attention_params(layer.attention, in_size=E, out_size=E),
+            norm("post_norm", "post_attention_layernorm", E),
+            *ffn(layer.ffn, size=E),
+        )
+        table += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
+    table.append(norm("norm", "model.norm", E))
+    table.append(lm_head(E, V, tied=spec.tie_word_embeddings))
+    return tuple(table)
+
+
+def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:
+    """[E, V], split by vocabulary; tied: the embedding's table, transposed."""
+    part = Part(name=name, shape=(vocab_size, size), size=vocab_size, units=vocab_size)
+    return ParamSpec(
+        path=("lm_head", "kernel"),
+        shape=(size, vocab_size),
+        layouts=((part,),),
+        split=Split.OUT,
+        tied_to=("embed", "table") if tied else None,
+    )

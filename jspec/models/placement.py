@@ -1,0 +1,114 @@
+"""Arrays from a parameter table: where each lives on a mesh, abstract ones, random ones.
+
+A whole step runs inside one shard_map over the mesh (core.sharding); a weight's PartitionSpec
+follows from how the table splits it. Params that no table declares are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jspec.core.sharding import TENSOR_AXIS
+from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
+
+Tables = Mapping[str, ParamTable]
+
+
+def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """The params tree of (path, value) pairs: plain dicts, layers keyed by their number."""
+    tree: dict[str, Any] = traverse_util.unflatten_dict(dict(values))
+    return tree
+
+
+def partition_spec(spec: ParamSpec) -> PartitionSpec:
+    """How a weight is split over the mesh."""
+    rank = len(spec.shape)
+    if spec.split is Split.NONE:
+        return PartitionSpec()
+    axes: list[str | None] = [None] * rank
+    axes[rank - (1 if spec.split is Split.OUT else 2)] = TENSOR_AXIS
+    return PartitionSpec(*axes)
+
+
+def param_specs(tables: Tables, params: Any) -> Any:
+    """The PartitionSpec of every array of {"target": ..., "draft": ...}."""
+    known = {
+        (model, *spec.path): partition_spec(spec) for model in tables for spec in tables[model]
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: known.get(path_of(path), PartitionSpec()), params
+    )
+
+
+def place_of(mesh: Mesh, spec: ParamSpec, *, by_columns: bool) -> NamedSharding | Format:
+    """Where a weight lives: for jax.device_put and jax.jit.
+
+    by_columns: if the table marks it, it gets a Format that orders its memory as [out, in]; its
+    shape stays as it is (`Ops.by_columns`).
+    """
+    split = NamedSharding(mesh, partition_spec(spec))
+    if not (by_columns and spec.by_columns):
+        return split
+    return Format(Layout(major_to_minor=(1, 0)), split)
+
+
+def param_places(mesh: Mesh, tables: Tables, params: Any, *, by_columns: bool) -> Any:
+    """`place_of` for every array of {"target": ..., "draft": ...}."""
+    known = {
+        (model, *spec.path): place_of(mesh, spec, by_columns=by_columns)
+        for model in tables
+        for spec in tables[model]
+    }
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: known.get(path_of(path), replicated), params
+    )
+
+
+def path_of(path: tuple[Any, ...]) -> Path:
+    return tuple(getattr(k, "key", getattr(k, "name", getattr(k, "idx", ""))) for k in path)
+
+
+def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> dict[str, Any]:
+    """Shapes and dtypes of all declared weights, as `shards` shards hold them."""
+    return nested(
+        (
+            spec.path,
+            jax.ShapeDtypeStruct(
+                spec.physical_shape(shards), jnp.int32 if spec.is_integer else dtype
+            ),
+        )
+        for spec in table
+    )
+
+
+def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
+    """Random unsharded weights, as `Init` says; the same table and seed give the same numbers.
+
+    Ids ascend from 0. A tied weight is the other's transpose.
+    """
+    values: dict[Path, Any] = {}
+    for i, spec in enumerate(table):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        values[spec.path] = _drawn(key, spec, dtype=dtype)
+    for spec in table:
+        if spec.tied_to is not None:
+            values[spec.path] = values[spec.tied_to].T
+    return nested(values.items())
+
+
+def _drawn(key: jax.Array, spec: ParamSpec, *, dtype: DTypeLike) -> jax.Array:
+    if spec.init is Init.IDS:
+        return jnp.arange(spec.shape[0], dtype=jnp.int32)
+    if spec.init in (Init.ONES, Init.ZEROS):
+        return jnp.full(spec.shape, 1.0 if spec.init is Init.ONES else 0.0, dtype)
+    scale = 1.0 if spec.init is Init.TABLE else spec.shape[-2] ** -0.5
+    return (jax.random.normal(key, spec.shape, jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,73 @@
+"""Which families there are: architecture name -> family, family name -> weights."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from jspec.core.errors import ConfigError
+from jspec.core.model_spec import ModelSpec
+from jspec.models.families import gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from jspec.models.family import Family
+from jspec.models.params import ParamTable
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    gpt_oss.FAMILY,
+)
+
+# Architectures that are known and refused, with what of them is missing.
+NOT_BUILT: dict[str, str] = {
+    "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
+    "KimiLinearForCausalLM": "delta attention (Kimi Linear)",
+    "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",
+    "Glm5NextForConditionalGeneration": "delta attention and sparse attention (GLM-5.3-Flash)",
+    "MuseSparkForConditionalGeneration": "the decoder of Muse Spark",
+}
+
+
+def architectures(families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
+    """Every architecture name that is served."""
+    return tuple(name for family in families for name in family.architectures)
+
+
+def family_of(architecture: str, path: Path, families: tuple[Family, ...] = FAMILIES) -> Family:
+    """The family of a checkpoint's architecture. ConfigError, naming it, for one not served."""
+    for family in families:
+        if architecture in family.architectures:
+            return family
+    if architecture in NOT_BUILT:
+        raise ConfigError(
+            f"{path}: architecture is {architecture!r}, which is known and not built: "
+            f"{NOT_BUILT[architecture]}"
+        )
+    known = architectures(families)
+    near = difflib.get_close_matches(architecture, known, n=1)
+    hint = f" (the nearest is {near[0]})" if near else ""
+    raise ConfigError(
+        f"{path}: architecture is {architecture!r}; expected one of {', '.join(known)}{hint}"
+    )
+
+
+def family_named(name: str, families: tuple[Family, ...] = FAMILIES) -> Family:
+    """The family of ModelSpec.family. ConfigError for a name that none has."""
+    found = next((family for family in families if family.name == name), None)
+    if found is None:
+        names = ", ".join(family.name for family in families)
+        raise ConfigError(f"model family is {name!r}; expected one of {names}")
+    return found
+
+
+def table_of(spec: ModelSpec, families: tuple[Family, ...] = FAMILIES) -> ParamTable:
+    """Every weight of a target."""
+    return family_named(spec.family, families).table(spec)
+
+
+def declared_by(spec: ModelSpec, families: tuple[Family, ...]) -> ParamTable | None:
+    """The table of a family that the registry does not list; None for one that it does."""
+    family = family_named(spec.family, families)
+    return None if family in FAMILIES else family.table(spec)

@@ -1,0 +1,179 @@
+"""Writes tests/golden/families: a tiny random checkpoint of each family, and what transformers
+computes from it.
+
+Run by hand where torch and transformers (5) are installed; the tests read only what it wrote:
+
+    python tests/golden/make_families_golden.py
+
+transformers writes a mixture's experts one by one, as published checkpoints hold them; the variant
+`qwen3_moe_fused` is `qwen3_moe` with the tensors as transformers 5 holds them in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+OUT = Path(__file__).parent / "families"
+NUM_TOKENS = 24  # three times the windows
+WINDOW = 8
+
+COMMON = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+MIXTURE = {
+    **COMMON,
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+def models() -> dict[str, PreTrainedModel]:
+    """Between them: windows on some layers and on all, biases, norms of q and k, a head_dim of its
+    own, tied embeddings, mixtures with and without normalized weights, and dense layers among them.
+    """
+    torch.manual_seed(0)
+    return {
+        "qwen2": Qwen2ForCausalLM(
+            Qwen2Config(
+                **COMMON,
+                num_hidden_layers=4,
+                use_sliding_window=True,
+                sliding_window=WINDOW,
+                max_window_layers=2,
+            )
+        ),
+        "qwen3": Qwen3ForCausalLM(
+            Qwen3Config(**COMMON, num_hidden_layers=3, head_dim=10, tie_word_embeddings=True)
+        ),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**MIXTURE, num_hidden_layers=2, norm_topk_prob=True)
+        ),
+        "qwen3_moe_mixed": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **MIXTURE,
+                num_hidden_layers=4,
+                norm_topk_prob=False,
+                decoder_sparse_step=2,
+                mlp_only_layers=[3],
+            )
+        ),
+        "mistral": MistralForCausalLM(
+            MistralConfig(**COMMON, num_hidden_layers=2, sliding_window=WINDOW)
+        ),
+    }
+
+
+def later_models() -> dict[str, PreTrainedModel]:
+    """Made when all above are written, so that those keep their numbers.
+
+    gpt-oss with sinks, a window on every other layer, YaRN that is felt within a few tokens, and
+    widths of whole mxfp4 blocks.
+    """
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    }
+    sizes = COMMON | {"hidden_size": 32, "intermediate_size": 32}
+    return {
+        "gpt_oss": GptOssForCausalLM(
+            GptOssConfig(
+                **sizes,
+                head_dim=8,
+                num_hidden_layers=4,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=WINDOW,
+                rope_parameters=yarn,
+            )
+        ),
+    }
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Weights large enough for attention to matter; norms away from 1, biases from 0."""
+    for name, value in model.named_parameters():
+        if "norm" in name:
+            value.uniform_(0.5, 1.5)
+        elif "gate_up_proj_bias" in name:  # so that some gates are clamped
+            value.normal_(std=5.0)
+        elif "bias" in name:
+            value.normal_(std=0.3)
+        else:
+            value.normal_(std=value.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def main() -> None:
+    shutil.rmtree(OUT, ignore_errors=True)
+    for made in (models, later_models):
+        write(made())
+
+
+@torch.no_grad()
+def write(made: dict[str, PreTrainedModel]) -> None:
+    for name, model in made.items():
+        model = model.float().eval()
+        randomize(model)
+        token_ids = torch.randint(0, COMMON["vocab_size"], (1, NUM_TOKENS))
+        output = model(token_ids, output_hidden_states=True)
+        model.save_pretrained(OUT / name)
+        (OUT / name / "generation_config.json").unlink()
+        np.savez_compressed(
+            OUT / name / "outputs.npz",
+            token_ids=token_ids[0].numpy(),
+            logits=output.logits[0].numpy(),
+            hidden_states=np.stack([hidden[0].numpy() for hidden in output.hidden_states]),
+        )
+        if name == "qwen3_moe":
+            write_fused(model)
+
+
+def write_fused(model: PreTrainedModel) -> None:
+    """The same model again, its experts as they are held: one tensor for all of a layer."""
+    folder = OUT / "qwen3_moe_fused"
+    folder.mkdir()
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "outputs.npz"):
+        shutil.copy(OUT / "qwen3_moe" / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+if __name__ == "__main__":
+    main()

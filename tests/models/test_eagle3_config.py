@@ -1,0 +1,245 @@
+"""A head's config.json: the plain and the speculators layout, and the variants refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import RopeConfig
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rope": RopeConfig(theta=500000.0),
+    "max_position": 131072,
+    "eos_token_ids": (128001,),
+    "bos_token_id": 128000,
+}
+TARGET = uniform_decoder(**SIZES)
+# what EAGLE's own LLaMA 3.1 head says: no rope_theta, no head_dim, no aux ids
+HEAD = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "draft_vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+
+def head_layer(rope: RopeConfig = RopeConfig(), *, bias: bool = False) -> ModelSpec:  # noqa: B008
+    """The one layer of HEAD; bias: on q, k, v and the output."""
+    changes = {"num_layers": 1, "rope": rope, "max_position": 2048}
+    spec = uniform_decoder(**(SIZES | changes | {"eos_token_ids": (), "bos_token_id": None}))
+    attention = replace(spec.one_layer.attention, qkv_bias=bias, out_bias=bias)
+    return replace(spec, layers=(replace(spec.one_layer, attention=attention),))
+
+
+LAYER = head_layer()
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 32000,
+    "transformer_layer_config": {key: HEAD[key] for key in HEAD if key != "architectures"},
+}
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def write(path: Path, values: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def load_head(path: Path, values: dict[str, Any], **knobs: Any) -> Eagle3Config:
+    return load_eagle3_config(write(path, values), target=TARGET, **knobs)
+
+
+@given(
+    rope=st.sampled_from([RopeConfig(), RopeConfig(theta=5e5), RopeConfig(factor=8.0)]),
+    bias=st.booleans(),
+    norm_before_residual=st.booleans(),
+    aux_layer_ids=st.sets(st.integers(0, 32), min_size=1, max_size=5),
+)
+def test_written_configs_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    rope: RopeConfig,
+    bias: bool,
+    norm_before_residual: bool,
+    aux_layer_ids: set[int],
+) -> None:
+    ids = tuple(sorted(aux_layer_ids))
+    head = Eagle3Config(
+        layer=head_layer(rope, bias=bias),
+        draft_vocab_size=100,
+        target_hidden_size=4096,
+        aux_layer_ids=ids,
+        norm_before_residual=norm_before_residual,
+    )
+    if ids[0] == 1:
+        with pytest.raises(ConfigError, match="expected a first id other than 1"):
+            eagle3_config_json(head, dtype="bfloat16")
+        return
+    path = write(tmp_path_factory.mktemp("head"), eagle3_config_json(head, dtype="bfloat16"))
+    assert load_eagle3_config(path, target=TARGET) == head
+
+
+def test_eagle_s_own_head_keeps_its_own_rope(tmp_path: Path) -> None:
+    head = load_head(tmp_path, HEAD)
+    assert head == Eagle3Config(
+        layer=LAYER,
+        draft_vocab_size=32000,
+        target_hidden_size=4096,
+        aux_layer_ids=(2, 16, 29),
+        norm_before_residual=False,
+    )
+
+
+def test_draft_rope_theta_overrides_the_config(tmp_path: Path) -> None:
+    head = load_head(tmp_path, HEAD | {"rope_theta": 1e6})
+    assert head.layer.one_layer.attention.rope == RopeConfig(theta=1e6)
+    head = load_head(tmp_path, HEAD | {"rope_theta": 1e6}, draft_rope_theta=1e4)
+    assert head.layer.one_layer.attention.rope == RopeConfig(theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (2, 16, 29)),
+        ({"eagle_config": {}}, (2, 16, 29)),
+        ({"eagle_config": {AUX_IDS: [2, 16, 29]}}, (2, 16, 29)),
+        ({"eagle_config": {AUX_IDS: [1, 15, 28]}}, (2, 16, 29)),
+        ({AUX_IDS: [1, 15, 31]}, (2, 16, 32)),
+        ({AUX_IDS: [24, 30, 32]}, (24, 30, 32)),
+        ({AUX_IDS: [0, 3]}, (0, 3)),
+    ],
+)
+def test_both_aux_id_conventions_mean_inputs_of_layers(
+    changes: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert load_head(tmp_path, HEAD | changes).aux_layer_ids == expected
+
+
+@pytest.mark.parametrize("ids", [[], [2, 16, 33], [1, 15, 32], [-1, 2], ["2"], 2])
+def test_aux_ids_outside_the_target_are_refused(ids: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=AUX_IDS):
+        load_head(tmp_path, HEAD | {AUX_IDS: ids})
+
+
+def test_a_shallow_target_has_no_default_aux_ids(tmp_path: Path) -> None:
+    target = uniform_decoder(**(SIZES | {"num_layers": 6}))
+    with pytest.raises(ConfigError, match="6 layers has no default"):
+        load_eagle3_config(write(tmp_path, HEAD), target=target)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"]
+)
+@pytest.mark.parametrize(("stored", "expected"), [(32000, 32000), (None, 128256)])
+def test_plain_architectures_and_their_draft_vocabulary(
+    name: str, stored: int | None, expected: int, tmp_path: Path
+) -> None:
+    head = load_head(tmp_path, HEAD | {"architectures": [name], "draft_vocab_size": stored})
+    assert head.draft_vocab_size == expected
+
+
+def test_the_speculators_layout(tmp_path: Path) -> None:
+    head = load_head(tmp_path, SPECULATORS)
+    assert head.layer == LAYER
+    assert head.norm_before_residual
+    assert not load_head(
+        tmp_path, SPECULATORS | {"norm_before_residual": False}
+    ).norm_before_residual
+    assert load_head(tmp_path, HEAD | {"norm_before_residual": True}).norm_before_residual
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_output": True}, "norm_output is True"),
+        ({"norm_before_fc": True}, "norm_before_fc is True"),
+        ({"fc_norm": True}, "fc_norm is True"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
+        (
+            {
+                "transformer_layer_config": HEAD | {"model_type": "qwen3"},
+            },
+            "model_type is 'qwen3'.*norms q and k",
+        ),
+    ],
+)
+def test_speculators_variants_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_head(tmp_path, SPECULATORS | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_output": False}, "norm_output is False"),
+        ({"fc_norm": True}, "fc_norm is True"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"bias": True}, "bias is True.*fc"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"parallel_drafting": True}, "parallel_drafting is True"),
+        ({"mlp_bias": True}, "mlp_bias is True.*a head's MLP has no biases"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types has .*sliding.*expected 'full_att"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, "architecture is 'LlamaForCausalLMEagle'"),
+    ],
+)
+def test_plain_variants_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_head(tmp_path, HEAD | changes)
+
+
+def test_norm_output_true_is_the_usual_head_in_the_plain_layout(tmp_path: Path) -> None:
+    assert load_head(tmp_path, HEAD | {"norm_output": True}) == load_head(tmp_path, HEAD)
+
+
+def test_an_eagle_1_head_is_refused(tmp_path: Path) -> None:
+    values = {key: value for key, value in HEAD.items() if key != "draft_vocab_size"}
+    with pytest.raises(ConfigError, match="draft_vocab_size is absent"):
+        load_head(tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 151936}, "vocab_size is 151936; expected the target's 128256"),
+        ({"hidden_size": 2048}, r"hidden_size\) is 2048; expected the target's 4096"),
+        ({"target_hidden_size": 2048}, r"is 2048; expected the target's 4096"),
+        ({"draft_vocab_size": 128257}, "draft_vocab_size is 128257; expected at most .* 128256"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path, HEAD | changes)
+
+
+def test_a_narrower_head_names_its_target_s_width(tmp_path: Path) -> None:
+    head = load_head(tmp_path, HEAD | {"hidden_size": 2048, "target_hidden_size": 4096})
+    assert (head.layer.hidden_size, head.target_hidden_size) == (2048, 4096)

@@ -1,0 +1,374 @@
+"""gpt-oss: its published config, its mxfp4 experts, two shards, and its layers over the kernels.
+
+tests/models/test_families.py compares it with transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from jspec.core import sharding
+from jspec.core.config import RopeConfig, YarnConfig
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import (
+    AttentionSpec,
+    Gate,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    Routing,
+    cache_groups,
+)
+from jspec.engine.runner import empty_pools
+from jspec.layers.linear import Shard
+from jspec.models.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.decoder import Decoder, Params
+from jspec.models.families.gpt_oss import expert_params
+from jspec.models.hf_weights import open_tensors
+from jspec.models.mxfp4 import E2M1, pair_table, unpack
+from jspec.models.placement import nested, param_specs
+from jspec.models.registry import family_named
+from jspec.models.stored import check_names, on_host, param_reads, stored_tensors
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.rows import AttentionRows
+from tests.models.random_params import assert_same, random_params
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def read(path: Path, values: dict[str, Any]) -> ModelSpec:
+    (path / "config.json").write_text(json.dumps(values))
+    return load_model_spec(path)
+
+
+def test_the_published_config(tmp_path: Path) -> None:
+    full = AttentionSpec(
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=RopeConfig(
+            theta=150000.0,
+            factor=32.0,
+            original_max_position=4096,
+            yarn=YarnConfig(attention_factor=0.1 * np.log(32.0) + 1, truncate=False),
+        ),
+        sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    mixture = MoESpec(
+        num_experts=32,
+        top_k=4,
+        inner=2880,
+        routing=Routing.TOP_THEN_SOFTMAX,
+        gate=Gate.CLAMPED,
+        bias=True,
+    )
+    windowed = dataclasses.replace(full, window=128)
+    layers = tuple(LayerSpec(attention=a, ffn=mixture, eps=1e-5) for a in (windowed, full))
+    spec = read(tmp_path, GPT_OSS_20B)
+    assert spec == ModelSpec(
+        vocab_size=201088,
+        hidden_size=2880,
+        layers=layers * 12,
+        rms_norm_eps=1e-5,
+        max_position=131072,
+        eos_token_ids=(200002,),
+        family="gpt_oss",
+    )
+    assert read(tmp_path, family_named("gpt_oss").to_json(spec)) == spec
+
+
+def test_absent_keys_mean_what_transformers_takes(tmp_path: Path) -> None:
+    optional = ("layer_types", "rope_scaling", "rope_theta", "sliding_window", "swiglu_limit")
+    kept = {key: value for key, value in GPT_OSS_20B.items() if key not in optional}
+    for key in ("head_dim", "num_key_value_heads", "attention_bias", "num_experts_per_tok"):
+        del kept[key]
+    assert read(tmp_path, kept) == read(tmp_path, GPT_OSS_20B)
+    plain = read(tmp_path, kept | {"rope_scaling": {"rope_type": "default"}})
+    assert plain.layers[0].attention.rope == RopeConfig(theta=150000.0)
+    unbiased = read(tmp_path, kept | {"attention_bias": False}).layers[0].attention
+    assert (unbiased.qkv_bias, unbiased.out_bias) == (False, False)
+    kinds = ["full_attention"] * 24
+    full = read(tmp_path, kept | {"layer_types": kinds, "sliding_window": None})
+    assert full.one_layer.attention.window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"swiglu_alpha": 1.5}, ConfigError, r"swiglu_alpha is 1\.5; expected 1\.702"),
+        ({"swiglu_limit": 10.0}, ConfigError, r"swiglu_limit is 10\.0; expected 7\.0"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ConfigError,
+            "quantization_config has quant_method 'fp8'; expected 'mxfp4'",
+        ),
+        (
+            {"quantization_config": {"bits": 4}},
+            ConfigError,
+            "quantization_config has quant_method None; expected 'mxfp4'",
+        ),
+        ({"num_experts_per_tok": 33}, ConfigError, "num_experts_per_tok is 33; expected 1 to 32"),
+        ({"sliding_window": None}, CheckpointError, "there is no sliding_window; expected one"),
+        ({"hidden_act": "gelu"}, ConfigError, "hidden_act is 'gelu'"),
+    ],
+)
+def test_what_is_not_served_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        read(tmp_path, GPT_OSS_20B | changes)
+
+
+# mxfp4
+
+
+def packed(rng: np.random.Generator, *shape: int) -> tuple[Any, Any, Any]:
+    """(float64 numbers of this shape, their blocks, their scales), packed number by number."""
+    *rows, size = shape
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    scales = rng.integers(114, 133, (*rows, size // 32)).astype(np.uint8)
+    magnitudes = np.array(E2M1)[codes & 7] * np.where(codes & 8, -1.0, 1.0)
+    values = magnitudes * 2.0 ** (np.repeat(scales, 32, axis=-1).astype(int) - 127)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return values, blocks.reshape(*rows, size // 32, 16), scales
+
+
+def test_the_worked_example_of_a_block() -> None:
+    """Bytes 0x21 and 0xF7 under 2 ** (128 - 127) are 0.5, 1, 6, -6, doubled."""
+    blocks = np.zeros((1, 2, 16), np.uint8)
+    blocks[0, 1, :2] = 0x21, 0xF7
+    scales = np.array([[127, 128]], np.uint8)
+    found = unpack(blocks, scales, pair_table(np.float32), name="w")
+    assert found.shape == (1, 64)
+    assert found[0, 32:37].tolist() == [1.0, 2.0, 12.0, -12.0, 0.0]
+    assert not found[0, :32].any()
+
+
+MIXTURE = MoESpec(
+    num_experts=3,
+    top_k=2,
+    inner=64,
+    routing=Routing.TOP_THEN_SOFTMAX,
+    gate=Gate.CLAMPED,
+    bias=True,
+)
+
+
+def write_experts(path: Path) -> tuple[Any, Any]:
+    """The same experts held and packed, [3, 96, 2 * 64] and [3, 64, 96]; their two tensor sets."""
+    rng = np.random.default_rng(0)
+    table = expert_params(MIXTURE, size=96)
+    held = stored_tensors(table, random_params(table), dtype=np.float32)
+    small = dict(held)
+    for name, shape in (("gate_up_proj", (3, 128, 96)), ("down_proj", (3, 96, 64))):
+        values, blocks, scales = packed(rng, *shape)
+        name = f"mlp.experts.{name}"
+        assert held[name].shape == (shape[0], shape[2], shape[1])
+        held[name] = np.ascontiguousarray(values.swapaxes(1, 2), np.float32)
+        del small[name]
+        small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for kind, tensors in (("held", held), ("packed", small)):
+        (path / kind).mkdir()
+        save_file(tensors, path / kind / "model.safetensors")
+    return held, small
+
+
+def read_experts(path: Path, *, dtype: Any, shards: int = 1) -> Params:
+    table = expert_params(MIXTURE, size=96)
+    with open_tensors(path) as tensors:
+        check_names(tensors, table, is_stray=lambda _: False)
+        return nested(on_host(param_reads(tensors, table, dtype=dtype, shards=shards)).items())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_packed_experts_are_the_unpacked_ones_bit_for_bit(
+    shards: int, dtype: Any, tmp_path: Path
+) -> None:
+    held, _ = write_experts(tmp_path)
+    found = read_experts(tmp_path / "packed", dtype=dtype, shards=shards)
+    assert_same(found, read_experts(tmp_path / "held", dtype=dtype, shards=shards))
+    if shards == 1:
+        stored = held["mlp.experts.gate_up_proj"]
+        expected = np.concatenate((stored[..., 0::2], stored[..., 1::2]), axis=-1).astype(dtype)
+        np.testing.assert_array_equal(found["moe"]["experts"]["gate_up"], expected, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"down_proj_scales": np.full((3, 96, 2), 255, np.uint8)},
+            r"down_proj_scales has a scale of 255, which is no number",
+        ),
+        (
+            {"down_proj_blocks": np.zeros((3, 96, 2, 16), np.float32)},
+            r"down_proj_blocks has dtype F32; expected U8",
+        ),
+        (
+            {"down_proj_blocks": np.zeros((3, 96, 3, 16), np.uint8)},
+            r"down_proj_blocks has shape \(3, 96, 3, 16\); expected \(3, 96, 2, 16\)",
+        ),
+        ({"down_proj_scales": None}, r"no tensor mlp\.experts\.down_proj_scales"),
+        ({"down_proj_blocks": None}, r"no tensor mlp\.experts\.down_proj;"),
+        ({"down_proj": np.zeros((3, 64, 96))}, r"unknown tensor mlp\.experts\.down_proj_blocks"),
+        (
+            {"gate_up_proj_bias": np.zeros((3, 128), np.uint8)},
+            r"gate_up_proj_bias has dtype U8; expected one of F16",
+        ),
+    ],
+)
+def test_packed_experts_that_do_not_fit_are_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, tensors = write_experts(tmp_path)
+    for name, value in change.items():
+        tensors.pop(f"mlp.experts.{name}", None)
+        if value is not None:
+            tensors[f"mlp.experts.{name}"] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_experts(tmp_path, dtype=np.float32)
+
+
+def test_a_packed_checkpoint_says_what_it_takes_and_is_saved_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As published: a packed file, its config beside it. 4 layers of 4 experts, 32 by 96."""
+    shutil.copytree(GOLDEN, tmp_path / "packed")
+    tensors = load_file(GOLDEN / "model.safetensors")
+    rng, expected = np.random.default_rng(1), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, width = tensors.pop(name).shape
+        values, blocks, scales = packed(rng, experts, width, size)
+        expected[name] = values.swapaxes(1, 2)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    spec = read(tmp_path / "packed", config | {"quantization_config": {"quant_method": "mxfp4"}})
+    with caplog.at_level(logging.INFO, "jspec.models.checkpoint"):
+        params = load_target(tmp_path / "packed", spec, dtype=np.float32)
+    numbers = 4 * 4 * 32 * (64 + 32)
+    assert [record.args for record in caplog.records] == [
+        (tmp_path / "packed", numbers * 17 / 32 / 2**30, "float32", numbers * 4 / 2**30)
+    ]
+    caplog.clear()
+    save_target(tmp_path / "saved", spec, params, dtype=np.float32)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == load_file(GOLDEN / "model.safetensors").keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(saved[name], value)
+    with caplog.at_level(logging.INFO, "jspec.models.checkpoint"):
+        assert_same(load_target(tmp_path / "saved", spec, dtype=np.float32), params)
+    assert not caplog.records
+
+
+# The layers
+
+
+def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
+    """A prompt's chunk of 16, then 8 tokens as a verification has them, over pages of 16."""
+    found = []
+    for start, stop in ((0, 16), (16, 24)):
+        rows = AttentionRows(
+            page_table=jnp.asarray([[2, 1]], jnp.int32),
+            prefix_lens=jnp.asarray([start], jnp.int32),
+            cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
+            q_positions=jnp.arange(start, stop, dtype=jnp.int32),
+        )
+        hidden, _, kv = decoder.forward(
+            params, token_ids[start:stop], kv, rows, queries_per_row=8 if start else None
+        )
+        found.append(decoder.logits(params, hidden))
+    return jnp.concatenate(found)
+
+
+def pools_of(spec: ModelSpec, *, ops: str, shards: int = 1) -> Any:
+    return empty_pools(
+        cache_groups(spec, name="target"),
+        num_pages=3,
+        page_size=16,
+        shards=shards,
+        dtype=jnp.float32,
+        ops=OPS[ops],
+    )
+
+
+def test_two_shards_give_the_logits_of_one() -> None:
+    spec = load_model_spec(GOLDEN)
+    golden = np.load(GOLDEN / "outputs.npz")
+    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
+    decoder = Decoder(spec, OPS["xla"], Shard(2, sharding.TENSOR_AXIS))
+    params = {"target": load_target(GOLDEN, spec, dtype=np.float32, shards=2)}
+    pages = PartitionSpec(None, None, sharding.TENSOR_AXIS, None)
+    run = jax.jit(
+        jax.shard_map(
+            partial(chunked_logits, decoder),
+            mesh=mesh,
+            in_specs=(
+                param_specs({"target": decoder.table}, params)["target"],
+                pages,
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec(None, sharding.TENSOR_AXIS),
+            check_vma=False,
+        )
+    )
+    token_ids = jnp.asarray(golden["token_ids"], jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        logits = run(params["target"], pools_of(spec, ops="xla", shards=2), token_ids)
+    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4)

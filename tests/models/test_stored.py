@@ -1,0 +1,237 @@
+"""Where the columns of a fused weight come from, and weights there and back between both forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import AttentionSpec, DenseSpec, MoESpec
+from jspec.models.hf_weights import open_tensors
+from jspec.models.params import (
+    Form,
+    ParamSpec,
+    ParamTable,
+    Part,
+    attention_params,
+    deal,
+    dense_params,
+    expert_params,
+)
+from jspec.models.placement import abstract_params, nested
+from jspec.models.stored import check_names, on_host, param_reads, read_param, stored_tensors
+from tests.models.random_params import assert_same, random_params, value_at
+
+
+def attention_of(
+    *, num_heads: int, num_kv_heads: int, head_dim: int = 2, bias: bool = False
+) -> ParamTable:
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=bias,
+        sinks=bias,
+    )
+    return attention_params(spec, in_size=4, out_size=4)
+
+
+def declared(table: ParamTable, *path: str) -> ParamSpec:
+    return next(spec for spec in table if spec.path == path)
+
+
+def columns_by_name(spec: ParamSpec, *, shards: int) -> list[str]:
+    """The name and stored row that each fused column takes, as in `q3`."""
+    columns = []
+    parts = spec.layouts[0]
+    for index, first, count in deal(parts, shards):
+        name = parts[index].name.split(".")[-2].removesuffix("_proj")
+        columns += [f"{name}{row}" for row in range(first, first + count)]
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        (1, "q0 q1 q2 q3 k0 k1 v0 v1"),
+        (2, "q0 q1 k0 v0 q2 q3 k1 v1"),
+        (4, "q0 k0 v0 q1 k0 v0 q2 k1 v1 q3 k1 v1"),
+    ],
+)
+@pytest.mark.parametrize("leaf", ["kernel", "bias"])
+def test_qkv_columns_of_the_worked_example(shards: int, expected: str, leaf: str) -> None:
+    table = attention_of(num_heads=4, num_kv_heads=2, bias=True)
+    columns = columns_by_name(declared(table, "attention", "qkv", leaf), shards=shards)
+    heads = [name for name in columns if int(name[1:]) % 2 == 0]
+    assert " ".join(f"{name[0]}{int(name[1:]) // 2}" for name in heads) == expected
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        (1, "gate0 gate1 gate2 gate3 up0 up1 up2 up3"),
+        (2, "gate0 gate1 up0 up1 gate2 gate3 up2 up3"),
+    ],
+)
+def test_gate_up_columns_of_the_worked_example(shards: int, expected: str) -> None:
+    table = dense_params(DenseSpec(inner=4), size=4)
+    columns = columns_by_name(declared(table, "mlp", "gate_up", "kernel"), shards=shards)
+    assert " ".join(columns) == expected
+
+
+@given(
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 4),
+    shards=st.integers(1, 16),
+    head_dim=st.sampled_from([2, 4]),
+)
+def test_every_shard_pairs_its_queries_with_their_own_kv_heads(
+    kv_heads: int, group: int, shards: int, head_dim: int
+) -> None:
+    num_heads = kv_heads * group
+    table = attention_of(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    spec = declared(table, "attention", "qkv", "kernel")
+    if num_heads % shards or (kv_heads % shards and shards % kv_heads):
+        with pytest.raises(ConfigError, match=f"tp_size is {shards}; expected a divisor"):
+            spec.physical_shape(shards)
+        return
+    names = columns_by_name(spec, shards=shards)
+    assert spec.physical_shape(shards) == (4, len(names))
+    for shard in np.split(np.array(names), shards):
+        heads = {
+            letter: [int(n[1:]) // head_dim for n in shard[::head_dim] if n[0] == letter]
+            for letter in "qkv"
+        }
+        assert heads["k"] == heads["v"]
+        local_group = len(heads["q"]) // len(heads["k"])
+        for local, head in enumerate(heads["q"]):
+            assert heads["k"][local // local_group] == head // group
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("size", [3, 300])  # within one transposed block, and across two
+def test_kernels_are_the_exact_transpose(dtype: Any, size: int, tmp_path: Path) -> None:
+    stored = np.random.default_rng(0).standard_normal((size, 5)).astype(dtype)
+    save_file({"w": stored}, tmp_path / "model.safetensors")
+    part = Part(name="w", shape=(size, 5), size=size)
+    spec = ParamSpec(path=("w",), shape=(5, size), layouts=((part,),))
+    with open_tensors(tmp_path) as tensors:
+        found = read_param(tensors, spec, dtype=dtype, shards=1)
+        wide = read_param(tensors, spec, dtype=np.float32, shards=1)
+    np.testing.assert_array_equal(found, stored.T, strict=True)
+    np.testing.assert_array_equal(wide, stored.T.astype(np.float32), strict=True)
+
+
+def test_fused_weights_are_stored_apart(tmp_path: Path) -> None:
+    table = attention_of(num_heads=4, num_kv_heads=2, bias=True)
+    rng = np.random.default_rng(0)
+    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+    stored = {"self_attn.o_proj.weight": rng.standard_normal((4, 8)).astype(np.float32)}
+    stored["self_attn.sinks"] = rng.standard_normal(4).astype(np.float32)
+    for name, size in rows.items():
+        stored[f"self_attn.{name}.weight"] = rng.standard_normal((size, 4)).astype(np.float32)
+        stored[f"self_attn.{name}.bias"] = rng.standard_normal(size).astype(np.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    params = read(tmp_path, table)
+    joined = np.concatenate([stored[f"self_attn.{name}.weight"] for name in rows])
+    np.testing.assert_array_equal(params["attention"]["qkv"]["kernel"], joined.T, strict=True)
+    found = stored_tensors(table, params, dtype=np.float32)
+    assert found.keys() == stored.keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(found[name], value, strict=True)
+
+
+def read(path: Path, table: ParamTable, *, shards: int = 1) -> dict[str, Any]:
+    with open_tensors(path) as tensors:
+        check_names(tensors, table, is_stray=lambda _: False)
+        reads = param_reads(tensors, table, dtype=np.float32, shards=shards)
+        return nested(on_host(reads).items())
+
+
+MIXTURE = MoESpec(num_experts=3, top_k=2, inner=4)
+
+
+def other_layout(table: ParamTable) -> ParamTable:
+    """The table with the second layout of each weight that has two, for writing."""
+    return tuple(replace(spec, layouts=spec.layouts[::-1]) for spec in table)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_experts_are_read_one_by_one_and_fused(shards: int, tmp_path: Path) -> None:
+    table = expert_params(MIXTURE, size=6)
+    params = random_params(table)
+    written = []
+    for layout, own in (("single", table), ("fused", other_layout(table))):
+        tensors = stored_tensors(own, params, dtype=np.float32)
+        (tmp_path / layout).mkdir()
+        save_file(tensors, tmp_path / layout / "model.safetensors")
+        written.append(read(tmp_path / layout, table, shards=shards))
+    assert_same(written[0], written[1])
+    expected = abstract_params(table, dtype=np.float32, shards=shards)
+    for spec in table:
+        assert value_at(written[0], spec.path).shape == value_at(expected, spec.path).shape
+    gate_up, held = params["moe"]["experts"]["gate_up"], written[0]["moe"]["experts"]["gate_up"]
+    gate, up = np.split(gate_up, 2, axis=-1)
+    for shard, columns in enumerate(np.split(held, shards, axis=-1)):
+        local = slice(shard * 4 // shards, (shard + 1) * 4 // shards)
+        mine = np.concatenate((gate[..., local], up[..., local]), axis=-1)
+        np.testing.assert_array_equal(columns, mine, strict=True)
+    single = load_file(tmp_path / "single" / "model.safetensors")
+    np.testing.assert_array_equal(single["mlp.experts.2.up_proj.weight"], up[2].T, strict=True)
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    np.testing.assert_array_equal(fused["mlp.experts.gate_up_proj"][1, :4], gate[1].T, strict=True)
+
+
+def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:
+    """Parts that take every second row of one stored stack [X, in, out], and of its bias."""
+
+    def parts(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        return tuple(
+            Part(name=name, shape=shape, size=4, units=4, first=f, step=2, form=Form.AS_HELD)
+            for f in (0, 1)
+        )
+
+    table = (
+        ParamSpec(path=("kernel",), shape=(2, 3, 8), layouts=(parts("w", (2, 3, 8)),)),
+        ParamSpec(path=("bias",), shape=(2, 8), layouts=(parts("b", (2, 8)),)),
+    )
+    rng = np.random.default_rng(0)
+    stored = {
+        n: rng.standard_normal(s).astype(np.float32) for n, s in (("w", (2, 3, 8)), ("b", (2, 8)))
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    params = read(tmp_path, table)
+    for path, name in (("kernel", "w"), ("bias", "b")):
+        halves = (stored[name][..., 0::2], stored[name][..., 1::2])
+        np.testing.assert_array_equal(params[path], np.concatenate(halves, axis=-1), strict=True)
+    found = stored_tensors(table, params, dtype=np.float32)
+    for name in stored:
+        np.testing.assert_array_equal(found[name], stored[name], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlp.experts.1.up_proj.weight", r"no tensor mlp\.experts\.1\.up_proj\.weight"),
+        ("mlp.experts.3.up_proj.weight", r"unknown tensor mlp\.experts\.3\.up_proj\.weight"),
+        ("mlp.experts.down_proj", r"unknown tensor mlp\.experts\.down_proj"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(name: str, message: str, tmp_path: Path) -> None:
+    table = expert_params(MIXTURE, size=6)
+    tensors = stored_tensors(table, random_params(table), dtype=np.float32)
+    if name in tensors:
+        del tensors[name]
+    else:
+        tensors[name] = np.zeros((4, 6), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, table)
