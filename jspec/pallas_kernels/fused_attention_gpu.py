@@ -30,13 +30,17 @@ def rotate_write_and_attend(
     *,
     num_heads: int,
     queries_per_row: int | None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
     """What paged_attention.py's contract asks for q and k rotated by (cos, sin), and v.
 
     heads are q, then k, then v.
     """
-    tokens, _, width = heads.shape
+    tokens = heads.shape[0]
     page, offset = new_slots(
         rows, tokens, page_size=kv_pages.shape[1], queries_per_row=queries_per_row
     )
@@ -51,15 +55,26 @@ def rotate_write_and_attend(
         queries_per_row=queries_per_row,
         interpret=interpret,
     )
-    scale = width**-0.5
     if queries_per_row is None:
-        out = paged_prefill_gpu.attend_packed(q, kv_pages, rows, scale=scale, interpret=interpret)
+        out = paged_prefill_gpu.attend_packed(
+            q,
+            kv_pages,
+            rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            interpret=interpret,
+        )
         return out, kv_pages
     out = paged_attention_gpu.attend_rows(
         q,
         kv_pages,
         rows,
         scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
         queries_per_row=queries_per_row,
         packed_heads=num_heads,
         interpret=interpret,

@@ -65,7 +65,7 @@ def choose_gated(
 ) -> GatedTuning | None:
     """The program that a layer should use for [m, k] @ [k, n2], or None: XLA's.
 
-    by_columns: the memory of the weights holds [n2, k] (sharding.param_places).
+    by_columns: the memory of the weights holds [n2, k] (models.placement.param_places).
     """
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None

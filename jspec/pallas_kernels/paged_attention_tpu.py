@@ -1,4 +1,4 @@
-"""Paged attention on a TPU for rows of equal length: decode, verification, draft levels, extends.
+"""Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
 
 The contract is the one of paged_attention.py with `queries_per_row` given; packed prefill is not
 for this file. One Mosaic kernel (paged_attention_tpu_kernel.py) writes this call's K and V into the
@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.kv_update import interleave_kv
+from jspec.pallas_kernels.kv_update import pool_rows
 from jspec.pallas_kernels.paged_attention_tpu_kernel import (
     LANES,
     NUM_BUFFERS,
@@ -91,7 +91,7 @@ def attend_rows(
         ).reshape(plan.two_g // 2, -1, 1)
         inputs["sinks"] = _pad_to(sink, 1, 8)
     if k_new is not None and v_new is not None:
-        new = interleave_kv(k_new, v_new, width=plan.width).astype(kv_pages.dtype)
+        new = pool_rows(k_new, v_new, width=plan.width, dtype=kv_pages.dtype)
         new = new.reshape(plan.batch, plan.queries, plan.two_g, plan.width)
         inputs["new"] = inputs["new_source"] = new
     out, *written = _call(plan, inputs)

@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels.kv_update import interleave_kv
+from jspec.pallas_kernels.kv_update import pool_rows
 from jspec.pallas_kernels.packed_plan import LANES, LINES, ROW, BlockSizes, plan_packed
 from jspec.pallas_kernels.rows import AttentionRows
 
@@ -166,7 +166,7 @@ def attend_packed(
     )
     new = jnp.zeros((shape.keys, *kv_pages.shape[2:]), kv_pages.dtype)
     if k_new is not None and v_new is not None:
-        new = interleave_kv(k_new, v_new, width=width).astype(kv_pages.dtype)
+        new = pool_rows(k_new, v_new, width=width, dtype=kv_pages.dtype)
         new = jnp.pad(new, ((0, -num_queries % shape.keys), (0, 0), (0, 0)))
     out, kv_pages = _pallas_call(shape, q.dtype, kv_pages, interpret)(
         rows.cu_q_lens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.pallas_kernels.kv_update import interleave_kv, page_slots, write_rows
+from jspec.pallas_kernels.kv_update import page_slots, pool_rows, write_rows
 from jspec.pallas_kernels.rows import AttentionRows, index_queries, visible_keys
 
 
@@ -34,7 +34,7 @@ def write_new(
     page, offset = new_slots(
         rows, k_new.shape[0], page_size=kv_pages.shape[1], queries_per_row=queries_per_row
     )
-    values = interleave_kv(k_new, v_new, width=kv_pages.shape[3])
+    values = pool_rows(k_new, v_new, width=kv_pages.shape[3], dtype=kv_pages.dtype)
     return write_rows(kv_pages, page, offset, values)
 
 

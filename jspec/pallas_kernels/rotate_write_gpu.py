@@ -3,7 +3,8 @@
 A token's heads lie as the projection left them: q, then k, then v. A program takes up to 16 heads
 of one token, so that one token already keeps a few multiprocessors busy; a thread holds 16 bytes
 of each half of a head. It knows no rows and no lengths: each token comes with its page and offset,
-padding with the dummy page 0, where several may write at once and nobody reads.
+padding with the dummy page 0, where several may write at once and nobody reads. What goes to the
+pool is made finite on its way (kv_update.finite), as everywhere.
 
 Worked example, H = 2, G = 1: heads 0 and 1 go to q, head 2 is K_0, pool head 0, and head 3 is V_0,
 pool head 1.
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.kv_update import interleave_kv, write_rows
+from jspec.pallas_kernels.kv_update import finite, pool_rows, write_rows
 from jspec.pallas_kernels.query_tiles import tiles_of
 
 HEADS_PER_PROGRAM = 16
@@ -100,7 +101,7 @@ def reference(
     halves = _turn(first, second, cos[:, None], sin[:, None])
     rotated = jnp.concatenate(halves, axis=-1).astype(heads.dtype)
     q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv :]
-    values = interleave_kv(k, v, width=kv_pages.shape[3])
+    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype)
     return q, write_rows(kv_pages, page, offset, values)
 
 
@@ -173,6 +174,6 @@ def _rotate_and_write(
         plt.store(q_ref.at[q_outer, q_inner, column + start], value, mask=is_query & inside)
         plt.store(
             pool_ref.at[page, offset, pool_head, column + start],
-            value.astype(pool_ref.dtype),
+            finite(value.astype(pool_ref.dtype)),
             mask=(head >= num_heads) & (head < total) & inside,
         )

@@ -5,6 +5,8 @@ Shared by the reference and the streaming path, so that a mask rule is written o
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,11 @@ from jspec.core.pytree import pytree
 
 @pytree
 class AttentionRows:
-    """Everything about one call that is the same for all layers."""
+    """Everything about one call that is the same for all layers of a page space.
+
+    page_table is the full space's; window_tables, by window, are those of the other spaces
+    (i32[B, P] each). A kernel reads page_table alone (`of_window`).
+    """
 
     page_table: jax.Array  # i32[B, P]
     prefix_lens: jax.Array  # i32[B]
@@ -21,6 +27,17 @@ class AttentionRows:
     q_positions: jax.Array  # i32[T], RoPE positions
     tail_mask: jax.Array | None = None  # u32[T, ceil(W / 32)], bits past W are 0
     tail_positions: jax.Array | None = None  # i32[B, W]
+    window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def of_window(self, window: int | None) -> AttentionRows:
+        """The rows as layers with this window see them: with the page table of their space.
+
+        A window without a space of its own lies in the full one.
+        """
+        table = self.page_table
+        if window is not None:
+            table = self.window_tables.get(window, table)
+        return dataclasses.replace(self, page_table=table, window_tables={})
 
 
 @pytree

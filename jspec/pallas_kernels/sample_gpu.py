@@ -10,8 +10,9 @@ exact ones do not exceed, by a third of the instructions. The token that leads b
 exactly, and is the chunk's best if no rough score of another reaches that; otherwise all are.
 
 It knows nothing of top-k, top-p and min-p (a row may bring a threshold), penalties or sharding: it
-returns (value, id), so that shards of a vocabulary can be compared. Bit-equal to `reference` in all
-that was tested, in the interpreter and on an H200 (benchmarks/sample_gpu.py has the times).
+returns (value, id), so that shards of a vocabulary can be compared. NaN counts as -infinity.
+Bit-equal to `reference` in all that was tested in the interpreter, and but for NaN on an H200
+(benchmarks/sample_gpu.py has the times).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jspec.core import noise
 COLDEST = 1e-6
 _NO_ID = 2**31 - 1
 _NO_KEY = -(2**31)  # below the key of every float
-_NAN_KEY = 2**31 - 1  # above all of them: argmax takes the first NaN
+_NAN_KEY = 2**31 - 1  # above all of them, as argmax has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def reference(
     temperature, seed: of T / B rows in succession each, the nodes of a batch row; B divides T.
     threshold: keeps v only if logit / T (logit where T is 0) reaches it: filters.threshold.
     """
-    logits = logits.astype(jnp.float32)
+    logits = _without_nan(logits.astype(jnp.float32))
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
     nodes = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, nodes), jnp.repeat(seed, nodes, axis=0)
@@ -131,6 +132,7 @@ def _body(
     columns = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
     inside = columns < logits.shape[1]
     read = plt.load(logits.at[row, columns], mask=inside, other=0).astype(jnp.float32)
+    read = _without_nan(read)
     t = temperature[batch_row]
     token_ids = columns + first_id[0]
 
@@ -147,7 +149,7 @@ def _body(
         rough = jnp.where(kept, read + t * _rough_gumbel(bits, interpret=interpret), -jnp.inf)
         leader = _lowest(token_ids, rough == jnp.max(rough))
         column = jnp.clip(leader - first_id[0], 0, logits.shape[1] - 1)
-        value = logits[row, column].astype(jnp.float32)
+        value = _without_nan(logits[row, column].astype(jnp.float32))
         value = value + t * noise.gumbel_from_bits(noise.noise_bits(key, leader))
         rivals = inside & ~(rough < _least_rough(value, t))
         found = leader != _NO_ID  # no score equals the best if that is NaN
@@ -158,6 +160,10 @@ def _body(
         )
 
     keys[row, index], ids[row, index] = lax.cond(t != 0, best_perturbed, lambda: best(read))
+
+
+def _without_nan(x: jax.Array) -> jax.Array:
+    return jnp.where(x != x, -jnp.inf, x)
 
 
 def _lowest(token_ids: jax.Array, where: jax.Array) -> jax.Array:

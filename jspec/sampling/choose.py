@@ -1,8 +1,10 @@
 """Choosing the target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
 At T = 0 this is plain argmax; there is no branch. Each vocabulary shard reduces to (value, id),
-and every device decides from the same gathered pairs, the lowest id winning ties. With the GPU's
-kernels one of them makes that pair, elsewhere XLA.
+and every device decides from the same gathered pairs, the lowest id winning ties (`Ops.sample`).
+
+NaN is not chosen where anything else is, with filters or without: whether a program filters depends
+on all rows of its batch, and a row's choice must not.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core import noise
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels import sample_gpu
-from jspec.pallas_kernels.paged_attention import Backend, is_gpu_kernel
-from jspec.pallas_kernels.sample_gpu import COLDEST
+from jspec.pallas_kernels.ops import Ops, scaled
 from jspec.sampling.filters import threshold
 
 
@@ -41,7 +41,7 @@ def choose(
     token_ids: Int[Array, "V"],
     filtered: bool,
     shard: Shard,
-    backend: Backend = "xla",
+    ops: Ops,
 ) -> Int[Array, "B N"]:
     """The token that the target chooses at each node.
 
@@ -50,22 +50,15 @@ def choose(
     filtered: whether this program applies top-k, top-p and min-p.
     """
     is_split = shard.axis is not None and shard.size > 1
-    if is_gpu_kernel(backend):
-        limit = _threshold(logits, rows, shard=shard).reshape(-1) if filtered else None
-        value, best = sample_gpu.sample(
-            logits.reshape(-1, logits.shape[-1]),
-            rows.temperature,
-            rows.seed,
-            positions.reshape(-1),
-            limit,
-            first_id=token_ids[0] if is_split else 0,
-            interpret=backend == "gpu_interpret",
-        )
-        value, ids = value.reshape(positions.shape), best.reshape(positions.shape)
-    else:
-        value, ids = _best(
-            logits, rows, positions=positions, token_ids=token_ids, filtered=filtered, shard=shard
-        )
+    value, ids = ops.sample(
+        logits,
+        temperature=rows.temperature,
+        seed=rows.seed,
+        positions=positions,
+        token_ids=token_ids,
+        threshold=_threshold(logits, rows, shard=shard) if filtered else None,
+        is_split=is_split,
+    )
     if not is_split:
         return ids
     values = jax.lax.all_gather(value, shard.axis)  # [shards, B, N], lowest ids first
@@ -74,31 +67,6 @@ def choose(
     return jnp.take_along_axis(chosen, winner[None], axis=0, mode="clip")[0]
 
 
-def _scaled(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """What the filters compare: logits / T, or the logits where T is 0."""
-    temperature = rows.temperature[:, None, None]
-    return logits / jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
-
-
 def _threshold(logits: jax.Array, rows: SamplingRows, *, shard: Shard) -> jax.Array:
     """[B, N]: the least scaled logit that the filters keep."""
-    return threshold(_scaled(logits, rows), rows, shard=shard)
-
-
-def _best(
-    logits: jax.Array,
-    rows: SamplingRows,
-    *,
-    positions: jax.Array,
-    token_ids: jax.Array,
-    filtered: bool,
-    shard: Shard,
-) -> tuple[jax.Array, jax.Array]:
-    """(value, id) of this shard's choice at each node, as XLA compiles it."""
-    perturbed = perturb(logits, rows, positions=positions, token_ids=token_ids)
-    if filtered:
-        limit = _threshold(logits, rows, shard=shard)
-        keep = _scaled(logits, rows) >= limit[..., None]
-        perturbed = jnp.where(keep, perturbed, -jnp.inf)
-    best = jnp.argmax(perturbed, axis=-1)
-    return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")
+    return threshold(scaled(logits, rows.temperature), rows, shard=shard)

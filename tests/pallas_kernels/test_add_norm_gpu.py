@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jspec.layers.linear import Shard
-from jspec.layers.norm import AddAndNorm, Residual, RMSNorm
-from jspec.models.llama import Llama, split, trunk
-from jspec.models.paged import AttentionSettings, PagedLlama
+from jspec.engine.runner import empty_pools
+from jspec.layers.norm import Residual, norm, norm_of_sum
+from jspec.models.decoder import Decoder, trunk
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
 from jspec.pallas_kernels.add_norm_gpu import add_and_norm, num_warps, reference
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.testing.tiny_models import tiny_target_config
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
@@ -94,14 +96,14 @@ def test_every_size_equals_the_reference(num_rows: int, size: int, dtype: Any) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_layer(dtype: Any) -> None:
-    """Bit for bit: an addition in x's dtype, then RMSNorm as every other backend runs it."""
+    """Bit for bit: an addition in x's dtype, then RMSNorm as every other bundle runs it."""
     x, delta, scale = inputs(5, 96, dtype)
-    norm = RMSNorm(96, eps=EPS, dtype=dtype)
-    norm.scale[...] = scale
-    total = Residual(x=x, delta=delta).sum()
+    stream, params = Residual(x=x, delta=delta), {"scale": scale}
     found = reference(x, delta, scale, eps=EPS)
-    np.testing.assert_array_equal(found[0], total)
-    np.testing.assert_array_equal(found[1], norm(total))
+    np.testing.assert_array_equal(found[0], stream.sum())
+    np.testing.assert_array_equal(found[1], norm(params, stream.sum(), eps=EPS))
+    for mine, own in zip(norm_of_sum(params, stream, eps=EPS, ops=OPS["xla"]), found, strict=True):
+        np.testing.assert_array_equal(mine, own)
 
 
 def test_the_sum_is_rounded_before_it_is_normalised() -> None:
@@ -136,8 +138,8 @@ def test_a_forward_with_the_kernel_is_the_forward_without() -> None:
 
     Layers 0 and 2 of 3 are captured, so they are given one summand; all have two behind attention.
     """
-    fused = forward(InterpretedNorms("xla", queries_per_row=3))
-    plain = forward(AttentionSettings("xla", queries_per_row=3))
+    fused = forward(InterpretedNorms())
+    plain = forward(OPS["xla"])
     # A layer is traced once per form of its input, one summand or two; then the final norm.
     assert fused[1].count(CALLS) == 1 + 2 + 1
     assert plain[1].count(CALLS) == 0
@@ -162,41 +164,43 @@ def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
     np.testing.assert_array_equal(aux[:, :96], total)
 
 
-def test_only_a_gpu_backend_fuses() -> None:
-    for backend in ("reference", "xla", "tpu", "tpu_interpret"):
-        assert AttentionSettings(backend, queries_per_row=1).add_and_norm is None  # type: ignore[arg-type]
-    for backend in ("gpu", "gpu_interpret"):
-        assert AttentionSettings(backend, queries_per_row=1).add_and_norm is not None  # type: ignore[arg-type]
+def test_only_a_gpu_s_bundle_fuses() -> None:
+    """And only it leaves a layer's last sum to the kernel."""
+    arrays = inputs(2, 64, jnp.bfloat16)
+    for name, ops in OPS.items():
+        program = str(jax.make_jaxpr(partial(ops.add_norm, eps=EPS))(*arrays))
+        fuses = name in ("gpu", "gpu_interpret")
+        assert (CALLS in program, ops.defers_sums) == (fuses, fuses)
 
 
 @dataclass(frozen=True, slots=True)
-class InterpretedNorms(AttentionSettings):
-    """Any backend's attention, with a GPU's norms in the interpreter."""
+class InterpretedNorms(Ops):
+    """XLA's programs, with a GPU's norms in the interpreter."""
 
-    @property
-    def add_and_norm(self) -> AddAndNorm:
-        def interpreted(
-            x: jax.Array, delta: jax.Array, scale: jax.Array, *_: jax.Array, eps: float
-        ) -> Pair:
-            return add_and_norm(x, delta, scale, eps=eps, interpret=True)
+    defers_sums: ClassVar[bool] = True
 
-        return interpreted
+    def add_norm(
+        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return add_and_norm(x, delta, scale, eps=eps, interpret=True)
 
 
-def forward(settings: AttentionSettings) -> tuple[Any, str]:
+def forward(ops: Ops) -> tuple[Any, str]:
     """Hidden, aux features and pool of 2 rows of 3 new tokens over a pool; and the program."""
     config, float32 = tiny_target_config(), jnp.float32
-    model, _ = PagedLlama.create(config, shard=Shard(), dtype=float32, aux_layer_ids=(0, 2))
-    params = split(Llama(config, dtype=float32, rngs=nnx.Rngs(1)))[1]
+    model = Decoder(config, ops, aux_layer_ids=(0, 2))
+    params = init_params(table_of(config), seed=1)
     rows = AttentionRows(
         page_table=jnp.asarray([[1, 2], [3, 4]], jnp.int32),
         prefix_lens=jnp.asarray([6, 0], jnp.int32),
         cu_q_lens=jnp.asarray([0, 3, 6], jnp.int32),
         q_positions=jnp.asarray([6, 7, 8, 0, 1, 2], jnp.int32),
     )
-    shape = (5, 8, 2 * config.num_kv_heads, config.head_dim)
-    pool = tuple(jnp.full(shape, 0.5, float32) for _ in range(config.num_layers))
-    step = jax.jit(lambda p, ids, kv, r: model.forward(p, ids, kv, r, settings))
+    empty = empty_pools(
+        model.cache_groups, num_pages=5, page_size=8, shards=1, dtype=float32, ops=ops
+    )
+    pool = tuple(jnp.full_like(pages, 0.5) for pages in empty)
+    step = jax.jit(lambda p, ids, kv, r: model.forward(p, ids, kv, r, queries_per_row=3))
     arrays = (params, jnp.arange(6, dtype=jnp.int32), pool, rows)
     return step(*arrays), str(jax.make_jaxpr(step)(*arrays))
 

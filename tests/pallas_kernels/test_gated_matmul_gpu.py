@@ -226,7 +226,10 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tile_k": 32}, "no multiple of 64"),
+        ({"tile_k": 32}, "tile_k 32 is no multiple of 64"),
+        ({"tile_k": 192}, "does not divide K"),
+        ({"tile_n": 112}, "tile_n 112 is no multiple of 64"),
+        ({"tile_n": 112, "layout": Layout.OUT_IN}, "pieces of 64"),
         ({"tile_m": 192}, "do not part into 2 x 64"),
         ({"tile_n": 256}, "sums are more than"),
         ({"num_stages": 5}, "bytes of shared memory"),

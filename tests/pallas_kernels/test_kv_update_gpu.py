@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels import kv_update_gpu
-from jspec.pallas_kernels.dispatch import compact_paths
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_update import flat_moves
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
@@ -28,7 +28,7 @@ from tests.pallas_kernels.path_cases import (
     random_case,
 )
 
-compact = jax.jit(partial(compact_paths, backend="gpu_interpret"))
+compact = jax.jit(OPS["gpu_interpret"].commit)
 
 
 @SHAPES
@@ -89,7 +89,7 @@ def test_what_leaves_the_table_is_dropped() -> None:
 
 
 def test_a_path_of_the_root_alone_launches_nothing() -> None:
-    check_a_path_of_the_root_alone_launches_nothing(partial(compact_paths, backend="gpu_interpret"))
+    check_a_path_of_the_root_alone_launches_nothing(OPS["gpu_interpret"].commit)
 
 
 BATCH, PAGE, PAGES, PATH = 3, 8, 4, 4
@@ -143,7 +143,7 @@ def test_law_whatever_the_path_it_is_the_reference(
     ids=str,
 )
 def test_equals_the_reference_on_the_chip(layers: int, row: tuple[int, int], dtype: Any) -> None:
-    run = jax.jit(partial(compact_paths, backend="gpu"))
+    run = jax.jit(OPS["gpu"].commit)
     for num_path in (2, 4, 9):
         kv, rows = random_case(
             num_path,

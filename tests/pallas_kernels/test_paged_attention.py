@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.paged_attention import Backend, paged_attention
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.paged_attention import AttentionCall
+from jspec.pallas_kernels.rows import AttentionRows
 
-_attention = jax.jit(
-    paged_attention,
-    static_argnames=("scale", "queries_per_row", "window", "soft_cap", "backend"),
-)
+ATTEND = {name: jax.jit(OPS[name].attend, static_argnames="call") for name in ("reference", "xla")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +226,8 @@ def query_places(case: Case, rows: list[Row]) -> list[np.ndarray]:
     return [start + np.arange(n) for start, n in zip(starts, lengths, strict=False)]
 
 
-def call(case: Case, rows: list[Row], *, backend: Backend, sinks: np.ndarray | None) -> Any:
-    """Runs one backend; whatever is padding holds NaN (K, V) or 7 (q)."""
+def call(case: Case, rows: list[Row], *, ops: str, sinks: np.ndarray | None) -> Any:
+    """Runs one bundle; whatever is padding holds NaN (K, V) or 7 (q)."""
     (heads, groups), (k_width, v_width, _) = case.heads, case.widths
     q = np.full((case.num_queries, heads, k_width), 7, np.float32)
     k = np.full((case.num_queries, groups, k_width), np.nan, np.float32)
@@ -250,33 +249,33 @@ def call(case: Case, rows: list[Row], *, backend: Backend, sinks: np.ndarray | N
     lengths = [len(row.q) for row in rows]
     prefixes = [len(row.prefix) for row in rows]
     new = (jnp.asarray(k), jnp.asarray(v)) if case.writes else (None, None)
-    return _attention(
+    queries_per_row = None if case.packed else case.queries
+    return ATTEND[ops](
         jnp.asarray(q),
         *new,
         jnp.asarray(pool_of(case, rows, with_new=not case.writes)),
-        jnp.asarray(table),
-        jnp.asarray(prefixes, jnp.int32),
-        jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),
-        None if mask is None else jnp.asarray(mask),
-        jnp.asarray(positions),
-        None if tail_positions is None else jnp.asarray(tail_positions),
-        scale=0.3,
-        queries_per_row=None if case.packed else case.queries,
-        sinks=None if sinks is None else jnp.asarray(sinks),
-        backend=backend,
-        **case.options,
+        AttentionRows(
+            page_table=jnp.asarray(table),
+            prefix_lens=jnp.asarray(prefixes, jnp.int32),
+            cu_q_lens=jnp.asarray(np.append(0, np.cumsum(lengths)), jnp.int32),
+            q_positions=jnp.asarray(positions),
+            tail_mask=None if mask is None else jnp.asarray(mask),
+            tail_positions=None if tail_positions is None else jnp.asarray(tail_positions),
+        ),
+        AttentionCall(queries_per_row=queries_per_row, scale=0.3, **case.options),
+        None if sinks is None else jnp.asarray(sinks),
     )
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("ops", ATTEND)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_oracle_and_reads_no_poison(name: str, backend: Backend) -> None:
+def test_equals_the_dense_oracle_and_reads_no_poison(name: str, ops: str) -> None:
     case = CASES[name]
     for seed in range(6):
         rng = np.random.default_rng([seed, len(name)])
         rows = draw_rows(rng, case)
         sinks = rng.normal(0, 1, case.heads[0]).astype(np.float32) if case.sinks else None
-        out, pool = call(case, rows, backend=backend, sinks=sinks)
+        out, pool = call(case, rows, ops=ops, sinks=sinks)
         options = {"window": None, "soft_cap": None, **case.options}
         for row, places in zip(rows, query_places(case, rows), strict=True):
             expected = attend_densely(row, scale=0.3, sinks=sinks, **options)
@@ -285,8 +284,8 @@ def test_equals_the_dense_oracle_and_reads_no_poison(name: str, backend: Backend
         np.testing.assert_array_equal(np.asarray(pool)[1:], pool_of(case, rows, with_new=True)[1:])
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-def test_rows_without_queries_and_padding_rows_change_nothing(backend: Backend) -> None:
+@pytest.mark.parametrize("ops", ATTEND)
+def test_rows_without_queries_and_padding_rows_change_nothing(ops: str) -> None:
     """A padding row of a batch has no pages and no length; its own output is nobody's business."""
     case = CASES["tree"]
     rng = np.random.default_rng(0)
@@ -300,8 +299,8 @@ def test_rows_without_queries_and_padding_rows_change_nothing(backend: Backend) 
         tail_positions=rows[2].tail_positions,
         pages=[0, 0],
     )
-    out, pool = call(case, rows, backend=backend, sinks=None)
-    padded_out, padded_pool = call(case, [rows[0], padding, rows[1]], backend=backend, sinks=None)
+    out, pool = call(case, rows, ops=ops, sinks=None)
+    padded_out, padded_pool = call(case, [rows[0], padding, rows[1]], ops=ops, sinks=None)
     r = case.queries
     np.testing.assert_array_equal(padded_out[:r], out[:r])
     np.testing.assert_array_equal(padded_out[2 * r :], out[r : 2 * r])
@@ -309,24 +308,21 @@ def test_rows_without_queries_and_padding_rows_change_nothing(backend: Backend) 
     np.testing.assert_array_equal(np.asarray(padded_pool)[owned], np.asarray(pool)[owned])
 
 
+FOUR_EACH = AttentionCall(queries_per_row=4, scale=1.0)
+
+
 def test_rows_past_the_page_table_go_to_the_dummy_page() -> None:
     """A write outside the reservation must not reach anybody's page."""
     pool = np.zeros((8, 4, 4, 8), np.float32)
     ones = jnp.ones((8, 2, 8))
-    _, after = _attention(
-        jnp.ones((8, 4, 8)),
-        ones,
-        ones,
-        jnp.asarray(pool),
-        jnp.asarray([[3], [5]], jnp.int32),
-        jnp.asarray([2, 4], jnp.int32),  # row 0 has 2 slots left, row 1 none
-        jnp.asarray([0, 4, 8], jnp.int32),
-        None,
-        jnp.zeros(8, jnp.int32),
-        None,
-        scale=1.0,
-        queries_per_row=4,
+    rows = AttentionRows(
+        page_table=jnp.asarray([[3], [5]], jnp.int32),
+        prefix_lens=jnp.asarray([2, 4], jnp.int32),  # row 0 has 2 slots left, row 1 none
+        cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
+        q_positions=jnp.zeros(8, jnp.int32),
     )
+    queries = jnp.ones((8, 4, 8))
+    _, after = ATTEND["xla"](queries, ones, ones, jnp.asarray(pool), rows, FOUR_EACH)
     pages, offsets = np.nonzero(np.asarray(after)[1:, :, 0, 0])
     assert [pages.tolist(), offsets.tolist()] == [[2, 2], [2, 3]]  # page 3, its last two slots
 
@@ -347,18 +343,14 @@ def test_contradictory_shapes_are_refused(changes: dict[str, Any], message: str)
         jnp.zeros(changes["tail_positions"], jnp.int32) if "tail_positions" in changes else None
     )
     q = jnp.zeros(changes.get("q", (8, 4, 8)))
-    with pytest.raises(ValueError, match=message):
-        paged_attention(
-            q,
-            None,
-            None,
-            jnp.zeros((4, 4, 4, 8)),
-            jnp.zeros((2, 2), jnp.int32),
-            jnp.zeros(2, jnp.int32),
-            jnp.asarray([0, 4, 8], jnp.int32),
-            tail_mask,
-            jnp.zeros(q.shape[0], jnp.int32),
-            positions,
-            scale=1.0,
-            queries_per_row=4,
-        )
+    rows = AttentionRows(
+        page_table=jnp.zeros((2, 2), jnp.int32),
+        prefix_lens=jnp.zeros(2, jnp.int32),
+        cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
+        q_positions=jnp.zeros(q.shape[0], jnp.int32),
+        tail_mask=tail_mask,
+        tail_positions=positions,
+    )
+    for ops in OPS.values():
+        with pytest.raises(ValueError, match=message):
+            ops.attend(q, None, None, jnp.zeros((4, 4, 4, 8)), rows, FOUR_EACH)

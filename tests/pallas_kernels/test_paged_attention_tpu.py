@@ -219,6 +219,25 @@ def test_equals_the_reference_at_other_shapes(name: str) -> None:
         check(np.random.default_rng([seed, len(name)]), SLOW[name])
 
 
+def test_an_overflow_in_one_node_changes_no_node_that_does_not_see_it() -> None:
+    case = FAST["draft level, window, sinks, soft cap"]
+    args, options = draw_call(np.random.default_rng(3), case)
+    kernel = compiled(replace(case, rows=((0, 0),) * 2), "kernel")
+    pool, rows = args[3], args[4]
+    expected, _ = kernel(*args[:3], jnp.copy(pool), rows, **options)
+    node = 1  # of row 0; a node sees itself, and perhaps later ones see it
+    new = [args[1].at[node].set(jnp.nan), args[2].at[node, 0].set(jnp.inf)]
+    out, after = kernel(args[0], *new, jnp.copy(pool), rows, **options)
+    bit = case.tail - case.queries + node
+    unseen = (np.asarray(rows.tail_mask)[:, bit // 32] >> (bit % 32)) & 1 == 0
+    unseen[case.queries :] = True
+    assert 5 <= unseen.sum() <= 7
+    np.testing.assert_array_equal(np.asarray(out)[unseen], np.asarray(expected)[unseen])
+    assert np.isfinite(out).all()
+    page, offset = divmod(case.rows[0][0] + node, case.page_size)
+    assert np.isfinite(after[rows.page_table[0, page], offset]).all()
+
+
 @given(
     rows=st.tuples(*[st.tuples(st.integers(0, 284), st.integers(0, 4))] * 4),
     seed=st.integers(0, 1 << 20),

@@ -135,6 +135,19 @@ def check(case: Case, rng: np.random.Generator, lengths: list[int], prefixes: li
     np.testing.assert_array_equal(*pools)
 
 
+def test_an_overflow_in_one_prompt_changes_no_other() -> None:
+    case = FAST["page 128, narrow K and V, one kv head, sinks"]
+    kernel, _ = _programs(case)
+    q, k, v, pool, rows, sinks = draw(case, np.random.default_rng(0), [9, 7], [100, 30])
+    expected, _ = kernel(q, k, v, pool, rows, sinks)
+    k, v = k.at[4].set(jnp.nan), v.at[5, 0].set(jnp.inf)  # of the first prompt
+    out, after = kernel(q, k, v, pool, rows, sinks)
+    others = [0, 1, 2, 3, *range(9, 16)]
+    np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(expected)[others])
+    assert np.isfinite(out).all()
+    assert np.isfinite(after[rows.page_table[0, 0], 100:109]).all()
+
+
 def draw_lengths(rng: np.random.Generator, case: Case) -> tuple[list[int], list[int]]:
     cuts = np.sort(rng.integers(0, case.queries + 1, case.batch))
     lengths = [int(n) for n in np.diff(np.append(0, cuts))]

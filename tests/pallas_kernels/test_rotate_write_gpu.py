@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.core.config import RopeConfig
-from jspec.layers.attention import Rotation, rotate_and_split
-from jspec.layers.rope import angles_of, apply_rope
-from jspec.models.paged import AttentionSettings, PagedAttend
+from jspec.layers.rope import angles_of
 from jspec.pallas_kernels import rotate_write_gpu
-from jspec.pallas_kernels.kv_update import interleave_kv, write_rows
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.kv_update import LARGE, interleave_kv, write_rows
+from jspec.pallas_kernels.paged_attention import AttentionCall
 from jspec.pallas_kernels.reference import new_slots
+from jspec.pallas_kernels.rotation import Rotation, rotate, rotate_and_split
 from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu, needs_mosaic_gpu
@@ -56,6 +56,10 @@ def assert_rounded_alike(found: jax.Array, expected: jax.Array) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
+def turned(x: jax.Array, positions: jax.Array) -> jax.Array:
+    return rotate(x, *angles_of(positions, head_dim=x.shape[-1], rope=ROPE))
+
+
 @partial(jax.jit, static_argnames="num_heads")
 def in_steps(
     heads: jax.Array,
@@ -69,7 +73,7 @@ def in_steps(
     """What the kernel replaces."""
     first_v = (heads.shape[1] + num_heads) // 2
     q, k, v = jnp.split(heads, (num_heads, first_v), axis=1)
-    q, k = (apply_rope(x, positions, rope=ROPE) for x in (q, k))
+    q, k = (turned(x, positions) for x in (q, k))
     return q, write_rows(pool, page, offset, interleave_kv(k, v, width=pool.shape[3]))
 
 
@@ -125,6 +129,25 @@ def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: An
     assert np.isfinite(np.asarray(pages[1:], np.float32)).any() == (not all(padding))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_not_finite_enters_no_pool(dtype: Any) -> None:
+    """q is left as it is: it is of one token, and is seen by nobody else."""
+    heads, positions, pool = draw(6, 2, 64, tokens=5, page_size=4, dtype=dtype)
+    heads = heads.at[1, 3, 5].set(jnp.inf).at[1, 6, 7].set(jnp.nan).at[1, 7, 40].set(-jnp.inf)
+    heads = heads.at[3, 8, 0].set(jnp.nan).at[3, 9, 63].set(jnp.inf).at[4, 9, 1].set(-jnp.inf)
+    page = jnp.asarray([3, 1, 6, 2, 5], jnp.int32)
+    cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
+    arrays = (heads, cos, sin, pool, page, page % 4)
+    q, pages = KERNEL(*arrays, num_heads=6, interpret=True)
+    expected_q, expected = REFERENCE(*arrays, num_heads=6)
+    np.testing.assert_array_equal(np.asarray(q, np.float32), np.asarray(expected_q, np.float32))
+    written = np.asarray(pages[page, page % 4], np.float32)
+    assert np.isfinite(written).all()
+    np.testing.assert_array_equal(written, np.asarray(expected[page, page % 4], np.float32))
+    large = float(jnp.asarray(LARGE, dtype))
+    assert [written[3, 1, 0], written[3, 3, 63], written[4, 3, 1]] == [0, large, -large]
+
+
 def test_heads_that_do_not_fit_the_pool_are_named() -> None:
     heads, positions, pool = draw(4, 2, 64, tokens=3, page_size=4, dtype=jnp.bfloat16)
     cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
@@ -141,7 +164,7 @@ def test_what_the_kernel_serves() -> None:
     assert not rotate_write_gpu.serves(63, 63)
 
 
-def paged(backend: Backend, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any]:
+def paged(ops: str, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any]:
     """(attend of two rows with 4 and 3 new tokens, its arguments); heads 64 wide, 4 over 2."""
     rng = np.random.default_rng(1)
     prefix, lens = np.asarray([21, 3]), np.asarray([4, 3])
@@ -159,9 +182,10 @@ def paged(backend: Backend, *, packed: bool, wide: int) -> tuple[Callable[..., A
     def attend(
         heads: jax.Array, rows: AttentionRows, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        one = PagedAttend(pool, rows, AttentionSettings(backend, None if packed else 4))
         cos, sin = angles_of(rows.q_positions, head_dim=64, rope=ROPE)
-        return one(heads, Rotation(cos=cos, sin=sin, num_heads=4)), one.pages
+        rotation = Rotation(cos=cos, sin=sin, num_heads=4)
+        call = AttentionCall(queries_per_row=None if packed else 4, scale=0.125)
+        return OPS[ops].rotate_write_and_attend(heads, rotation, pool, rows, call)
 
     return attend, (heads, rows, pool)
 
@@ -181,6 +205,20 @@ def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int) -> None:
     np.testing.assert_allclose(found, wanted, atol=0.02)
 
 
+@needs_mosaic_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_overflow_in_one_token_changes_no_other_rows_attention(packed: bool) -> None:
+    attend, (heads, rows, pool) = paged("gpu_interpret", packed=packed, wide=64)
+    run = jax.jit(attend)
+    expected, _ = run(heads, rows, pool)
+    poisoned = heads.at[1].set(jnp.nan).at[2, 7].set(jnp.inf)  # of row 0's four
+    out, pages = run(poisoned, rows, pool)
+    others = [0, 4, 5, 6]  # the token before, and row 1
+    np.testing.assert_array_equal(bits(out)[others], bits(expected)[others])
+    assert np.isfinite(np.asarray(out, np.float32)[3]).all()  # it sees both
+    assert np.isfinite(np.asarray(pages[2, 5:9], np.float32)).all()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_slots_are_those_of_the_new_rows(packed: bool) -> None:
     """Row 0 goes on at token 21, page 2, offset 5; row 1 at token 3, its fourth query padding."""
@@ -190,10 +228,10 @@ def test_the_slots_are_those_of_the_new_rows(packed: bool) -> None:
     np.testing.assert_array_equal(offset[:7], [5, 6, 7, 8, 3, 4, 5])
 
 
-def test_no_other_backend_uses_the_kernel() -> None:
-    for backend in ("reference", "xla", "tpu_interpret"):
-        attend, args = paged(backend, packed=False, wide=64)
-        if backend == "tpu_interpret":
+def test_no_other_bundle_uses_the_kernel() -> None:
+    for name in ("reference", "xla", "tpu_interpret"):
+        attend, args = paged(name, packed=False, wide=64)
+        if name == "tpu_interpret":
             heads, rows, pool = args
             args = (heads, rows, jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 64))))
         assert "rotate_and_write" not in str(jax.make_jaxpr(attend)(*args))
@@ -204,8 +242,8 @@ def test_heads_split_into_q_k_and_v() -> None:
     cos, sin = angles_of(positions, head_dim=64, rope=ROPE)
     q, k, v = rotate_and_split(heads, Rotation(cos=cos, sin=sin, num_heads=6))
     np.testing.assert_array_equal(v, heads[:, 8:])
-    np.testing.assert_allclose(q, apply_rope(heads[:, :6], positions, rope=ROPE), atol=1e-6)
-    np.testing.assert_allclose(k, apply_rope(heads[:, 6:8], positions, rope=ROPE), atol=1e-6)
+    np.testing.assert_allclose(q, turned(heads[:, :6], positions), atol=1e-6)
+    np.testing.assert_allclose(k, turned(heads[:, 6:8], positions), atol=1e-6)
 
 
 @needs_gpu

@@ -18,7 +18,7 @@ from jspec.core import noise
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels import sample_gpu
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.sample_gpu import SampleTuning, choose_tuning, reference, sample
 from jspec.sampling.choose import choose
 from jspec.sampling.filters import threshold
@@ -141,13 +141,15 @@ def test_tokens_that_rough_noise_would_confuse_are_compared_exactly() -> None:
     assert (jnp.argmax(rough, axis=1) != got[1]).any()
 
 
-def test_the_first_nan_wins_as_in_argmax() -> None:
-    """Whatever the noise, and with one logit far above the others."""
+def test_nan_is_not_chosen_where_anything_else_is() -> None:
+    """Whatever the noise. A row of NaN alone has the first id, as a row of -infinity."""
     logits, _, seed, positions = inputs(32, 256)
     logits = logits.at[:, 40].set(jnp.nan).at[:8, 90].set(jnp.nan).at[:, 255].set(1e4)
+    logits = logits.at[31].set(jnp.nan)
     value, ids = interpreted(logits, jnp.ones(32, jnp.float32), seed, positions)
-    np.testing.assert_array_equal(ids, 40)
-    assert jnp.isnan(value).all()
+    np.testing.assert_array_equal(ids, [255] * 31 + [0])
+    assert jnp.isfinite(value[:31]).all()
+    assert jnp.isneginf(value[31])
 
 
 def test_a_threshold_per_row_filters() -> None:
@@ -207,7 +209,7 @@ def rows_of(top_k: list[int]) -> SamplingRows:
 
 
 @pytest.mark.parametrize("filtered", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_path_that_serves_chooses_the_same_on_either_backend(filtered: bool) -> None:
+def test_the_path_that_serves_chooses_the_same_with_either_bundle(filtered: bool) -> None:
     logits, _, _, positions = inputs(16, 512)
     arguments: dict[str, Any] = {
         "positions": positions.reshape(2, 8),
@@ -216,10 +218,9 @@ def test_the_path_that_serves_chooses_the_same_on_either_backend(filtered: bool)
         "shard": Shard(),
     }
     rows, nodes = rows_of([5, 4]), logits.reshape(2, 8, 512)
-    backends: tuple[Backend, ...] = ("xla", "gpu_interpret")
     chosen = {
-        backend: jax.jit(partial(choose, backend=backend, **arguments))(nodes, rows)
-        for backend in backends
+        name: jax.jit(partial(choose, ops=OPS[name], **arguments))(nodes, rows)
+        for name in ("xla", "gpu_interpret")
     }
     np.testing.assert_array_equal(chosen["gpu_interpret"], chosen["xla"])
     least = []
@@ -243,7 +244,7 @@ def test_two_vocabulary_shards_choose_what_one_does() -> None:
             token_ids=ids,
             filtered=False,
             shard=shard,
-            backend="gpu_interpret",
+            ops=OPS["gpu_interpret"],
         )[None]
 
     both = jax.jit(

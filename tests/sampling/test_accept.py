@@ -22,6 +22,7 @@ from jspec.core.batch import DraftTree
 from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.bonus_token import gather_bonus, gather_path
+from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import path_tokens, penalize
@@ -166,7 +167,9 @@ def choose_behind(
         tokens_on_path=path_tokens(tree, num_levels=num_levels),
         num_output=positions,
     )
-    return choose(logits, rows, positions=positions, token_ids=ids, filtered=True, shard=Shard())
+    return choose(
+        logits, rows, positions=positions, token_ids=ids, filtered=True, shard=Shard(), ops=Ops()
+    )
 
 
 @partial(jax.jit, static_argnames=("tokens", "parents"))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
 from jspec.testing.goodness_of_fit import assert_fits
 
@@ -44,12 +45,23 @@ def rows_of(
     )
 
 
-@partial(jax.jit, static_argnames="filtered")
+@partial(jax.jit, static_argnames=("filtered", "ops"))
 def _choose(
-    logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, filtered: bool
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    *,
+    filtered: bool,
+    ops: str = "xla",
 ) -> jax.Array:
     return choose(
-        logits, rows, positions=positions, token_ids=IDS, filtered=filtered, shard=Shard()
+        logits,
+        rows,
+        positions=positions,
+        token_ids=IDS,
+        filtered=filtered,
+        shard=Shard(),
+        ops=OPS[ops],
     )
 
 
@@ -163,6 +175,7 @@ def test_two_vocabulary_shards_choose_the_same(filtered: bool) -> None:
             token_ids=ids,
             filtered=filtered,
             shard=Shard(2, "tensor"),
+            ops=OPS["xla"],
         )[None]
 
     sharded = jax.jit(
@@ -181,3 +194,37 @@ def test_two_vocabulary_shards_choose_the_same(filtered: bool) -> None:
     both = np.asarray(sharded(logits, IDS, rows))
     np.testing.assert_array_equal(both[0], both[1])
     np.testing.assert_array_equal(both[0], _choose(logits, rows, positions, filtered=filtered))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ops", ["xla", "gpu_interpret"])
+def test_nan_is_not_chosen_and_filters_that_keep_all_change_nothing(
+    ops: str, temperature: float
+) -> None:
+    """Whether a batch is filtered depends on its other rows, so a row's choice must not."""
+    logits = np.broadcast_to(LOGITS, (6, 1, V)).copy()
+    logits[1, 0, [0, 3]] = np.nan
+    logits[2, 0, :] = np.nan
+    logits[3, 0, [2, 7]] = np.inf
+    logits[4, 0, :] = -np.inf
+    logits[5, 0, [1, 2, 3]] = np.nan, np.inf, -np.inf
+    rows = rows_of(np.arange(6, dtype=np.uint64), temperature=temperature)
+    positions = jnp.full((6, 1), 31, jnp.int32)
+    plain, filtered = (
+        _choose(jnp.asarray(logits), rows, positions, filtered=filtered, ops=ops).ravel()
+        for filtered in (False, True)
+    )
+    np.testing.assert_array_equal(filtered, plain)
+    assert int(plain[1]) not in (0, 3)
+    assert plain[2:].tolist() == [0, 2, 0, 2]
+
+
+def test_a_row_of_nan_changes_no_other_row() -> None:
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS), (4, 1, V))
+    rows = rows_of(np.arange(4, dtype=np.uint64), top_k=7, top_p=0.9, min_p=0.01)
+    positions = jnp.full((4, 1), 31, jnp.int32)
+    expected = np.asarray(_choose(logits, rows, positions, filtered=True))
+    for bad in (np.nan, np.inf, -np.inf):
+        found = np.asarray(_choose(logits.at[1].set(bad), rows, positions, filtered=True))
+        np.testing.assert_array_equal(np.delete(found, 1), np.delete(expected, 1))
+        assert 0 <= found[1, 0] < V

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.filters import ON_CPU, ON_GPU, ON_TPU, Passes, _in_pieces, _pivots, threshold
 
@@ -154,7 +155,7 @@ def test_a_long_vocabulary_chooses_the_same_tokens(num_ids: int, temperature: fl
     rows = SamplingRows(**{**vars(rows), "temperature": jnp.full(8, temperature)})
     positions = jnp.asarray(rng.integers(0, 1000, (8, 2)), jnp.int32)
     token_ids = jnp.arange(num_ids, dtype=jnp.int32)
-    call = partial(choose, positions=positions, token_ids=token_ids, shard=Shard())
+    call = partial(choose, positions=positions, token_ids=token_ids, shard=Shard(), ops=Ops())
     chosen = jax.jit(partial(call, filtered=True))(logits, rows)
     scaled = logits / (temperature if temperature > 0 else 1.0)
     expected = _halved(scaled, rows)

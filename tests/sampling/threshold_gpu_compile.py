@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
@@ -27,7 +28,13 @@ def compiled_choice(sharding: jax.sharding.Sharding, num_ids: int) -> str:
     def run(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
         ids = jnp.arange(num_ids, dtype=jnp.int32)
         return choose(
-            logits, rows, positions=positions, token_ids=ids, filtered=True, shard=Shard()
+            logits,
+            rows,
+            positions=positions,
+            token_ids=ids,
+            filtered=True,
+            shard=Shard(),
+            ops=Ops(),
         )
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,222 @@
+"""A Hopper GPU's kernels (Mosaic GPU, Triton), or the same interpreted anywhere, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels import (
+    add_norm_gpu,
+    experts_gpu,
+    fused_attention_gpu,
+    gated_matmul_gpu,
+    hopper,
+    kv_update_gpu,
+    paged_attention_gpu,
+    paged_prefill_gpu,
+    reference,
+    sample_gpu,
+)
+from jspec.pallas_kernels.experts_plan import choose_experts
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.paged_attention import AttentionCall, check_call
+from jspec.pallas_kernels.rotation import Rotation
+from jspec.pallas_kernels.rows import AttentionRows
+
+# Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
+#   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
+#   256   without XLA's split sums 10.74, by default 10.94
+#   1, 8, 32, 1,024   the default is best, or no worse
+WITHOUT_TRITON, WITHOUT_SPLITS = range(48, 129), range(129, 513)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOps(Ops):
+    """columns: how weights marked `by_columns` lie. A verification multiplies many tokens at
+    once, which the gated kernel does best when it reads along the inputs; decoding one token a row
+    is slower so by 1% (docs/kernels.md), and plain decoding stays with [in, out].
+    """
+
+    interpret: bool = False
+    columns: bool = False
+
+    name: ClassVar[str] = "gpu"
+    default_page_size: ClassVar[int] = 64  # one copy a page
+    defers_sums: ClassVar[bool] = True
+    prefers_long_chunks: ClassVar[bool] = True
+
+    @property
+    def by_columns(self) -> bool:
+        return self.columns
+
+    def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
+        """For some widths other products: one in splits is faster by itself, but not with the
+        kernel that then adds them up."""
+        options: dict[str, Any] = {}
+        if decode_tokens in WITHOUT_TRITON:
+            options["xla_gpu_enable_triton_gemm"] = False
+        if decode_tokens in WITHOUT_SPLITS:
+            options["xla_gpu_experimental_force_split_k"] = 1
+        return options
+
+    def attend(
+        self,
+        q: jax.Array,
+        k_new: jax.Array | None,
+        v_new: jax.Array | None,
+        kv_pages: jax.Array,
+        rows: AttentionRows,
+        call: AttentionCall,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        check_call(q, kv_pages, rows, call)
+        per_row = call.queries_per_row
+        if per_row is not None and per_row > paged_attention_gpu.MAX_QUERIES:
+            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
+        if k_new is not None and v_new is not None:
+            kv_pages = reference.write_new(k_new, v_new, kv_pages, rows, queries_per_row=per_row)
+        if per_row is None:
+            out = paged_prefill_gpu.attend_packed(
+                q, kv_pages, rows, sinks=sinks, interpret=self.interpret, **call.settings
+            )
+            return out, kv_pages
+        out = paged_attention_gpu.attend_rows(
+            q,
+            kv_pages,
+            rows,
+            sinks=sinks,
+            queries_per_row=per_row,
+            interpret=self.interpret,
+            **call.settings,
+        )
+        return out, kv_pages
+
+    def rotate_write_and_attend(
+        self,
+        heads: jax.Array,
+        rotation: Rotation,
+        kv_pages: jax.Array,
+        rows: AttentionRows,
+        call: AttentionCall,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        if not fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row):
+            return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
+        return fused_attention_gpu.rotate_write_and_attend(
+            heads,
+            rotation.cos,
+            rotation.sin,
+            kv_pages,
+            rows,
+            sinks=sinks,
+            num_heads=rotation.num_heads,
+            queries_per_row=call.queries_per_row,
+            interpret=self.interpret,
+            **call.settings,
+        )
+
+    def add_norm(
+        self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
+
+    def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
+        """One kernel where there is a faster one for so many tokens. Interpreted it takes minutes
+        at the sizes that it serves: XLA's there."""
+        tuning = None
+        if not self.interpret:
+            size, width = kernel.shape
+            tuning = gated_matmul_gpu.choose_gated(
+                x.shape[0],
+                size,
+                width,
+                dtype=kernel.dtype,
+                by_columns=self.columns,
+                of_prompts=of_prompts,
+            )
+        if tuning is None:
+            return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
+        return gated_matmul_gpu.gated_product(x, kernel, tuning=tuning)
+
+    def experts(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        params: dict[str, jax.Array],
+        *,
+        gate: Gate,
+    ) -> jax.Array:
+        """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
+        num_experts, inner, size = params["down"].shape
+        tuning = choose_experts(ids.size, num_experts=num_experts, size=size, inner=inner)
+        if tuning is None:
+            return Ops.experts(self, x, ids, weights, params, gate=gate)
+        return experts_gpu.run_experts(
+            x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
+        )
+
+    def commit(
+        self,
+        kv: tuple[jax.Array, ...],
+        page_table: jax.Array,
+        seq_lens: jax.Array,
+        node_path: jax.Array,
+        num_accepted: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        return kv_update_gpu.compact_paths(
+            kv, page_table, seq_lens, node_path, num_accepted, interpret=self.interpret
+        )
+
+    def sample(
+        self,
+        logits: jax.Array,
+        *,
+        temperature: jax.Array,
+        seed: jax.Array,
+        positions: jax.Array,
+        token_ids: jax.Array,
+        threshold: jax.Array | None,
+        is_split: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        value, best = sample_gpu.sample(
+            logits.reshape(-1, logits.shape[-1]),
+            temperature,
+            seed,
+            positions.reshape(-1),
+            None if threshold is None else threshold.reshape(-1),
+            first_id=token_ids[0] if is_split else 0,
+            interpret=self.interpret,
+        )
+        return value.reshape(positions.shape), best.reshape(positions.shape)
+
+
+def gpu_problem(
+    *, compute_capability: str, dtype: DTypeLike, page_size: int | None, head_dims: tuple[int, ...]
+) -> str | None:
+    """What the Hopper kernels do not serve, and what they expect; None if they serve all of it.
+
+    page_size: None is the default of their bundle.
+    """
+    page_size = page_size or GpuOps.default_page_size
+    odd = [width for width in head_dims if width not in (64, 128)]
+    expected = {
+        f"the GPU's compute capability {compute_capability}": (compute_capability == "9.0", "9.0"),
+        f"jax {jax.__version__}": (hopper.has_mosaic_gpu(), "0.11 or later"),
+        f"dtype {jnp.dtype(dtype).name}": (
+            dtype in (jnp.bfloat16, jnp.float16),
+            "bfloat16 or float16",
+        ),
+        f"page_size {page_size}": (
+            page_size in (8, 16, 32, 64) or page_size % 128 == 0,
+            "8, 16, 32, 64 or a multiple of 128",
+        ),
+        f"head_dim {odd[0] if odd else head_dims[0]}": (not odd, "64 or 128"),
+    }
+    found = (f"{name}; expected {wanted}" for name, (fits, wanted) in expected.items() if not fits)
+    return next(found, None)

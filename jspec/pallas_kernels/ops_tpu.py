@@ -1,0 +1,115 @@
+"""The TPU's kernels (Mosaic TPU), or the same kernels interpreted on anything, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels import (
+    bonus_token_tpu,
+    experts_tpu,
+    kv_update_tpu,
+    paged_attention_tpu,
+    paged_prefill_tpu,
+)
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.paged_attention import AttentionCall, check_call
+from jspec.pallas_kernels.rows import AttentionRows
+
+LANES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TpuOps(Ops):
+    """interpret: thousands of times slower, and on any platform."""
+
+    interpret: bool = False
+
+    name: ClassVar[str] = "tpu"
+    default_page_size: ClassVar[int] = 64  # one copy a page, page tables in scalar memory: larger
+
+    def pool_width(self, head_dim: int) -> int:
+        """The kernels read whole vectors, and a TPU pads the last axis to them: 64 -> 128."""
+        return -(-head_dim // LANES) * LANES
+
+    def attend(
+        self,
+        q: jax.Array,
+        k_new: jax.Array | None,
+        v_new: jax.Array | None,
+        kv_pages: jax.Array,
+        rows: AttentionRows,
+        call: AttentionCall,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        check_call(q, kv_pages, rows, call)
+        per_row = call.queries_per_row
+        if per_row is not None and per_row > paged_attention_tpu.MAX_QUERIES_PER_ROW:
+            return Ops.attend(self, q, k_new, v_new, kv_pages, rows, call, sinks)
+        if per_row is None:
+            return paged_prefill_tpu.attend_packed(
+                q,
+                k_new,
+                v_new,
+                kv_pages,
+                rows,
+                sinks=sinks,
+                interpret=pltpu.InterpretParams() if self.interpret else False,
+                **call.settings,
+            )
+        return paged_attention_tpu.attend_rows(
+            q,
+            k_new,
+            v_new,
+            kv_pages,
+            rows,
+            sinks=sinks,
+            queries_per_row=per_row,
+            interpret=self.interpret,
+            **call.settings,
+        )
+
+    def experts(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        params: dict[str, jax.Array],
+        *,
+        gate: Gate,
+    ) -> jax.Array:
+        tile_m = experts_tpu.choose_tile_m(ids.size, params["down"].shape[0])
+        if tile_m is None:
+            return Ops.experts(self, x, ids, weights, params, gate=gate)
+        return experts_tpu.run_experts(
+            x, ids, weights, params, gate=gate, tile_m=tile_m, interpret=self.interpret
+        )
+
+    def commit(
+        self,
+        kv: tuple[jax.Array, ...],
+        page_table: jax.Array,
+        seq_lens: jax.Array,
+        node_path: jax.Array,
+        num_accepted: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        return kv_update_tpu.compact_paths(
+            kv, page_table, seq_lens, node_path, num_accepted, interpret=self.interpret
+        )
+
+    def gather_emitted(
+        self,
+        target_ids: jax.Array,
+        hidden: jax.Array,
+        node_path: jax.Array,
+        num_accepted: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        if not hidden.shape[2]:
+            return Ops.gather_emitted(self, target_ids, hidden, node_path, num_accepted)
+        return bonus_token_tpu.gather_emitted(
+            target_ids, hidden, node_path, num_accepted, interpret=self.interpret
+        )

@@ -1,0 +1,174 @@
+"""Which bundle of kernels runs where, and that each keeps the contract's door."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.config import RopeConfig, YarnConfig
+from jspec.core.engine_args import ATTENTION_BACKENDS
+from jspec.core.errors import ConfigError
+from jspec.layers.rope import angles_of
+from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.ops_gpu import gpu_problem
+from jspec.pallas_kernels.paged_attention import AttentionCall
+from jspec.pallas_kernels.rotation import Rotation
+from jspec.pallas_kernels.rows import AttentionRows
+from tests.pallas_kernels.chips import needs_mosaic_gpu
+
+
+@pytest.mark.parametrize(
+    ("platform", "requested", "name"),
+    [
+        ("cpu", "auto", "xla"),
+        ("cpu", "xla", "xla"),
+        ("gpu", "auto", "gpu"),
+        ("gpu", "xla", "xla"),
+        ("gpu", "pallas", "gpu"),
+        ("tpu", "auto", "tpu"),
+        ("tpu", "pallas", "tpu"),
+        ("tpu", "xla", "xla"),
+    ],
+)
+def test_the_platform_chooses_unless_told(platform: str, requested: str, name: str) -> None:
+    assert requested in ATTENTION_BACKENDS
+    assert choose_ops(platform, requested) == OPS[name]
+
+
+def test_a_gpu_that_the_kernels_do_not_serve_gets_xla_unless_they_were_asked_for() -> None:
+    assert choose_ops("gpu", "auto", gpu_problem="head_dim 32; expected 64") == OPS["xla"]
+    with pytest.raises(ConfigError, match=r"'pallas', with head_dim 32; expected 64"):
+        choose_ops("gpu", "pallas", gpu_problem="head_dim 32; expected 64")
+
+
+def test_a_cpu_has_no_kernels_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend is 'pallas', on cpu devices"):
+        choose_ops("cpu", "pallas")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compute_capability": "8.0"}, r"compute capability 8\.0; expected 9\.0"),
+        ({"dtype": jnp.float32}, "dtype float32; expected bfloat16 or float16"),
+        ({"page_size": 24}, "page_size 24; expected 8, 16, 32, 64 or a multiple of 128"),
+        ({"head_dims": (128, 32)}, "head_dim 32; expected 64 or 128"),
+    ],
+)
+def test_what_the_gpu_kernel_does_not_serve_is_named(change: dict[str, Any], message: str) -> None:
+    fits = {
+        "compute_capability": "9.0",
+        "dtype": jnp.bfloat16,
+        "page_size": 64,
+        "head_dims": (128, 64),
+    }
+    if not has_mosaic_gpu() and "compute_capability" not in change:
+        message = "expected 0.11 or later"
+    found = gpu_problem(**{**fits, **change})
+    assert found is not None
+    assert re.search(message, found)
+
+
+@needs_mosaic_gpu
+def test_what_the_gpu_kernel_serves_has_no_problem() -> None:
+    fits = {"compute_capability": "9.0", "dtype": jnp.bfloat16, "page_size": 64}
+    assert gpu_problem(**fits, head_dims=(128, 64)) is None
+
+
+def test_only_the_tpu_kernels_widen_the_pool() -> None:
+    assert [OPS[name].pool_width(64) for name in ("xla", "gpu", "tpu")] == [64, 64, 128]
+    assert [OPS["tpu"].pool_width(width) for width in (128, 129, 256)] == [128, 256, 256]
+
+
+def test_bundles_are_compared_by_what_they_run() -> None:
+    """So that engines share compiled programs, and two bundles never one."""
+    assert len(set(OPS.values())) == len(OPS)
+    assert choose_ops("gpu") == OPS["gpu"]
+    assert hash(choose_ops("gpu")) == hash(OPS["gpu"])
+    assert with_columns(OPS["gpu"], columns=True) != OPS["gpu"]
+
+
+def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
+    turned = {name for name, ops in OPS.items() if with_columns(ops, columns=True).by_columns}
+    assert turned == {"gpu", "gpu_interpret"}
+    assert not any(with_columns(ops, columns=False).by_columns for ops in OPS.values())
+
+
+def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Four tokens on each of two rows, K and V written by the call."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    prefix = jnp.asarray([21, 3], jnp.int32)
+    rows = AttentionRows(
+        page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
+        prefix_lens=prefix,
+        cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
+        q_positions=(prefix[:, None] + jnp.arange(4)).reshape(-1),
+    )
+    out, pages = ops.attend(
+        draw(8, 4, 64),
+        draw(8, 2, 64),
+        draw(8, 2, 64),
+        draw(6, 16, 4, ops.pool_width(64)),
+        rows,
+        AttentionCall(queries_per_row=None if packed else 4, scale=0.125),
+    )
+    return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
+    out, pages = written_and_seen(OPS["gpu_interpret"], packed=packed)
+    expected, expected_pages = written_and_seen(OPS["reference"], packed=packed)
+    np.testing.assert_array_equal(pages, expected_pages)
+    np.testing.assert_allclose(out, expected, atol=0.02)
+
+
+def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
+    """Heads as a projection leaves them, through a layer like gpt-oss's: sinks that take about as
+    much as the keys do, a window, and a rotation that lengthens q and k."""
+    rng = np.random.default_rng(1)
+    num_heads, num_kv_heads, width = 4, 2, 64
+    prefix = jnp.asarray([21, 3], jnp.int32)
+    positions = (prefix[:, None] + jnp.arange(4)).reshape(-1)
+    rope = RopeConfig(factor=32.0, yarn=YarnConfig(attention_factor=1.35, truncate=False))
+    cos, sin = angles_of(positions, head_dim=width, rope=rope)
+    rows = AttentionRows(
+        page_table=jnp.asarray([[1, 2], [3, 0]], jnp.int32),
+        prefix_lens=prefix,
+        cu_q_lens=jnp.asarray([0, 4, 8], jnp.int32),
+        q_positions=positions,
+    )
+    heads = jnp.asarray(rng.standard_normal((8, num_heads + 2 * num_kv_heads, width)), jnp.bfloat16)
+    pages = np.zeros((6, 16, 2 * num_kv_heads, ops.pool_width(width)))
+    pages[..., :width] = rng.standard_normal((*pages.shape[:-1], width))
+    out, _ = ops.rotate_write_and_attend(
+        heads,
+        Rotation(cos=cos, sin=sin, num_heads=num_heads),
+        jnp.asarray(pages, jnp.bfloat16),
+        rows,
+        AttentionCall(queries_per_row=None if packed else 4, scale=0.125, window=8),
+        jnp.asarray([0.0, 2.0, -1.0, 3.0], jnp.bfloat16),
+    )
+    return np.asarray(out, np.float32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "name", ["xla", "tpu_interpret", pytest.param("gpu_interpret", marks=needs_mosaic_gpu)]
+)
+def test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation(name: str, packed: bool) -> None:
+    out = rotated_and_mixed(OPS[name], packed=packed)
+    expected = rotated_and_mixed(OPS["reference"], packed=packed)
+    np.testing.assert_allclose(out, expected, atol=0.02)
