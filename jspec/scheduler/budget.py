@@ -3,11 +3,11 @@
 It knows the static limits of the engine and nothing of the current state of the pool or queue.
 
     worked example: S/K/N = 3/1/4, so M = 4 and scratch = 4; page_size 4, num_pages 6
-    capacity           6 * 4 = 24 positions
+    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 rows of scratch behind the last token
     prompt of 10       fill 10 → first decode needs 10 + 4 = 14 positions = 4 pages
     one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
-    longest output     the last decode starts at L = prompt + max_new_tokens - 2 with nothing
-                       unread and needs L + 4 <= 24, so max_new_tokens <= 24 - 4 - 10 + 2 = 12
+    longest output     the last token's KV is not written: max_new_tokens <= 20 - 10 + 1 = 11, and
+                       the last decode, at L = 10 + 11 - 2 with nothing unread, needs 19 + 4 <= 24
     3 rounds a step    the last round starts at 10 + 2 * 4 = 18 at most: 18 + 4 positions, 6 pages;
                        with max_new_tokens 5 the last useful one at 13: 13 + 4 positions, 5 pages
 """
@@ -22,11 +22,6 @@ from jspec.core.request import DEFAULT_NEW_TOKENS
 # A newcomer beside running rows must leave them pages for this many more rounds, else the next
 # few would retract it again and its prefill would be wasted.
 HEADROOM_ROUNDS = 8
-
-
-def capacity(limits: ServeLimits) -> int:
-    """Positions that one sequence can own when it is alone."""
-    return limits.num_pages * limits.page_size
 
 
 def pages_for_decode(limits: ServeLimits, committed: int, *, unread_rounds: int, last: int) -> int:
@@ -90,10 +85,10 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
             f"the prompt has {prompt_len} tokens; expected fewer than the context length "
             f"{limits.context_length}"
         )
-    if prompt_len > capacity(limits):
+    if prompt_len > limits.max_total_tokens:
         raise RequestError(
-            f"the prompt has {prompt_len} tokens; expected at most {capacity(limits)}, the size "
-            f"of the whole KV pool (max_total_tokens)"
+            f"the prompt has {prompt_len} tokens; expected at most {limits.max_total_tokens}, the "
+            f"size of the whole KV pool (max_total_tokens)"
         )
     in_context = limits.context_length - prompt_len
     if max_new_tokens is not None and max_new_tokens > in_context:
@@ -102,5 +97,5 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
             f"at most {in_context}, which is left of the context length {limits.context_length}"
         )
     wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    in_pool = capacity(limits) - limits.spec.num_scratch_rows - prompt_len + 2
-    return min(wanted, in_context, max(in_pool, 1))
+    in_pool = limits.max_total_tokens - prompt_len + 1  # the last token's KV is not written
+    return min(wanted, in_context, in_pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -26,13 +26,17 @@ WOULD_BLOCK = (
 
 
 class HomeLoop:
-    """The event loop that an engine lives on: adopted from the first awaiter, or a thread's.
+    """The event loop that an engine lives on, in a background thread of its own.
 
-    What is handed over before a background thread is told to stop is done; what comes later is
+    A caller's loop would end with its asyncio.run, and the engine with it. The thread starts with
+    the first call. What is handed over before it is told to stop is done; what comes later is
     refused. So checking and handing over are one, under the lock, and so is telling it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    ) -> None:
+        self._new_loop = new_loop
         # Two first callers must find one home. A finaliser may run while its own thread holds
         # this, and hand over itself: hence reentrant, and never waited for on the home's thread.
         self._lock = threading.RLock()
@@ -50,11 +54,11 @@ class HomeLoop:
         return self._loop is not None and self._loop.is_running()
 
     def start_thread(self) -> None:
-        """Makes a background thread the home, unless there is one already."""
+        """Starts the thread, unless there is one already."""
         with self._lock:
             if self._loop is not None:
                 return
-            loop, started = asyncio.new_event_loop(), threading.Event()
+            loop, started = self._new_loop(), threading.Event()
             loop.call_soon(started.set)
             self._thread = threading.Thread(
                 target=_live, args=(loop,), name="jspec-loop", daemon=True
@@ -68,14 +72,17 @@ class HomeLoop:
 
         Raises EngineClosedError if the home is not running any more.
         """
-        here = asyncio.get_running_loop()
-        if self._loop is None:
-            with self._lock:
-                if self._loop is None:
-                    self._loop = here
-        if self._loop is here:
+        self.start_thread()
+        if self._is_here():
             return await work
-        return await asyncio.wrap_future(self._hand_over(work))
+        future = self._hand_over(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineClosedError("the engine's event loop ended during this call") from None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` at home and waits; an interrupt of this wait cancels the work.
@@ -96,7 +103,7 @@ class HomeLoop:
             raise
 
     def stop(self) -> None:
-        """Ends the background thread, if the home is one, after what was handed over ended.
+        """Ends the background thread, if it was started, after what was handed over ended.
 
         May be called again, and by several at once: all wait for one end. Raises RequestError on
         the home itself.
@@ -105,12 +112,18 @@ class HomeLoop:
             return
         if self._is_here():
             raise RequestError(WOULD_BLOCK)
+        self.stop_soon()
+        self._thread.join()
+
+    def stop_soon(self) -> None:
+        """As `stop`, without waiting for the end; from any thread, the home's too."""
+        if self._loop is None:
+            return
         with self._lock:
             self._is_stopping = True
         # Each call says it again: an earlier one may have been interrupted at this point.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end_soon)
-        self._thread.join()
 
     def _end_soon(self) -> None:
         if self._ending is None:
@@ -118,19 +131,14 @@ class HomeLoop:
 
     def _is_here(self) -> bool:
         """Whether this is the home's own thread, which must not wait for itself."""
-        if self._thread is not None:
-            return threading.current_thread() is self._thread
-        try:
-            return asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
+        return threading.current_thread() is self._thread
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
         """Starts `work` at home, from elsewhere. Raises EngineClosedError if none is taken."""
         with self._lock:
             home = self._loop
             if home is not None and home.is_running() and not self._is_stopping:
-                with contextlib.suppress(RuntimeError):  # an adopted home was closed just now
+                with contextlib.suppress(RuntimeError):  # it was closed just now
                     future = asyncio.run_coroutine_threadsafe(work, home)
                     # Closed by now, also by a finaliser's stop: then it is done, or never will be.
                     if future.done() or not home.is_closed():
@@ -185,10 +193,18 @@ class EngineStream(AsyncIterator[StreamChunk]):
         self._stream = stream
 
     async def __anext__(self) -> StreamChunk:
-        chunk = await self._home.call(next_or_none(self._stream))
+        try:
+            chunk = await self._stream.receive()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+    def ready(self) -> list[StreamChunk]:
+        """Further chunks that need no waiting."""
+        return self._stream.ready()
 
     async def aclose(self) -> None:
         """May be called twice, and after the engine was closed."""

@@ -14,20 +14,67 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
-from jspec.core.errors import ConfigError, EngineClosedError
+from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, StreamChunk
-from jspec.scheduler.scheduler import Scheduler, SchedulerStats
+from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.stats import SchedulerStats
 
-ChunkQueue = asyncio.Queue[StreamChunk | EngineClosedError]
+
+class Mailbox:
+    """Chunks of one request on their way to its one reader, on whatever event loop that is.
+
+    What was put wakes the reader's loop directly: a chunk costs no task and no second loop.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[StreamChunk | EngineClosedError] = deque()
+        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    def put(self, item: StreamChunk | EngineClosedError) -> None:
+        """From any thread; never waits for the reader."""
+        with self._lock:
+            self._items.append(item)
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
+                reader[0].call_soon_threadsafe(_wake, reader[1])
+
+    async def get(self) -> StreamChunk | EngineClosedError:
+        """The oldest item, as soon as there is one."""
+        while True:
+            with self._lock:
+                if self._items:
+                    return self._items.popleft()
+                event_loop = asyncio.get_running_loop()
+                woken: asyncio.Future[None] = event_loop.create_future()
+                self._reader = event_loop, woken
+            await woken
+
+    def get_ready(self) -> list[StreamChunk]:
+        """The chunks that are there already, up to an error, which stays for `get`."""
+        chunks: list[StreamChunk] = []
+        with self._lock:
+            while self._items and isinstance(self._items[0], StreamChunk):
+                chunks.append(self._items[0])
+                self._items.popleft()
+        return chunks
+
+
+def _wake(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)
 
 
 class TraceKind(enum.Enum):
@@ -72,7 +119,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
     Raises EngineClosedError, after the chunks that were committed, if the engine ends first.
     """
 
-    def __init__(self, engine_loop: EngineLoop, request_id: str, queue: ChunkQueue) -> None:
+    def __init__(self, engine_loop: EngineLoop, request_id: str, queue: Mailbox) -> None:
         self._engine_loop = engine_loop
         self._request_id = request_id
         self._queue = queue
@@ -84,19 +131,33 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         self._on_drop.atexit = False
 
     async def __anext__(self) -> StreamChunk:
-        if self._is_done:
-            raise StopAsyncIteration
         try:
-            item = await self._queue.get()
+            item = await self.receive()
         except asyncio.CancelledError:
             await self.aclose()
             raise
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    async def receive(self) -> StreamChunk | None:
+        """The next chunk, on any event loop; None after the last. Cancelling it aborts nothing."""
+        if self._is_done:
+            return None
+        item = await self._queue.get()
         if isinstance(item, EngineClosedError):
             self._end()
             raise item
         if item.finish is not None:
             self._end()
         return item
+
+    def ready(self) -> list[StreamChunk]:
+        """Further chunks that need no waiting, for who reads more slowly than they come."""
+        chunks = [] if self._is_done else self._queue.get_ready()
+        if chunks and chunks[-1].finish is not None:
+            self._end()
+        return chunks
 
     async def aclose(self) -> None:
         """Aborts the request unless it is finished. May be called twice."""
@@ -111,6 +172,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
 
 class EngineLoop:
     """Runs `scheduler` against `runner`. Call it from one event loop; the task starts by itself.
+    Only the chunks may be read elsewhere.
 
     trace: a list of the caller's, to which every call of the runner is appended.
     """
@@ -126,13 +188,14 @@ class EngineLoop:
         self._runner = runner
         self._trace = trace
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
-        self._queues: dict[str, ChunkQueue] = {}
+        self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._cause: BaseException | None = None
         self._busy = BusyClock()
+        self._released: Future[None] | None = None
 
     @property
     def busy_seconds(self) -> float:
@@ -162,7 +225,7 @@ class EngineLoop:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
         event_loop = asyncio.get_running_loop()
         self._scheduler.submit(request)
-        queue: ChunkQueue = asyncio.Queue()
+        queue = Mailbox()
         self._queues[request.request_id] = queue
         if self._task is None:
             self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
@@ -177,25 +240,39 @@ class EngineLoop:
         self._publish(chunk)
         return True
 
-    def abandon(self, request_id: str, queue: ChunkQueue) -> None:
+    def abandon(self, request_id: str, queue: Mailbox) -> None:
         """Aborts the request of a consumer that went away; a later one of that id stays."""
         if self._queues.get(request_id) is queue:
             self.abort(request_id)
 
     def abandon_soon(
-        self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: ChunkQueue
+        self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
     ) -> None:
         """`abandon` from a finaliser, which may run on any thread and at any time."""
         if not event_loop.is_closed():
             event_loop.call_soon_threadsafe(self.abandon, request_id, queue)
 
     async def close(self) -> None:
-        """Ends every stream with EngineClosedError, waits for the steps in flight, and stops."""
+        """Ends every stream with EngineClosedError, waits for the steps in flight, and stops.
+
+        The runner has let go of the device when it returns.
+        """
         self._is_closing = True
         self._wake.set()
         if self._task is not None:
             await asyncio.wait({self._task})
-        self._engine_thread.shutdown(wait=False)
+        await asyncio.wait({asyncio.wrap_future(self._release())})
+
+    def _release(self) -> Future[None]:
+        """Closes the runner behind what its thread still does, and then ends that thread."""
+        if self._released is None:
+            try:
+                self._released = self._engine_thread.submit(self._runner.close)
+            except RuntimeError:  # the interpreter ends, and all that is held with it
+                self._released = Future()
+                self._released.set_result(None)
+            self._engine_thread.shutdown(wait=False)
+        return self._released
 
     async def _run(self) -> None:
         self._busy.start()
@@ -214,12 +291,13 @@ class EngineLoop:
                 await self._turn(None)
         except Exception as error:
             self._cause = error
+            clear_frames(error)  # they hold what the device was given
             self._end_streams("its loop died")
         finally:  # also when the event loop is torn down and cancels this task
             self._is_closing = True
             self._busy.stop()
             self._end_streams("its event loop ended")
-            self._engine_thread.shutdown(wait=False)
+            self._release()
 
     async def _turn(self, plan: StepPlan | None) -> None:
         """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight."""
@@ -256,15 +334,15 @@ class EngineLoop:
 
     def _publish(self, chunk: StreamChunk) -> None:
         if chunk.finish is None:
-            self._queues[chunk.request_id].put_nowait(chunk)
+            self._queues[chunk.request_id].put(chunk)
         else:
-            self._queues.pop(chunk.request_id).put_nowait(chunk)
+            self._queues.pop(chunk.request_id).put(chunk)
 
     def _end_streams(self, why: str) -> None:
         """Ends every stream and every sequence; the steps in flight then count for nothing."""
         for request_id, queue in self._queues.items():
             self._scheduler.abort(request_id)
-            queue.put_nowait(self._closed_error(f"request {request_id!r} was not finished: {why}"))
+            queue.put(self._closed_error(f"request {request_id!r} was not finished: {why}"))
         self._queues.clear()
 
     def _closed_error(self, detail: str) -> EngineClosedError:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from jspec.cache.page_pool import PagePool
+from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, QueueFullError, RequestError
+from jspec.core.features import PLAIN, StepFeatures
 from jspec.core.plan import (
     Admission,
     PageGrant,
@@ -29,7 +30,7 @@ from jspec.core.plan import (
     StepResult,
 )
 from jspec.core.protocols import TextStream
-from jspec.core.request import FinishKind, FinishReason, Request, SpecCounters, StreamChunk
+from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
 from jspec.scheduler import budget, policy
 from jspec.scheduler.sequence import (
     Cut,
@@ -40,29 +41,8 @@ from jspec.scheduler.sequence import (
     empty_counters,
     surviving_drafts,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot for metrics. Totals are since the start and count committed ids only.
-
-    num_leaked_pages: lent pages that no tenancy holds; 0 always, idle or not.
-    num_emitted: all output tokens, prefill's included. counters: sums over all sequences.
-    """
-
-    num_running: int
-    num_queued: int
-    num_pages: int
-    num_free_pages: int
-    num_leaked_pages: int
-    num_steps_in_flight: int
-    num_requests: int
-    num_finished: int
-    num_aborted: int
-    num_retractions: int
-    num_prompt_tokens: int
-    num_emitted: int
-    counters: SpecCounters
+from jspec.scheduler.stats import SchedulerStats
+from jspec.scheduler.windows import WindowPages
 
 
 class Scheduler:
@@ -73,7 +53,8 @@ class Scheduler:
     ) -> None:
         self._limits = limits
         self._make_stream = make_stream
-        self._pool = PagePool(limits.num_pages)
+        self._pool = PagePool(limits.num_pages)  # of the full space
+        self._windows = WindowPages(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
         self._waiting: deque[Sequence] = deque()
@@ -105,7 +86,8 @@ class Scheduler:
             num_queued=len(self._waiting),
             num_pages=self._pool.num_pages,
             num_free_pages=self._pool.num_free,
-            num_leaked_pages=self._pool.num_leaked(num_held),
+            num_leaked_pages=self._pool.num_leaked(num_held) + self._windows.num_leaked,
+            num_free_window_pages=self._windows.num_free,
             num_steps_in_flight=len(self._in_flight),
             num_requests=self._num_requests,
             num_finished=self._num_finished,
@@ -186,26 +168,32 @@ class Scheduler:
         packer = policy.ChunkPacker(self._limits)
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
+        grants: list[PageGrant] = []
         for sequence in self._running.values():
             tenancy = sequence.held_tenancy
             if packer.has_room and not tenancy.is_prefill_dispatched:
                 chunks.append(packer.pack(tenancy))
+                grants += self._grant_for_chunk(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._free_slots:
             running = tuple(self._running.values())
             newcomer, num_free = self._waiting[0], self._pool.num_free
             if not policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free):
                 break
+            if not self._windows.may_admit(newcomer):
+                break
             tenancy = self._admit(self._waiting.popleft())
             admissions.append(tenancy.admission)
             chunks.append(packer.pack(tenancy))
+            grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
         return StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.PREFILL,
-            full=self._needs_full(chunk.row for chunk in chunks),
+            features=self._features_of(chunk.row for chunk in chunks),
             admissions=tuple(admissions),
             chunks=tuple(chunks),
+            grants=tuple(grants),
         )
 
     def _plan_decode(self) -> StepPlan | None:
@@ -225,7 +213,7 @@ class Scheduler:
         return StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.DECODE,
-            full=self._needs_full(rows),
+            features=self._features_of(rows),
             rows=tuple(rows),
             grants=tuple(grants),
         )
@@ -261,12 +249,16 @@ class Scheduler:
         pages = self._pool.allocate(num_pages)
         tenancy.page_ids.extend(pages)
         slot = tenancy.row.slot
-        return [PageGrant(slot, first + i, page) for i, page in enumerate(pages)]
+        grants = [PageGrant(slot, first + i, page) for i, page in enumerate(pages)]
+        return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
 
-    def _needs_full(self, rows: Iterable[RowRef]) -> bool:
-        return any(
-            self._tenancies[row].sequence.request.sampling.needs_full_sampling for row in rows
-        )
+    def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
+        """In the window spaces; those of the full one came with the admission."""
+        end = chunk.start + len(chunk.token_ids)
+        return self._windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
+
+    def _features_of(self, rows: Iterable[RowRef]) -> StepFeatures:
+        return PLAIN.union(self._tenancies[row].sequence.features for row in rows)
 
     def _mark_in_flight(self, plan: StepPlan) -> None:
         self._num_steps = plan.step
@@ -275,6 +267,7 @@ class Scheduler:
         for chunk in plan.chunks:
             tenancy = self._tenancies[chunk.row]
             tenancy.num_filled += len(chunk.token_ids)
+            self._windows.trim(tenancy)
             if chunk.is_final:
                 tenancy.sequence.state = SequenceState.RUNNING
         for row in plan.rows:
@@ -301,11 +294,13 @@ class Scheduler:
                 tenancy.rounds_in_flight -= self._limits.num_rounds
             if tenancy.ended and tenancy.steps_in_flight == 0:
                 self._release(tenancy)
-            for emitted in result.rounds:
+            for of_round in result.rounds:
                 if tenancy.ended:
                     break
-                if emitted[i]:
-                    chunks.append(self._commit_row(tenancy, emitted[i], plan.kind))
+                if ids := of_round.emitted_ids[i]:
+                    chunks.append(self._commit_row(tenancy, ids, plan.kind))
+            if not tenancy.ended:
+                self._windows.trim(tenancy)
         return tuple(chunks)
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
@@ -319,7 +314,7 @@ class Scheduler:
         num_rounds = self._limits.num_rounds if is_decode else 1
         most = self._limits.spec.max_emitted if is_decode else 1
         least = [int(chunk.is_final) for chunk in plan.chunks] or [1] * len(plan.rows)
-        rounds = [[len(ids) for ids in emitted] for emitted in result.rounds]
+        rounds = [[len(ids) for ids in of_round.emitted_ids] for of_round in result.rounds]
         if [len(lens) for lens in rounds] != [len(least)] * num_rounds or not all(
             low <= n <= low * most for lens in rounds for low, n in zip(least, lens, strict=True)
         ):
@@ -363,6 +358,7 @@ class Scheduler:
             fill_ids=fill_ids,
             page_ids=list(self._pool.allocate(num_pages)),
         )
+        self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
         sequence.tenancy = tenancy
@@ -394,4 +390,5 @@ class Scheduler:
     def _release(self, tenancy: Tenancy) -> None:
         del self._tenancies[tenancy.row]
         self._pool.release(tenancy.page_ids)
+        self._windows.release(tenancy)
         heapq.heappush(self._free_slots, tenancy.row.slot)

@@ -11,10 +11,12 @@ counters all derive.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.errors import InvariantError
+from jspec.core.features import StepFeatures
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
 from jspec.core.request import (
@@ -82,6 +84,13 @@ class Tenancy:
         return self.sequence.num_tokens - 1
 
     @property
+    def known_len(self) -> int:
+        """What L is at least, whichever dispatched steps have run: no later step of the row has a
+        query before it. During a prefill this is what was dispatched, which is exact.
+        """
+        return self.committed_len if self.is_prefill_read else self.num_filled
+
+    @property
     def emitting_in_flight(self) -> int:
         """What is unread and emits at least one token each: rounds and the final chunk."""
         awaits_root = self.is_prefill_dispatched and not self.is_prefill_read
@@ -102,7 +111,7 @@ class Sequence:
     """One request: its output so far and, while it has a slot, its tenancy.
 
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
-    to what the engine can hold.
+    to what the engine can hold. features: what its steps must have, asked for at every plan.
     """
 
     request: Request
@@ -114,6 +123,10 @@ class Sequence:
     tenancy: Tenancy | None = None
     emitted_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
+    features: StepFeatures = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.features = self.request.sampling.features
 
     @property
     def held_tenancy(self) -> Tenancy:
@@ -153,7 +166,7 @@ class Sequence:
         """
         num_out, low = len(self.emitted_ids), self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
-        stop = first_stop(kept, self.request.stop_ids, begin=low - num_out)
+        stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
         text = self._push(kept[:stop], num_barred=low - num_out)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
         # After a stop string nothing may follow; otherwise what was held back is now final.
@@ -200,14 +213,14 @@ class Sequence:
         )
 
 
-def first_stop(ids: tuple[int, ...], stop_ids: tuple[int, ...], *, begin: int) -> int:
+def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
     """Index of the first stop id at or after `begin`; len(ids) without one.
 
     Worked example: min_new_tokens 3 with 2 tokens out gives begin = 1, since ids[0] is the third
     token and ids[1] the first one that may end the text.
     """
     for index in range(max(begin, 0), len(ids)):
-        if ids[index] in stop_ids:
+        if is_stop(ids[index]):
             return index
     return len(ids)
 

@@ -1,17 +1,18 @@
 """Speculative decoding, whole: the functions that run on the device.
 
     prefill_step         KV of a chunk of each prompt; behind the last chunk, the first token (root)
-    speculative_step     propose -> score -> settle -> extend: from 1 to S + 1 tokens a row
+    speculative_step     propose -> score -> settle -> advance: from 1 to S + 1 tokens a row
     speculative_rounds   several such steps, one behind the other, without the host
 
     propose   the drafter guesses a tree of N - 1 tokens behind the root
     score     one target forward over all N nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
               what was guessed right, and the token behind it is the bonus
-    extend    the draft reads what was emitted, with the target's features: the next level 1
+    advance   the drafter is told what was emitted, with the target's features
 
 All are pure: (program, params, state, batch) -> (state', output). A chain is a tree with K = 1,
 plain decoding a tree of one node, greedy is temperature 0: there is no other path through here.
+Which model is served, and how drafts are made, is not known here: `target.py`, `drafter.py`.
 """
 
 from __future__ import annotations
@@ -24,29 +25,58 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core import shapes
-from jspec.core.batch import DecodeBatch, PrefillBatch, Verified
+from jspec.core.batch import DecodeBatch, PrefillBatch, Verified, pack_output
 from jspec.core.config import SpeculativeConfig
+from jspec.core.errors import ConfigError
+from jspec.core.features import PLAIN, Feature, StepFeatures
+from jspec.core.layout import output_columns
 from jspec.core.state import EngineState, RowState, SamplingRows, take_rows
-from jspec.models.llama import Params
-from jspec.models.paged import AttentionSettings, KVPool, PagedLlama
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.models.params import ParamTable
+from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.rows import AttentionRows, index_queries
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import count_emitted, penalize
-from jspec.speculative.draft import Drafter, RowsInStep
-from jspec.speculative.verify import choose_at_nodes, no_tree, score, settle, target_logits_at
+from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by
+from jspec.speculative.target import Params, Target
+from jspec.speculative.verify import (
+    choose_at_nodes,
+    features_of,
+    no_tree,
+    score,
+    settle,
+    target_logits_at,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """Everything static about a step. `full` compiles filters and penalties in."""
+    """Everything static about a step. features: what is compiled in."""
 
-    target: PagedLlama
+    target: Target
     drafter: Drafter
     spec: SpeculativeConfig
-    full: bool
-    backend: Backend = "xla"
+    features: StepFeatures = PLAIN
+
+    @property
+    def ops(self) -> Ops:
+        return self.target.ops
+
+    @property
+    def tables(self) -> dict[str, ParamTable]:
+        """The weights that the program's params hold."""
+        return {"target": self.target.table, "draft": self.drafter.table}
+
+    def __post_init__(self) -> None:
+        if self.drafter.drafting != self.spec.algorithm.drafting:
+            raise ConfigError(
+                f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.value}; expected "
+                f"the drafter whose writes the host reserves for"
+            )
+        if not self.drafter.drafting.on_device:
+            raise ConfigError(
+                f"{type(self.drafter).__name__} proposes on the host; expected a drafter that "
+                f"proposes inside the step"
+            )
 
 
 def speculative_step(
@@ -55,22 +85,28 @@ def speculative_step(
     """One verification for each row of the batch.
 
     params: {"target": ..., "draft": ...}. Returns the next state and, packed for one transfer,
-    num_emitted | emitted ids, i32[B, 1 + M].
+    `core.layout.output_columns` of each row: i32[B, 1 + M].
     """
     spec, target = program.spec, program.target
-    state = _grant_pages(state, batch.grants)
+    state = _grant_pages(state, batch.grants, batch.window_grants)
     slots = batch.slots
     rows = RowsInStep(
         root_ids=take_rows(state.rows.root_ids, slots),
         seq_lens=take_rows(state.rows.seq_lens, slots),
         page_table=take_rows(state.rows.page_table, slots),
+        window_tables=take_rows(state.rows.window_tables, slots),
         sampling=take_rows(state.rows.sampling, slots),
     )
-    draft_kv, tree = program.drafter.propose(
-        params["draft"], state.draft_kv, take_rows(state.draft, slots), rows
-    )
-    kv, logits, hidden = score(
-        target, params["target"], state.kv, tree, rows, spec=spec, backend=program.backend
+    draft = take_rows(state.draft, slots)
+    draft_kv, tree = program.drafter.propose(params["draft"], state.draft_kv, draft, rows)
+    kv, logits, features = score(
+        target,
+        params["target"],
+        state.kv,
+        tree,
+        rows,
+        needs=program.drafter.needs,
+        spec=spec,
     )
     target_ids = choose_at_nodes(
         target,
@@ -79,17 +115,27 @@ def speculative_step(
         rows,
         spec=spec,
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
-        output_counts=take_rows(state.rows.output_counts, slots) if program.full else None,
-        backend=program.backend,
+        filtered=Feature.FILTERS in program.features,
+        output_counts=(
+            take_rows(state.rows.output_counts, slots)
+            if Feature.PENALTIES in program.features
+            else None
+        ),
     )
-    kv, verified = settle(tree, target_ids, hidden, kv, rows, spec=spec, backend=program.backend)
-    draft_kv, draft = _extend_emitted(program, params, draft_kv, verified, rows)
+    groups = target.cache_groups
+    kv, verified = settle(
+        tree, target_ids, features, kv, rows, spec=spec, ops=program.ops, groups=groups
+    )
+    emitted = emitted_by(verified, rows)
+    draft_kv, draft = program.drafter.advance(params["draft"], draft_kv, draft, emitted)
     after = _advance_rows(program, state.rows, slots, verified, rows.seq_lens)
     next_state = EngineState(
         kv=kv, draft_kv=draft_kv, draft=_put_rows(state.draft, slots, draft), rows=after
     )
-    num_emitted = verified.num_accepted + 1
-    return next_state, jnp.concatenate((num_emitted[:, None], verified.emitted_ids), axis=1)
+    return next_state, pack_output(
+        output_columns(spec.max_emitted),
+        {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids},
+    )
 
 
 def speculative_rounds(
@@ -110,44 +156,8 @@ def speculative_rounds(
     for _ in range(num_rounds):
         state, output = speculative_step(program, params, state, batch)
         outputs.append(output)
-        batch = dataclasses.replace(batch, grants=batch.grants[:0])
+        batch = dataclasses.replace(batch, grants=batch.grants[:0], window_grants=None)
     return state, jnp.concatenate(outputs, axis=0)
-
-
-def _extend_emitted(
-    program: StepProgram,
-    params: dict[str, Params],
-    draft_kv: KVPool,
-    verified: Verified,
-    rows: RowsInStep,
-) -> tuple[KVPool, Any]:
-    """The draft over (emitted token i, feature of path node i), i < num_emitted, at slots L + i.
-
-    M rows always; those behind num_emitted are padding and write to page 0.
-    """
-    batch, most = verified.emitted_ids.shape
-    row = jnp.arange(most, dtype=jnp.int32)
-    num_emitted = verified.num_accepted + 1
-    first = jnp.arange(batch, dtype=jnp.int32) * most
-    positions = shapes.extend_position(rows.seq_lens[:, None], row)
-    attention_rows = AttentionRows(
-        page_table=rows.page_table,
-        prefix_lens=rows.seq_lens,
-        cu_q_lens=_cumulative(num_emitted),
-        q_positions=positions.reshape(-1),
-    )
-    next_root = rows.seq_lens + num_emitted
-    return program.drafter.extend(
-        params["draft"],
-        draft_kv,
-        token_ids=verified.emitted_ids.reshape(-1),
-        features=verified.hidden.reshape(batch * most, -1),
-        rows=attention_rows,
-        queries_per_row=most,
-        last=first + verified.num_accepted,
-        next_position=shapes.chosen_position(next_root, 0),
-        sampling=rows.sampling,
-    )
 
 
 def prefill_step(
@@ -155,7 +165,8 @@ def prefill_step(
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
     """KV of one chunk of each row, in target and draft; the root behind a final chunk.
 
-    Returns the next state and i32[R, 2]: is_final | root.
+    Returns the next state and `core.layout.output_columns` of each row, i32[R, 2]: one id, the
+    root, is emitted behind a final chunk.
     """
     target = program.target
     state = _admit(state, batch)
@@ -164,12 +175,14 @@ def prefill_step(
     positions = jnp.take(batch.starts, index.row_idx, mode="clip") + index.within
     rows = AttentionRows(
         page_table=take_rows(state.rows.page_table, batch.slots),
+        window_tables=take_rows(state.rows.window_tables, batch.slots),
         prefix_lens=batch.starts,
         cu_q_lens=batch.cu_q_lens,
         q_positions=positions,
     )
-    settings = AttentionSettings(program.backend, queries_per_row=None)
-    hidden, aux, kv = target.forward(params["target"], batch.token_ids, state.kv, rows, settings)
+    hidden, aux, kv = target.forward(
+        params["target"], batch.token_ids, state.kv, rows, queries_per_row=None
+    )
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
     token_slots = jnp.take(batch.slots, index.row_idx, mode="clip")
@@ -186,19 +199,22 @@ def prefill_step(
         counts=take_rows(counts, batch.slots),
         prompt_lens=prompt_lens,
         ends=ends,
+        features=program.features,
     )
     is_final = batch.is_final > 0
     roots = jnp.where(is_final, roots, 0)
-    draft_kv, draft = program.drafter.extend(
-        params["draft"],
-        state.draft_kv,
-        token_ids=_shifted(batch, last, jnp.where(is_final, roots, batch.next_ids)),
-        features=aux,
+    emitted = Emitted(
+        token_ids=batch.token_ids,
+        features=features_of(hidden, aux, needs=program.drafter.needs),
+        next_ids=jnp.where(is_final, roots, batch.next_ids),
         rows=rows,
-        queries_per_row=None,
         last=last,
-        next_position=shapes.chosen_position(ends, 0),
+        is_first=batch.admitted > 0,
         sampling=sampling,
+        queries_per_row=None,
+    )
+    draft_kv, draft = program.drafter.advance(
+        params["draft"], state.draft_kv, take_rows(state.draft, batch.slots), emitted
     )
     live = batch.slots > 0
     after = dataclasses.replace(
@@ -210,81 +226,83 @@ def prefill_step(
     next_state = EngineState(
         kv=kv, draft_kv=draft_kv, draft=_put_rows(state.draft, batch.slots, draft), rows=after
     )
-    return next_state, jnp.stack((batch.is_final, roots), axis=1)
+    return next_state, pack_output(
+        output_columns(1), {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
+    )
 
 
 def _sample_roots(
-    target: PagedLlama,
+    target: Target,
     logits: jax.Array,
     sampling: SamplingRows,
     *,
     counts: jax.Array,
     prompt_lens: jax.Array,
     ends: jax.Array,
+    features: StepFeatures,
 ) -> jax.Array:
     """The token behind each chunk, i32[R]: position `ends`, with that position's noise."""
     token_ids = target.token_ids()
-    logits = penalize(
-        logits,
-        sampling,
-        token_ids=token_ids,
-        output_counts=counts,
-        tokens_on_path=no_tree(sampling),
-        num_output=(ends - prompt_lens)[:, None],
-    )
+    if Feature.PENALTIES in features:
+        logits = penalize(
+            logits,
+            sampling,
+            token_ids=token_ids,
+            output_counts=counts,
+            tokens_on_path=no_tree(sampling),
+            num_output=(ends - prompt_lens)[:, None],
+        )
     chosen = choose(
         logits,
         sampling,
         positions=ends[:, None],
         token_ids=token_ids,
-        filtered=True,
+        filtered=Feature.FILTERS in features,
         shard=target.shard,
+        ops=Ops(),
     )
     return chosen[:, 0]
 
 
-def _shifted(batch: PrefillBatch, last: jax.Array, behind: jax.Array) -> jax.Array:
-    """Draft row i holds token i + 1: ids one to the left, `behind[r]` at each chunk's end.
-
-    In:  two chunks [3 4 5][8 9], behind [6, 7]
-    Out: [4 5 6][9 7]
-    """
-    shifted = jnp.roll(batch.token_ids, -1)
-    lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
-    past_end = batch.token_ids.shape[0]
-    return shifted.at[jnp.where(lens > 0, last, past_end)].set(behind, mode="drop")
-
-
-def _grant_pages(state: EngineState, grants: jax.Array) -> EngineState:
+def _grant_pages(
+    state: EngineState, grants: jax.Array, window_grants: jax.Array | None
+) -> EngineState:
     """page_table[slot, index] = page for each grant; padding grants write 0 to the dummy row."""
+    table = _granted(state.rows.page_table, grants)
+    return _grant_windows(_with_rows(state, page_table=table), window_grants)
+
+
+def _grant_windows(state: EngineState, window_grants: jax.Array | None) -> EngineState:
+    """The same in the tables of the window spaces, whose order is that of their windows."""
+    if window_grants is None:
+        return state
+    tables = state.rows.window_tables
+    granted = {w: _granted(tables[w], window_grants[i]) for i, w in enumerate(sorted(tables))}
+    return _with_rows(state, window_tables=granted)
+
+
+def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
     slot, index, page = grants[:, 0], grants[:, 1], grants[:, 2]
-    table = state.rows.page_table.at[slot, index].set(page, mode="promise_in_bounds")
-    return _with_rows(state, page_table=table)
+    return table.at[slot, index].set(page, mode="promise_in_bounds")
 
 
 def _admit(state: EngineState, batch: PrefillBatch) -> EngineState:
-    """Writes whole new rows; a chunk that brings none writes to the dummy slot."""
+    """Writes whole new rows; a chunk that brings none writes to the dummy slot.
+
+    In a window space a row begins with no pages; those of each chunk come with it.
+    """
     to = batch.admitted
-    floats = jax.lax.bitcast_convert_type(batch.sampling_floats, jnp.float32)
-    new = SamplingRows(
-        seed=jax.lax.bitcast_convert_type(batch.seed, jnp.uint32),
-        temperature=floats[:, 0],
-        top_p=floats[:, 1],
-        min_p=floats[:, 2],
-        frequency_penalty=floats[:, 3],
-        presence_penalty=floats[:, 4],
-        top_k=batch.sampling_ints[:, 0],
-        min_new_tokens=batch.sampling_ints[:, 1],
-        stop_ids=batch.stop_ids,
-    )
     rows = state.rows
-    return _with_rows(
+    none = {window: jnp.zeros_like(batch.page_table) for window in rows.window_tables}
+    state = _with_rows(
         state,
         prompt_lens=_put_rows(rows.prompt_lens, to, batch.prompt_lens),
         page_table=_put_rows(rows.page_table, to, batch.page_table),
-        sampling=_put_rows(rows.sampling, to, new),
+        window_tables=_put_rows(rows.window_tables, to, none),
+        sampling=_put_rows(rows.sampling, to, batch.sampling),
         output_counts=rows.output_counts.at[to].set(0, mode="promise_in_bounds"),
     )
+    return _grant_windows(state, batch.window_grants)
 
 
 def _advance_rows(
@@ -297,7 +315,7 @@ def _advance_rows(
     """The bonus token is the next root; L grows by what was emitted."""
     live = slots > 0
     counts = rows.output_counts
-    if program.full:
+    if Feature.PENALTIES in program.features:
         most = verified.emitted_ids.shape[1]
         valid = jnp.arange(most) <= verified.num_accepted[:, None]
         counts = count_emitted(
@@ -325,8 +343,3 @@ def _put_rows(tree: Any, slots: jax.Array, values: Any) -> Any:
 
 def _with_rows(state: EngineState, **changes: Any) -> EngineState:
     return dataclasses.replace(state, rows=dataclasses.replace(state.rows, **changes))
-
-
-def _cumulative(lens: jax.Array) -> jax.Array:
-    """[0, l0, l0 + l1, ...]"""
-    return jnp.concatenate((jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)))

@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jspec.core.batch import DraftTree
 from jspec.core.pytree import pytree
 
+# What a score that is no number counts as: below all others, and finite when summed along a path.
+LOWEST = -1e30
+
 
 @pytree
 class Level:
@@ -94,20 +97,9 @@ def pack_bits(mask: Bool[Array, "*b W"]) -> UInt32[Array, "*b words"]:
     return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def children_order(tree: DraftTree) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
-    """(first child, next sibling) of each node, -1 for none: the tree as SGLang writes it."""
-    nodes = tree.parents.shape[1]
-    index = jnp.arange(nodes, dtype=jnp.int32)
-    is_child = tree.parents[:, None, :] == index[None, :, None]  # [B, parent, child]
-    first = jnp.where(jnp.any(is_child, axis=2), jnp.argmax(is_child, axis=2), -1)
-    same = tree.parents[:, :, None] == tree.parents[:, None, :]
-    later = same & (index[None, None, :] > index[None, :, None]) & (tree.parents >= 0)[:, :, None]
-    sibling = jnp.where(jnp.any(later, axis=2), jnp.argmax(later, axis=2), -1)
-    return first.astype(jnp.int32), sibling.astype(jnp.int32)
-
-
 def beam_scores(
     beam_scores: Float[Array, "B K"], term: Float[Array, "B K C"]
 ) -> Float[Array, "B K C"]:
-    """Path scores of the children; a child never scores above its parent."""
-    return beam_scores[:, :, None] + jnp.minimum(term, 0.0)
+    """Path scores of the children; a child never scores above its parent. Finite if the beams' are:
+    NaN and what lies below LOWEST count as LOWEST."""
+    return beam_scores[:, :, None] + jnp.where(term > LOWEST, jnp.minimum(term, 0.0), LOWEST)

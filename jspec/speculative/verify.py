@@ -10,43 +10,45 @@ behind everything a real step computes; no request can ask for it.
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core import noise, shapes
-from jspec.core.batch import DraftTree, Verified
+from jspec.core.batch import DraftTree, Features, Verified
+from jspec.core.cache_groups import CacheGroup, windows_of_layers
 from jspec.core.config import SpeculativeConfig
 from jspec.core.state import SamplingRows
-from jspec.models.llama import Params
-from jspec.models.paged import AttentionSettings, KVPool, PagedLlama
-from jspec.pallas_kernels.dispatch import compact_paths, gather_emitted
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.rows import AttentionRows
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import path_tokens, penalize
-from jspec.speculative.draft import RowsInStep
+from jspec.speculative.drafter import Needs, RowsInStep
+from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.tree import ancestors, pack_bits
 
 
 def score(
-    target: PagedLlama,
+    target: Target,
     params: Params,
     kv: KVPool,
     tree: DraftTree,
     rows: RowsInStep,
     *,
+    needs: Needs,
     spec: SpeculativeConfig,
-    backend: Backend,
-) -> tuple[KVPool, Float[Array, "B N V"], Float[Array, "B N A"]]:
-    """(pool with N scratch rows a row, f32 logits of every node, aux features of every node)."""
+) -> tuple[KVPool, Float[Array, "B N V"], Features]:
+    """(pool with N scratch rows a row, f32 logits of every node, its features [B, N, .])."""
     batch, nodes = tree.tokens.shape
     positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
     attention_rows = AttentionRows(
         page_table=rows.page_table,
+        window_tables=rows.window_tables,
         prefix_lens=rows.seq_lens,
         cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * nodes,
         q_positions=positions.reshape(-1),
@@ -58,24 +60,35 @@ def score(
         tree.tokens.reshape(-1),
         kv,
         attention_rows,
-        AttentionSettings(backend, queries_per_row=nodes),
+        queries_per_row=nodes,
     )
     logits = target.logits(params, hidden).reshape(batch, nodes, -1)
-    return kv, logits, aux.reshape(batch, nodes, -1)
+    by_node = jax.tree.map(
+        lambda x: x.reshape(batch, nodes, -1), features_of(hidden, aux, needs=needs)
+    )
+    return kv, logits, by_node
+
+
+def features_of(hidden: Float[Array, "T E"], aux: Float[Array, "T A"], *, needs: Needs) -> Features:
+    """What the drafter asked for; a target makes no other aux features to begin with."""
+    return Features(hidden=hidden if needs.hidden else hidden[:, :0], aux_hidden=aux)
 
 
 def choose_at_nodes(
-    target: PagedLlama,
+    target: Target,
     logits: Float[Array, "B N V"],
     tree: DraftTree,
     rows: RowsInStep,
     *,
     spec: SpeculativeConfig,
     prompt_lens: Int[Array, "B"],
+    filtered: bool,
     output_counts: Int[Array, "B V"] | None,
-    backend: Backend = "xla",
 ) -> Int[Array, "B N"]:
-    """The target's token at every node; `output_counts` None is the plain program (no filters)."""
+    """The target's token at every node. filtered: with top-k, top-p and min-p.
+
+    output_counts: None leaves out the penalties and the minimum length.
+    """
     positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()
     if output_counts is not None:
@@ -92,42 +105,69 @@ def choose_at_nodes(
         rows.sampling,
         positions=positions,
         token_ids=token_ids,
-        filtered=output_counts is not None,
+        filtered=filtered,
         shard=target.shard,
-        backend=backend,
+        ops=target.ops,
     )
 
 
 def settle(
     tree: DraftTree,
     target_ids: Int[Array, "B N"],
-    hidden: Float[Array, "B N A"],
+    features: Features,
     kv: KVPool,
     rows: RowsInStep,
     *,
     spec: SpeculativeConfig,
-    backend: Backend = "xla",
+    ops: Ops,
+    groups: tuple[CacheGroup, ...] = (),
 ) -> tuple[KVPool, Verified]:
-    """Walks the tree and moves the accepted path's KV to the front (a chain is there already)."""
+    """Walks the tree and moves the accepted path's KV to the front (a chain is there already).
+
+    features: [B, N, .], by node. groups: of `kv`; without any, all of it is in the full space.
+    """
     node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
     if spec.simulate_acceptance is not None:
         forced = simulated_drafts(rows, mean_emitted=spec.simulate_acceptance)
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
     if spec.topk > 1:
-        kv = compact_paths(
-            kv, rows.page_table, rows.seq_lens, node_path, num_accepted, backend=backend
-        )
-    emitted_ids, bonus_ids, on_path = gather_emitted(
-        target_ids, hidden, node_path, num_accepted, backend=backend
-    )
+        kv = _commit(kv, rows, node_path, num_accepted, ops=ops, groups=groups)
+    gather = partial(ops.gather_emitted, target_ids, node_path=node_path, num_accepted=num_accepted)
+    emitted_ids, bonus_ids, aux_hidden = gather(hidden=features.aux_hidden)
+    hidden = jnp.zeros((*node_path.shape, 0), features.hidden.dtype)
+    if features.hidden.shape[-1]:
+        _, _, hidden = gather(hidden=features.hidden)
     return kv, Verified(
         emitted_ids=emitted_ids,
         bonus_ids=bonus_ids,
         num_accepted=num_accepted,
         node_path=node_path,
-        hidden=on_path,
+        features=Features(hidden=hidden, aux_hidden=aux_hidden),
     )
+
+
+def _commit(
+    kv: KVPool,
+    rows: RowsInStep,
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    ops: Ops,
+    groups: tuple[CacheGroup, ...],
+) -> KVPool:
+    """`ops.commit` of each page space's pools, with its table."""
+    windows = windows_of_layers(groups) or (None,) * len(kv)
+    spaces = [window if window in rows.window_tables else None for window in windows]
+    pools = list(kv)
+    for space in dict.fromkeys(spaces):
+        table = rows.page_table if space is None else rows.window_tables[space]
+        own = [i for i, other in enumerate(spaces) if other == space]
+        of_space = tuple(pools[i] for i in own)
+        moved = ops.commit(of_space, table, rows.seq_lens, node_path, num_accepted)
+        for i, pages in zip(own, moved, strict=True):
+            pools[i] = pages
+    return tuple(pools)
 
 
 def simulated_drafts(rows: RowsInStep, *, mean_emitted: float) -> Int[Array, "B"]:
@@ -170,7 +210,7 @@ def forced_path(
 
 
 def target_logits_at(
-    target: PagedLlama, params: Params, hidden: Float[Array, "T E"], last: Int[Array, "B"]
+    target: Target, params: Params, hidden: Float[Array, "T E"], last: Int[Array, "B"]
 ) -> Float[Array, "B 1 V"]:
     """f32 logits of one row per sequence: what a prefill samples from."""
     final = jnp.take(hidden, last, axis=0, mode="clip")

@@ -5,9 +5,11 @@ true token at a random rank among the K candidates with probability `acceptance`
 out otherwise. A random draft accepts nothing and proves nothing; this one accepts every count
 from 0 to S, through first and later children. The head still runs and writes its KV.
 
-    params = {"head": the head's params, "dial": {"seeds": u32[R, 2], "truth": i32[R, C]}}
+    params = {"head": the head's params,
+              "dial": {"seeds": u32[R, 2], "truth": i32[R, C], "decoy": i32[]}}
 
-Requests are told apart by their seed; truth[r, p] is the token at position p of request r.
+Requests are told apart by their seed; truth[r, p] is the token at position p of request r. A decoy
+(an id, or -1 for none) is guessed at every position, at the best rank that the truth leaves.
 """
 
 from __future__ import annotations
@@ -19,21 +21,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.config import Eagle3Config
+from jspec.core.model_spec import Eagle3Config
 from jspec.core.noise import mix32
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
-from jspec.models.llama import Params
-from jspec.models.paged import AttentionSettings, KVPool, PagedEagle3
+from jspec.models.decoder import KVPool, Params
+from jspec.models.eagle3 import Eagle3Head
+from jspec.models.params import ParamTable, prefixed
 from jspec.pallas_kernels.rows import AttentionRows
-from jspec.speculative.draft import EagleDrafter
+from jspec.speculative.eagle import EagleDrafter
 
 
 @dataclass(frozen=True, slots=True)
 class DialHead:
-    """A PagedEagle3 whose params lie one level deeper, beside the dial's."""
+    """An Eagle3Head whose params lie one level deeper, beside the dial's."""
 
-    inner: PagedEagle3
+    inner: Eagle3Head
+
+    @property
+    def table(self) -> ParamTable:
+        return prefixed(self.inner.table, path=("head",), stored="")
 
     @property
     def config(self) -> Eagle3Config:
@@ -53,9 +60,12 @@ class DialHead:
         hidden: jax.Array,
         kv: KVPool,
         rows: AttentionRows,
-        settings: AttentionSettings,
+        *,
+        queries_per_row: int | None,
     ) -> tuple[jax.Array, KVPool]:
-        return self.inner.forward(params["head"], token_ids, hidden, kv, rows, settings)
+        return self.inner.forward(
+            params["head"], token_ids, hidden, kv, rows, queries_per_row=queries_per_row
+        )
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         return self.inner.logits(params["head"], hidden)
@@ -85,6 +95,8 @@ class DialDrafter(EagleDrafter):
         rank = dial_rank(seed[:, None, 1], positions, topk=topk, acceptance=self.acceptance)
         place = jnp.arange(topk, dtype=jnp.int32)
         wrong = (true_ids[..., None] + 1 + place) % self.head.config.layer.vocab_size
+        is_decoy = (place == jnp.where(rank == 0, 1, 0)[..., None]) & (dial["decoy"] >= 0)
+        wrong = jnp.where(is_decoy, dial["decoy"], wrong)
         ids = jnp.where(place == rank[..., None], true_ids[..., None], wrong)
         scores = jnp.log(jnp.float32(0.7)) * (place + 1)
         return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
@@ -102,8 +114,12 @@ def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: float) ->
     return jnp.where(inside, rank, topk)
 
 
-def dial_params(truths: dict[int, tuple[int, ...]], *, rows: int, width: int) -> Params:
+def dial_params(
+    truths: dict[int, tuple[int, ...]], *, rows: int, width: int, decoy: int = -1
+) -> Params:
     """The dial's tables: `truths` maps a request's seed to all its tokens, prompt included.
+
+    decoy: an id that is guessed at every position, whatever the truth; -1 for none.
 
     Raises ValueError for more requests than `rows` or tokens than `width`.
     """
@@ -117,4 +133,8 @@ def dial_params(truths: dict[int, tuple[int, ...]], *, rows: int, width: int) ->
     for r, (seed, ids) in enumerate(truths.items()):
         seeds[r] = (seed >> 32, seed & 0xFFFFFFFF)
         truth[r, : len(ids)] = ids
-    return {"seeds": jnp.asarray(seeds), "truth": jnp.asarray(truth)}
+    return {
+        "seeds": jnp.asarray(seeds),
+        "truth": jnp.asarray(truth),
+        "decoy": jnp.asarray(decoy, jnp.int32),
+    }

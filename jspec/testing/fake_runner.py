@@ -17,14 +17,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.errors import InvariantError
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.core.features import PLAIN
 from jspec.core.plan import (
     Admission,
     PageGrant,
     PrefillChunk,
+    RoundResult,
     RowRef,
     StepKind,
     StepPlan,
@@ -33,13 +33,10 @@ from jspec.core.plan import (
 from jspec.core.request import MAX_SEED, Request
 from jspec.core.shapes import powers_of_two
 from jspec.scheduler import budget
+from jspec.testing.fake_rows import FakeRow, FakeWindows, require
 from jspec.testing.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
-
-
-class PlanError(InvariantError):
-    """A plan that a device could not run safely."""
 
 
 def hash_token(request: Request, position: int) -> int:
@@ -100,14 +97,13 @@ def small_limits(
     overlap_depth: int = 1,
     num_rounds: int = 1,
     max_queued_requests: int = 8,
+    windows: tuple[WindowSpace, ...] = (),
 ) -> ServeLimits:
     """ServeLimits of a toy engine; 0/1/1 is plain decoding."""
-    num_steps, topk, num_draft_tokens = steps_topk_nodes
+    num_steps, topk, nodes = steps_topk_nodes
+    algorithm = Algorithm.EAGLE3 if num_steps else Algorithm.NONE
     spec = SpeculativeConfig(
-        algorithm=Algorithm.EAGLE3 if num_steps else Algorithm.NONE,
-        num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
+        algorithm=algorithm, num_steps=num_steps, topk=topk, num_draft_tokens=nodes
     )
     return ServeLimits(
         spec=spec,
@@ -121,26 +117,8 @@ def small_limits(
         overlap_depth=overlap_depth,
         num_rounds=num_rounds,
         max_queued_requests=max_queued_requests,
+        windows=windows,
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class FakeRow:
-    """A slot as the device has it, and what the host can have read of it."""
-
-    admission: Admission
-    page_ids: list[int]
-    num_filled: int = 0
-    seq_len: int = 0  # L on the device, all dispatched steps included
-    num_emitted: int = 0
-    read_len: int = 0  # L as of the collected steps
-    num_read: int = 0
-    unread_rounds: int = 0
-    steps_in_flight: int = 0
-
-    @property
-    def is_filled(self) -> bool:
-        return self.num_filled == len(self.admission.fill_ids)
 
 
 class FakeRunner:
@@ -152,7 +130,7 @@ class FakeRunner:
       tenant, of a higher epoch, only when no step in flight names the old one.
     - Pages: real ids; never owned by two rows, unless the old owner's steps are all collected, and
       then the old owner never runs again; never past the width of the table, never more at once
-      than the packed put has room for.
+      than the packed put has room for. In the window spaces: `FakeWindows`.
     - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
       contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
       that the request would really emit.
@@ -178,11 +156,13 @@ class FakeRunner:
         self._fail_at_step = fail_at_step
         self._rows: dict[int, FakeRow] = {}
         self._page_owner: dict[int, RowRef] = {}
+        self._windows = FakeWindows(limits)
         self._last_epochs: Counter[int] = Counter()
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._thread: int | None = None
         self._last_step = 0
         self.plans: list[StepPlan] = []
+        self.is_closed = False
 
     @property
     def limits(self) -> ServeLimits:
@@ -194,26 +174,27 @@ class FakeRunner:
 
     def dispatch(self, plan: StepPlan) -> None:
         self._check_thread()
-        _require(pickle.loads(pickle.dumps(plan)) == plan, "plan changed by pickling")
+        require(pickle.loads(pickle.dumps(plan)) == plan, "plan changed by pickling")
         self._check_frame(plan)
         if plan.kind is StepKind.PREFILL:
             for admission in plan.admissions:
                 self._admit(admission)
+            self._grant_windows(plan)
             by_row = [self._prefill(chunk) for chunk in plan.chunks]
         else:
             self._grant(plan)
+            self._grant_windows(plan)
             by_row = [self._decode(row) for row in plan.rows]
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        self._in_flight.append(
-            (plan, StepResult(step=plan.step, rounds=tuple(zip(*by_row, strict=True))))
-        )
+        rounds = tuple(RoundResult(emitted_ids=ids) for ids in zip(*by_row, strict=True))
+        self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
 
     def collect(self) -> StepResult:
         self._check_thread()
-        _require(bool(self._in_flight), "collect with nothing in flight")
+        require(bool(self._in_flight), "collect with nothing in flight")
         if self._step_seconds:
             time.sleep(self._step_seconds)
         plan, result = self._in_flight.popleft()
@@ -221,8 +202,8 @@ class FakeRunner:
             raise RuntimeError(f"the fake device failed at step {plan.step}")
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight -= 1
-        for emitted in result.rounds:
-            for ref, ids in zip(plan.row_refs, emitted, strict=True):
+        for of_round in result.rounds:
+            for ref, ids in zip(plan.row_refs, of_round.emitted_ids, strict=True):
                 row = self._rows[ref.slot]
                 row.num_read += len(ids)
                 if plan.kind is StepKind.DECODE:
@@ -230,48 +211,53 @@ class FakeRunner:
                     row.read_len += len(ids)
         return result
 
+    def close(self) -> None:
+        self._check_thread()
+        self.is_closed = True
+
     def _check_thread(self) -> None:
         here = threading.get_ident()
         self._thread = self._thread or here
-        _require(self._thread == here, f"thread {here} calls; expected only {self._thread}")
+        require(self._thread == here, f"thread {here} calls; expected only {self._thread}")
 
     def _check_frame(self, plan: StepPlan) -> None:
         limits, refs = self._limits, plan.row_refs
-        _require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
+        require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
         unread = len(self._in_flight)
-        _require(unread <= limits.overlap_depth, f"{unread} unread steps at a dispatch")
+        require(unread <= limits.overlap_depth, f"{unread} unread steps at a dispatch")
         slots = [ref.slot for ref in refs]
-        _require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
-        _require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
+        require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
+        require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
         if plan.kind is StepKind.PREFILL:
-            _require(not plan.rows and not plan.grants, "a prefill with rows or grants")
-            _require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
+            is_full = any(grant.space == 0 for grant in plan.grants)
+            require(not plan.rows and not is_full, "a prefill with rows or grants")
+            require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-            _require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
+            require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
             admitted = {admission.row for admission in plan.admissions}
             first = {chunk.row for chunk in plan.chunks if chunk.start == 0}
-            _require(admitted == first, f"admitted {admitted} with first chunks of {first}")
+            require(admitted == first, f"admitted {admitted} with first chunks of {first}")
         else:
-            _require(not plan.chunks and not plan.admissions, "a decode with chunks")
-            _require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
+            require(not plan.chunks and not plan.admissions, "a decode with chunks")
+            require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
         new = {admission.row: admission.request for admission in plan.admissions}
         requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
-        full = any(request.sampling.needs_full_sampling for request in requests)
-        _require(plan.full == full, f"full is {plan.full}; expected {full}")
+        needed = PLAIN.union(request.sampling.features for request in requests)
+        require(plan.features == needed, f"features are {plan.features}; expected {needed}")
 
     def _row(self, ref: RowRef) -> FakeRow:
         row = self._rows.get(ref.slot)
-        _require(row is not None and row.admission.row == ref, f"{ref} is not the slot's tenant")
+        require(row is not None and row.admission.row == ref, f"{ref} is not the slot's tenant")
         assert row is not None
         return row
 
     def _admit(self, admission: Admission) -> None:
         ref, request = admission.row, admission.request
         old, epoch = self._rows.get(ref.slot), self._last_epochs[ref.slot]
-        _require(epoch < ref.epoch, f"{ref} follows epoch {epoch}")
-        _require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
+        require(epoch < ref.epoch, f"{ref} follows epoch {epoch}")
+        require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
         self._last_epochs[ref.slot] = ref.epoch
-        _require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
+        require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
         expected = (
             *request.prompt_ids,
             *(
@@ -279,22 +265,23 @@ class FakeRunner:
                 for position in range(admission.prompt_len, len(admission.fill_ids))
             ),
         )
-        _require(admission.fill_ids == expected, f"fill {admission.fill_ids} not {expected}")
-        num_pages = len(admission.page_ids)
-        _require(num_pages <= self._limits.pages_per_row, f"{num_pages} pages for {ref}")
-        self._rows[ref.slot] = FakeRow(admission=admission, page_ids=[])
+        require(admission.fill_ids == expected, f"fill {admission.fill_ids} not {expected}")
+        require(len(admission.page_ids) <= self._limits.pages_per_row, f"many pages for {ref}")
+        self._rows[ref.slot] = FakeRow(
+            admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.windows]
+        )
         for page in admission.page_ids:
             self._own(page, ref)
 
     def _own(self, page: int, ref: RowRef) -> None:
         """Gives a page to a row; its former owner, if any, must be gone for good."""
-        _require(1 <= page <= self._limits.num_pages, f"page {page} for {ref}")
+        require(1 <= page <= self._limits.num_pages, f"page {page} for {ref}")
         former = self._page_owner.get(page)
         if former is not None:
             row = self._rows.get(former.slot)
             if row is not None and row.admission.row == former:
-                _require(former != ref, f"page {page} granted twice to {ref}")
-                _require(row.steps_in_flight == 0, f"page {page} of {former}, in flight, for {ref}")
+                require(former != ref, f"page {page} granted twice to {ref}")
+                require(row.steps_in_flight == 0, f"page {page} of {former}, in flight, for {ref}")
                 del self._rows[former.slot]  # it ended: from now on its RowRef is an error
         self._page_owner[page] = ref
         self._rows[ref.slot].page_ids.append(page)
@@ -302,14 +289,15 @@ class FakeRunner:
     def _prefill(self, chunk: PrefillChunk) -> tuple[tuple[int, ...], ...]:
         row = self._row(chunk.row)
         fill_ids, end = row.admission.fill_ids, chunk.start + len(chunk.token_ids)
-        _require(chunk.start == row.num_filled, f"chunk at {chunk.start} after {row.num_filled}")
-        _require(len(chunk.token_ids) > 0, f"empty chunk of {chunk.row}")
-        _require(chunk.token_ids == fill_ids[chunk.start : end], f"chunk tokens of {chunk.row}")
-        _require(end <= self._num_owned(row), f"{chunk.row} writes {end} of {self._num_owned(row)}")
+        require(chunk.start == row.num_filled, f"chunk at {chunk.start} after {row.num_filled}")
+        require(len(chunk.token_ids) > 0, f"empty chunk of {chunk.row}")
+        require(chunk.token_ids == fill_ids[chunk.start : end], f"chunk tokens of {chunk.row}")
+        require(end <= self._num_owned(row), f"{chunk.row} writes {end} of {self._num_owned(row)}")
+        self._windows.check(row, first=chunk.start, end=end)
         row.num_filled = row.seq_len = end
         row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
         next_id = None if row.is_filled else fill_ids[end]
-        _require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
+        require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
         if not row.is_filled:
             return ((),)
         row.num_emitted = 1
@@ -317,21 +305,33 @@ class FakeRunner:
 
     def _grant(self, plan: StepPlan) -> None:
         refs = {ref.slot: ref for ref in plan.rows}
-        per_slot = Counter(grant.slot for grant in plan.grants)
+        grants = [grant for grant in plan.grants if grant.space == 0]
+        per_slot = Counter(grant.slot for grant in grants)
         for slot, count in per_slot.items():
-            _require(slot in refs, f"grant to slot {slot}, which does not run")
-            _require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
-        for grant in plan.grants:
+            require(slot in refs, f"grant to slot {slot}, which does not run")
+            require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
+        for grant in grants:
             self._check_grant(grant, self._row(refs[grant.slot]))
             self._own(grant.page, refs[grant.slot])
         for slot in per_slot:
             row = self._rows[slot]
             needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
-            _require(needed > without, f"slot {slot} needs {needed} and had {without} granted")
+            require(needed > without, f"slot {slot} needs {needed} and had {without} granted")
+
+    def _grant_windows(self, plan: StepPlan) -> None:
+        refs, limits = {ref.slot: ref for ref in plan.row_refs}, self._limits
+        grants = [grant for grant in plan.grants if grant.space > 0]
+        room = limits.pages_of_chunks(sum(len(chunk.token_ids) for chunk in plan.chunks))
+        room = len(plan.rows) * limits.grants_per_row if plan.rows else room
+        for space, count in Counter(grant.space for grant in grants).items():
+            require(count <= room, f"{count} grants in space {space}; room for {room}")
+        for grant in grants:
+            require(grant.slot in refs, f"grant to slot {grant.slot}, which does not run")
+            self._windows.grant(grant, refs[grant.slot], self._rows)
 
     def _check_grant(self, grant: PageGrant, row: FakeRow) -> None:
-        _require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
-        _require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
+        require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
+        require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
 
     def _needed(self, row: FakeRow) -> int:
         """Positions that the rounds of the next step may write to any purpose."""
@@ -351,12 +351,12 @@ class FakeRunner:
     def _decode(self, ref: RowRef) -> tuple[tuple[int, ...], ...]:
         """The row's ids, round by round."""
         row = self._row(ref)
-        _require(row.is_filled, f"{ref} decodes before its final chunk")
+        require(row.is_filled, f"{ref} decodes before its final chunk")
         reserved = row.read_len + row.unread_rounds * self._limits.spec.max_emitted
         reserved += self._limits.spec.num_scratch_rows
         owned = self._num_owned(row)
-        _require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
-        _require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
+        require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+        require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
         self._check_tokens_left(row)
         return tuple(self._run_round(row) for _ in range(self._limits.num_rounds))
 
@@ -367,12 +367,13 @@ class FakeRunner:
         if row.seq_len <= last:
             start = min(row.read_len + row.unread_rounds * spec.max_emitted, last)
             reserved = start + spec.num_scratch_rows
-            _require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
-            _require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+            require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+            require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+            self._windows.check(row, first=row.seq_len, end=reserved)
         width = self._limits.pages_per_row * self._limits.page_size
-        _require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
+        require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
         num_accepted = self._accepted_at(request, row.seq_len)
-        _require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
+        require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
         row.seq_len += len(emitted)
@@ -381,20 +382,12 @@ class FakeRunner:
         return emitted
 
     def _check_tokens_left(self, row: FakeRow) -> None:
-        """What the host has read, and a token for each unread round or chunk, is below the cap.
-
-        num_read is 0 while the final chunk is unread, and that chunk then counts as one.
-        """
+        """What the host has read (an unread final chunk is one), and its unread rounds, fit."""
         admission = row.admission
         before = len(admission.fill_ids) - admission.prompt_len
         known = before + max(row.num_read, 1) + row.unread_rounds
         most = admission.request.sampling.wanted_tokens
-        _require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
+        require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
 
     def _num_owned(self, row: FakeRow) -> int:
         return len(row.page_ids) * self._limits.page_size
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise PlanError(message)

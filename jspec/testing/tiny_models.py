@@ -13,14 +13,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.models.eagle3 import Eagle3
+from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.models.checkpoint import save_target
+from jspec.models.decoder import Params
+from jspec.models.eagle3 import eagle3_params
 from jspec.models.hf_eagle3 import save_eagle3
-from jspec.models.hf_llama import save_llama
-from jspec.models.llama import Llama, Params, split
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
 
 END = "<|endoftext|>"
 NUM_BYTES = 256
@@ -32,7 +33,7 @@ class TinyPair:
 
     target_path: Path
     draft_path: Path
-    target_config: TransformerConfig
+    target_config: ModelSpec
     draft_config: Eagle3Config
     target_params: Params
     draft_params: Params
@@ -40,9 +41,9 @@ class TinyPair:
 
 def tiny_target_config(
     *, num_layers: int = 3, num_kv_heads: int = 2, max_position: int = 256
-) -> TransformerConfig:
+) -> ModelSpec:
     """A Llama small enough to compile in a second; V = 320 leaves ids beyond the bytes."""
-    return TransformerConfig(
+    return uniform_decoder(
         vocab_size=320,
         hidden_size=32,
         intermediate_size=64,
@@ -56,15 +57,16 @@ def tiny_target_config(
     )
 
 
-def tiny_draft_config(target: TransformerConfig) -> Eagle3Config:
-    layer = TransformerConfig(
+def tiny_draft_config(target: ModelSpec) -> Eagle3Config:
+    heads = target.one_layer.attention
+    layer = uniform_decoder(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=48,
         num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         max_position=target.max_position,
     )
     return Eagle3Config(
@@ -93,13 +95,13 @@ def write_tiny_pair(
     """Writes `directory/target` and `directory/draft`; the same seed gives the same bytes."""
     target_config = tiny_target_config(num_layers=num_layers, max_position=max_position)
     draft_config = tiny_draft_config(target_config)
-    _, target = split(Llama(target_config, dtype=jnp.float32, rngs=nnx.Rngs(seed)))
-    _, draft = split(Eagle3(draft_config, dtype=jnp.float32, rngs=nnx.Rngs(seed + 1)))
+    target = init_params(table_of(target_config), seed=seed)
+    draft = init_params(eagle3_params(draft_config), seed=seed + 1)
     rng = np.random.default_rng(seed)
     ids = np.sort(rng.choice(target_config.vocab_size, draft_config.draft_vocab_size, False))
     draft["draft_ids"] = jnp.asarray(ids, jnp.int32)
     target_path, draft_path = directory / "target", directory / "draft"
-    save_llama(target_path, target_config, target, dtype=np.float32)
+    save_target(target_path, target_config, target, dtype=np.float32)
     save_eagle3(draft_path, draft_config, draft, dtype=np.float32, include_embed=True)
     tiny_tokenizer().save(str(target_path / "tokenizer.json"))
     (target_path / "tokenizer_config.json").write_text(

@@ -21,11 +21,11 @@ FAR = 1000  # `last` of a sequence that does not end soon
 
 
 def test_worked_example() -> None:
-    assert budget.capacity(EXAMPLE) == 24
+    assert EXAMPLE.max_total_tokens == 20
     assert budget.pages_for_admission(EXAMPLE, 10, num_tokens_left=12) == 4
     assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=0, last=FAR) == 4
     assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=1, last=FAR) == 5
-    assert budget.clip_max_new_tokens(EXAMPLE, 10, 100) == 12
+    assert budget.clip_max_new_tokens(EXAMPLE, 10, 100) == 11
 
 
 def test_worked_example_of_three_rounds() -> None:
@@ -46,8 +46,8 @@ def test_rounds_never_shorten_what_may_be_asked_for(most: int | None) -> None:
 
 
 def test_the_last_token_needs_no_scratch() -> None:
-    assert budget.pages_for_admission(EXAMPLE, 24, num_tokens_left=1) == 6
-    assert budget.clip_max_new_tokens(EXAMPLE, 24, 100) == 1
+    assert budget.pages_for_admission(EXAMPLE, 20, num_tokens_left=1) == 5
+    assert budget.clip_max_new_tokens(EXAMPLE, 20, 100) == 1
 
 
 def test_max_new_tokens_beyond_the_context_is_refused_and_the_default_is_clipped() -> None:
@@ -67,7 +67,7 @@ def test_max_new_tokens_beyond_the_context_is_refused_and_the_default_is_clipped
     ("limits", "prompt_len", "message"),
     [
         (EXAMPLE, 0, "0 tokens"),
-        (EXAMPLE, 25, "at most 24"),
+        (EXAMPLE, 21, "at most 20"),
         (small_limits(context_length=32), 32, "context length 32"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
     knobs: dict[str, Any], prompt_len: int, wanted: int
 ) -> None:
     limits = small_limits(**knobs)
-    if prompt_len > budget.capacity(limits):
+    if prompt_len > limits.max_total_tokens:
         return
     if prompt_len + wanted > limits.context_length:
         with pytest.raises(RequestError, match="left of the context length 128"):

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from jspec.core.features import ALL, PLAIN
 from jspec.core.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, SamplingParams
+from jspec.testing.fake_rows import PlanError
 from jspec.testing.fake_runner import (
     FakeRunner,
-    PlanError,
     hash_token,
     random_acceptance,
     small_limits,
@@ -42,11 +43,13 @@ def chunk(row: RowRef = ROW, start: int = 0, end: int = 5) -> PrefillChunk:
 
 
 def prefill(step: int, *chunks: PrefillChunk, admit: tuple[Admission, ...] = ()) -> StepPlan:
-    return StepPlan(step=step, kind=StepKind.PREFILL, full=False, admissions=admit, chunks=chunks)
+    return StepPlan(
+        step=step, kind=StepKind.PREFILL, features=PLAIN, admissions=admit, chunks=chunks
+    )
 
 
 def decode(step: int, *rows: RowRef, grants: tuple[PageGrant, ...] = ()) -> StepPlan:
-    return StepPlan(step=step, kind=StepKind.DECODE, full=False, rows=rows, grants=grants)
+    return StepPlan(step=step, kind=StepKind.DECODE, features=PLAIN, rows=rows, grants=grants)
 
 
 FIRST = prefill(1, chunk(), admit=(admission(),))
@@ -70,14 +73,15 @@ def test_a_good_walk() -> None:
     runner = started()
     runner.dispatch(decode(2, ROW))
     result = runner.collect()
-    assert result.rounds == ((tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),),)
+    (only,) = result.rounds
+    assert only.emitted_ids == (tuple(hash_token(REQUEST, p) for p in (6, 7, 8, 9)),)
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         (replace(FIRST, step=2), "step 2 after 0"),
-        (replace(FIRST, full=True), "full is True"),
+        (replace(FIRST, features=ALL), "features are all; expected plain"),
         (prefill(1), "slots"),
         (prefill(1, chunk(RowRef(0, 1)), admit=(admission(RowRef(0, 1)),)), "slots"),
         (prefill(1, chunk(RowRef(5, 1)), admit=(admission(RowRef(5, 1)),)), "slots"),

@@ -73,12 +73,19 @@ def test_a_stopped_home_refuses_calls_and_leaves_nothing_unawaited() -> None:
 def test_blocking_the_home_from_itself_is_refused() -> None:
     home = HomeLoop()
 
-    async def adopt_and_block() -> None:
-        await home.call(loop_id())
+    async def block() -> None:
         home.run(loop_id())
 
     with pytest.raises(RequestError, match="would block the event loop"):
-        asyncio.run(adopt_and_block())
+        asyncio.run(home.call(block()))
+    home.stop()
+
+
+def test_every_event_loop_finds_the_same_home() -> None:
+    home = HomeLoop()
+    found = [asyncio.run(home.call(loop_id())), asyncio.run(home.call(loop_id()))]
+    assert {*found, home.run(loop_id())} == {id(home._loop)}
+    home.stop()
 
 
 def ends(target: Callable[[], object], *, seconds: float = 10.0) -> bool:
@@ -146,44 +153,23 @@ def test_stopping_the_home_from_itself_is_refused() -> None:
     assert ends(home.stop)
 
 
-def test_a_call_that_outlives_an_adopted_home_ends_with_it() -> None:
-    home, started, ended = HomeLoop(), threading.Event(), []
-
-    async def long() -> None:
-        started.set()
-        await asyncio.sleep(60)
-
-    async def adopt_and_leave() -> threading.Thread:
-        await home.call(loop_id())
-        thread = threading.Thread(target=lambda: ended.append(ends(lambda: home.run(long()))))
-        thread.start()
-        await asyncio.to_thread(started.wait, 10)
-        return thread
-
-    asyncio.run(adopt_and_leave()).join(timeout=10)
-    assert ended == [True]
-
-
 def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
-    home = HomeLoop()
     found: list[int] = []
 
     class Interrupted(asyncio.SelectorEventLoop):
         """Garbage is collected at any time: here, once, while a callback is handed over."""
 
         def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread() and not found:
+            if threading.current_thread() is not home._thread and not found:
                 found.append(0)
                 found.append(home.run(loop_id()))
             return super().call_soon_threadsafe(callback, *args, **options)
 
-    async def adopt_and_serve() -> bool:
-        await home.call(loop_id())
-        return await asyncio.to_thread(ends, lambda: found.append(home.run(loop_id())))
-
-    with asyncio.Runner(loop_factory=Interrupted) as runner:
-        assert runner.run(adopt_and_serve())
-        assert found == [0, id(runner.get_loop()), id(runner.get_loop())]
+    home = HomeLoop(new_loop=Interrupted)
+    home.start_thread()
+    assert ends(lambda: found.append(home.run(loop_id())))
+    assert found == [0, id(home._loop), id(home._loop)]
+    home.stop()
 
 
 def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:

@@ -6,15 +6,17 @@ The fake runner checks every plan; this machine checks what comes out.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jspec.core.config import ServeLimits, WindowSpace
 from jspec.core.errors import QueueFullError, RequestError
 from jspec.core.plan import StepPlan
 from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
-from jspec.scheduler.budget import capacity, clip_max_new_tokens
+from jspec.scheduler.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.sequence import count_verification, empty_counters
 from jspec.testing.fake_runner import FakeRunner, hash_token, random_acceptance, small_limits
@@ -23,8 +25,20 @@ from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 
 
+def with_windows(limits: ServeLimits, windows: list[int], *, spare_pages: int) -> ServeLimits:
+    """With window spaces of the fewest pages that are allowed, and a few more."""
+    of_chunks = limits.pages_of_chunks(limits.chunk_size) + spare_pages
+    return replace(
+        limits,
+        windows=tuple(
+            WindowSpace(window, limits.window_pages_per_row(window) + of_chunks)
+            for window in sorted(windows)
+        ),
+    )
+
+
 class Interleavings(RuleBasedStateMachine):
-    """Pools of 64 to 192 positions and requests of up to 90 tokens: pages are always short."""
+    """Pools of 64 to 192 tokens and requests of up to 90 tokens: pages are always short."""
 
     @initialize(
         spec=st.sampled_from(SPECS),
@@ -37,6 +51,8 @@ class Interleavings(RuleBasedStateMachine):
         prefill_rows=st.integers(1, 3),
         acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         salt=st.integers(0, 3),
+        windows=st.lists(st.sampled_from([1, 3, 8, 40, 200]), max_size=2, unique=True),
+        spare_pages=st.integers(0, 6),
     )
     def start(
         self,
@@ -50,11 +66,13 @@ class Interleavings(RuleBasedStateMachine):
         prefill_rows: int,
         acceptance: float,
         salt: int,
+        windows: list[int],
+        spare_pages: int,
     ) -> None:
-        self.limits = small_limits(
+        roomy = small_limits(
             steps_topk_nodes=spec,
             num_slots=num_slots,
-            num_pages=capacity_pages * 64 // page_size,
+            num_pages=1000,
             page_size=page_size,
             context_length=100,
             chunk_size=chunk_size,
@@ -63,6 +81,9 @@ class Interleavings(RuleBasedStateMachine):
             num_rounds=num_rounds,
             max_queued_requests=4,
         )
+        num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
+        full = replace(roomy, num_pages=num_pages)
+        self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
         self.runner = FakeRunner(self.limits, accepted_at=self.accepted_at)
         self.scheduler = Scheduler(self.limits, make_stream=FakeTextStream.for_request)
@@ -103,7 +124,7 @@ class Interleavings(RuleBasedStateMachine):
         try:
             self.scheduler.submit(request)
         except RequestError:
-            fits = 1 <= prompt_len <= min(100 - max_new_tokens, capacity(self.limits))
+            fits = 1 <= prompt_len <= min(100 - max_new_tokens, self.limits.max_total_tokens)
             assert not fits
         except QueueFullError:
             assert self.scheduler.stats.num_queued >= 4
@@ -174,6 +195,8 @@ class Interleavings(RuleBasedStateMachine):
                 self.collect()
         stats = self.scheduler.stats
         assert stats.num_free_pages == stats.num_pages
+        sizes = tuple(space.num_pages for space in self.limits.windows)
+        assert stats.num_free_window_pages == sizes
         assert (stats.num_running, stats.num_queued) == (0, 0)
         for name in self.requests:
             self.check_output(name)

@@ -8,19 +8,19 @@ import pytest
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.plan import PageGrant, StepKind, StepResult
+from jspec.core.plan import PageGrant, StepKind
 from jspec.core.request import FinishKind, StreamChunk
 from jspec.scheduler import budget
+from jspec.testing.fake_rows import PlanError
 from jspec.testing.fake_runner import (
     FakeRunner,
-    PlanError,
     random_acceptance,
     scripted_tokens,
     small_limits,
 )
 from jspec.testing.fake_text import ids_of
 from tests.scheduler import test_fake_runner as walk
-from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request, result
 
 THREE = small_limits(num_rounds=3)
 
@@ -114,13 +114,13 @@ def test_rounds_in_flight_bound_what_is_dispatched(max_new_tokens: int, num_deco
 def test_a_sequence_alone_fills_the_same_pool_whatever_the_rounds(
     num_rounds: int, num_accepted: int
 ) -> None:
-    # As of one round: 24 positions, scratch 4, prompt 10, at most 12 tokens (see budget.py).
+    # As of one round: 20 tokens beside the scratch, prompt 10, at most 11 more (see budget.py).
     limits = small_limits(num_pages=6, page_size=4, overlap_depth=2, num_rounds=num_rounds)
     bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: num_accepted))
     request = make_request(prompt_len=10, max_new_tokens=100)
     bench.submit(request)
     bench.run_all()
-    assert bench.output("r") == expected_ids(request, 12)
+    assert bench.output("r") == expected_ids(request, 11)
     assert bench.chunks["r"][-1].num_retractions == 0
 
 
@@ -174,11 +174,11 @@ def test_a_result_of_another_number_of_rounds_raises() -> None:
     first = bench.must_dispatch(StepKind.PREFILL)
     second = bench.must_dispatch(StepKind.DECODE)
     with pytest.raises(InvariantError, match=r"step 1 emitted .* expected 1 rounds"):
-        bench.scheduler.commit(first, StepResult(step=1, rounds=(((1,),),) * 3))
+        bench.scheduler.commit(first, result(1, *(((1,),),) * 3))
     bench.collect()
     for wrong in ((((1,),),) * 2, (((1,),), ((1,),), ()), (((1,),), ((1,),), ((),))):
         with pytest.raises(InvariantError, match=r"step 2 emitted .* expected 3 rounds"):
-            bench.scheduler.commit(second, StepResult(step=2, rounds=wrong))
+            bench.scheduler.commit(second, result(2, *wrong))
 
 
 # The fake runner's rules about rounds, each broken once.

@@ -8,7 +8,7 @@ import pytest
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, QueueFullError, RequestError
-from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
 from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
 from jspec.testing.fake_runner import FakeRunner, hash_token, scripted_tokens, small_limits
@@ -257,13 +257,13 @@ def test_a_retracted_request_goes_back_to_the_front_of_the_queue() -> None:
 
 
 def test_a_sequence_alone_grows_until_the_pool_is_full() -> None:
-    # 24 positions, scratch 4, prompt 10: at most 24 - 4 - 10 + 2 = 12 tokens (see budget.py).
+    # 20 tokens beside the scratch, prompt 10: at most 20 - 10 + 1 = 11 more (see budget.py).
     limits = small_limits(num_pages=6, page_size=4, overlap_depth=2)
     bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: 0))
     request = make_request(prompt_len=10, max_new_tokens=100)
     bench.submit(request)
     bench.run_all()
-    assert bench.output("r") == expected_ids(request, 12)
+    assert bench.output("r") == expected_ids(request, 11)
     last = bench.chunks["r"][-1]
     assert last.finish is not None
     assert (last.finish.kind, last.num_retractions) == (FinishKind.LENGTH, 0)
@@ -296,7 +296,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "message"), [(0, "0 tokens"), (128, "context length 128"), (65, "at most 64")]
+    ("prompt_len", "message"), [(0, "0 tokens"), (128, "context length 128"), (61, "at most 60")]
 )
 def test_a_request_that_can_never_run_is_refused(prompt_len: int, message: str) -> None:
     bench = Bench(small_limits(num_pages=16, page_size=4))
@@ -314,15 +314,24 @@ def test_an_id_in_use_is_refused_until_its_request_ends() -> None:
     bench.submit(make_request("a"))
 
 
-def test_the_full_program_is_asked_for_when_any_row_needs_it() -> None:
-    bench = Bench(small_limits(overlap_depth=0))
-    bench.submit(make_request("a"), make_request("b", top_p=0.5, max_new_tokens=2))
-    full = []
+def test_a_plan_has_the_features_of_all_its_rows_and_no_others() -> None:
+    bench = Bench(small_limits(overlap_depth=0, prefill_rows=4))
+    bench.submit(
+        make_request("a", max_new_tokens=40),
+        make_request("b", top_p=0.5, max_new_tokens=2),
+        make_request("c", presence_penalty=1, max_new_tokens=20),
+    )
+    seen = []
     while plan := bench.dispatch():
-        full.append(plan.full)
+        if str(plan.features) not in seen:
+            seen.append(str(plan.features))
         bench.collect()
-    assert full[0] is True
-    assert full[-1] is False
+    assert seen == ["all", "penalties", "plain"]
+
+
+def result(step: int, *rounds: tuple[tuple[int, ...], ...]) -> StepResult:
+    """A result from each round's ids by row."""
+    return StepResult(step=step, rounds=tuple(RoundResult(emitted_ids=ids) for ids in rounds))
 
 
 def test_results_out_of_order_or_out_of_shape_raise() -> None:
@@ -331,15 +340,15 @@ def test_results_out_of_order_or_out_of_shape_raise() -> None:
     first = bench.must_dispatch(StepKind.PREFILL)
     second = bench.must_dispatch(StepKind.DECODE)
     with pytest.raises(InvariantError, match="oldest step in flight, 1"):
-        bench.scheduler.commit(second, StepResult(step=2, rounds=(((1,),),)))
+        bench.scheduler.commit(second, result(2, ((1,),)))
     with pytest.raises(InvariantError, match="result 2"):
-        bench.scheduler.commit(first, StepResult(step=2, rounds=(((1,),),)))
+        bench.scheduler.commit(first, result(2, ((1,),)))
     for wrong in ((), ((),), ((1, 2),), ((1,), (2,))):
         with pytest.raises(InvariantError, match="step 1 emitted"):
-            bench.scheduler.commit(first, StepResult(step=1, rounds=(wrong,)))
+            bench.scheduler.commit(first, result(1, wrong))
     bench.collect()
     with pytest.raises(InvariantError, match="step 2 emitted"):
-        bench.scheduler.commit(second, StepResult(step=2, rounds=(((1,) * 5,),)))
+        bench.scheduler.commit(second, result(2, ((1,) * 5,)))
 
 
 def test_plain_decoding_is_one_token_a_step_and_no_verification() -> None:

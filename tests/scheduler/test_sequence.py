@@ -218,7 +218,7 @@ def test_a_stop_string_that_the_flush_completes_is_a_stop(
     [((5, 9, 9), 0, 1), ((5, 9, 9), 1, 1), ((5, 9, 9), 2, 2), ((5, 9, 9), 3, 3), ((5, 9), -4, 1)],
 )
 def test_first_stop(ids: tuple[int, ...], begin: int, expected: int) -> None:
-    assert first_stop(ids, (9,), begin=begin) == expected
+    assert first_stop(ids, (9).__eq__, begin=begin) == expected
 
 
 @pytest.mark.parametrize(

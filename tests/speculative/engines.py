@@ -10,29 +10,35 @@ import asyncio
 import dataclasses
 import functools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.features import ALL, StepFeatures
+from jspec.core.model_spec import ModelSpec
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
-from jspec.engine.compilation import compile_all, program_keys
+from jspec.engine.compilation import compile_all
 from jspec.engine.loading import place
+from jspec.engine.programs import program_keys
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.layers.linear import Shard
-from jspec.models.eagle3 import Eagle3
-from jspec.models.llama import Llama, Params, split
-from jspec.models.paged import PagedEagle3, PagedLlama
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.models.decoder import Decoder, Params
+from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
+from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
-from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
+from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.ngram import NgramDrafter, sort_corpus
 from jspec.speculative.step import StepProgram
 from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
 from jspec.testing.fake_text import FakeTextStream
@@ -41,17 +47,23 @@ from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
 NUM_SLOTS = 8
 CONTEXT = 320
 DIAL_ACCEPTANCE = 0.8
+NGRAM_MIN_MATCH, NGRAM_MAX_MATCH = 2, 6
 PLAIN = SpeculativeConfig.plain()
 TARGET = tiny_target_config()
 DRAFT = tiny_draft_config(TARGET)
 
 
-def spec_of(num_steps: int, topk: int, num_draft_tokens: int) -> SpeculativeConfig:
-    """S/K/N as EAGLE3, or plain decoding for 0/1/1."""
+def spec_of(
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    algorithm: Algorithm = Algorithm.EAGLE3,
+) -> SpeculativeConfig:
+    """S/K/N, or plain decoding for 0/1/1."""
     if num_steps == 0:
         return PLAIN
     return SpeculativeConfig(
-        algorithm=Algorithm.EAGLE3,
+        algorithm=algorithm,
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=num_draft_tokens,
@@ -61,8 +73,8 @@ def spec_of(num_steps: int, topk: int, num_draft_tokens: int) -> SpeculativeConf
 @functools.cache
 def tiny_params() -> tuple[Params, Params]:
     """Target and head, with logits sharp enough to have opinions and flat enough to sample."""
-    _, target = split(Llama(TARGET, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    _, head = split(Eagle3(DRAFT, dtype=jnp.float32, rngs=nnx.Rngs(1)))
+    target = init_params(table_of(TARGET), seed=0)
+    head = init_params(eagle3_params(DRAFT), seed=1)
     ids = np.random.default_rng(0).choice(TARGET.vocab_size, DRAFT.draft_vocab_size, False)
     head["draft_ids"] = jnp.asarray(np.sort(ids), jnp.int32)
     return target, head
@@ -94,12 +106,15 @@ class Compiled:
     params: dict[str, Any]
     executables: dict[Any, Any]
 
-    def runner(self, *, dial: Params | None = None) -> DeviceRunner:
-        """A runner with fresh state; `dial` replaces the dial's tables."""
+    def runner(self, *, dial: Params | None = None, draft: Params | None = None) -> DeviceRunner:
+        """A runner with fresh state; `dial` replaces the dial's tables, `draft` all of the
+        drafter's params."""
         mesh = mesh_of(self.program.target.shard.size)
         params = self.params
+        if draft is not None:
+            params = {**params, **place(mesh, {}, {"draft": draft})}
         if dial is not None:
-            placed = place(mesh, {"draft": {"dial": dial}})["draft"]["dial"]
+            placed = place(mesh, {}, {"draft": {"dial": dial}})["draft"]["dial"]
             params = {**params, "draft": {**params["draft"], "dial": placed}}
         state = init_state(self.program, self.limits, shards=mesh.size, kv_dtype=jnp.float32)
         return DeviceRunner(
@@ -125,43 +140,54 @@ def build(
     dial: bool = True,
     shards: int = 1,
     params: tuple[Params, Params] | None = None,
-    variants: tuple[bool, ...] = (False, True),
+    variants: tuple[StepFeatures, ...] = (StepFeatures(), ALL),
     num_rounds: int = 1,
-    backend: Backend = "xla",
+    ops: Ops | None = None,
+    make: Callable[[Ops, Shard], Drafter] | None = None,
+    target_spec: ModelSpec = TARGET,
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
-    variants: which decode programs, plain (False) and full (True). backend: whose kernels.
+    variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
+    drafter than the head's, the second of `params` being its own; it reads nothing of the target.
+    target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
+    last layer and what comes out.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()
-    is_plain = spec.num_steps == 0
-    target, _ = PagedLlama.create(
-        TARGET,
-        shard=shard,
-        dtype=jnp.float32,
-        aux_layer_ids=() if is_plain else DRAFT.aux_layer_ids,
-    )
+    has_model = spec.algorithm is Algorithm.EAGLE3
+    ops = ops or Ops()
+    depth = target_spec.num_layers
+    draft = dataclasses.replace(DRAFT, aux_layer_ids=(0, depth - 1, depth))
+    target = Decoder(target_spec, ops, shard, draft.aux_layer_ids if has_model else ())
     drafter: Drafter = NoDrafter()
     draft_params: Params = {}
-    if not is_plain:
-        head, _ = PagedEagle3.create(DRAFT, shard=shard, dtype=jnp.float32)
-        drafter, draft_params = EagleDrafter(head, spec, backend), head_params
+    if spec.algorithm is Algorithm.NGRAM:
+        drafter = NgramDrafter(spec, min_match=NGRAM_MIN_MATCH, max_match=NGRAM_MAX_MATCH)
+        draft_params = corpus_params([(0,)])
+    if has_model:
+        head = Eagle3Head(draft, ops, shard)
+        drafter, draft_params = EagleDrafter(head, spec), head_params
         if dial:
-            drafter = DialDrafter(DialHead(head), spec, backend, acceptance=DIAL_ACCEPTANCE)
+            drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
             empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
             draft_params = {"head": head_params, "dial": empty}
-    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
+    if make is not None:
+        drafter, draft_params = make(ops, shard), head_params
+    program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
-    placed = place(mesh, {"target": target_params, "draft": draft_params})
+    params_of_all = {"target": target_params, "draft": draft_params}
+    placed = place(mesh, program.tables, params_of_all)
     executables = compile_all(
-        {full: dataclasses.replace(program, full=full) for full in (False, True)},
+        program,
         limits,
         mesh=mesh,
         params=placed,
         state=init_state(program, limits, shards=shards, kv_dtype=jnp.float32),
         keys=tuple(
-            key for key in program_keys(limits) if key[0] is StepKind.PREFILL or key[2] in variants
+            key
+            for key in program_keys(limits)
+            if key.kind is StepKind.PREFILL or key.features in variants
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
@@ -193,6 +219,9 @@ class ViewRunner:
         self.steps.append((self._plans.popleft(), result))
         return result
 
+    def close(self) -> None:
+        """Leaves the runner as it is: tests look at its state."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -207,6 +236,7 @@ class Served:
     counters: SpecCounters
     num_leaked_pages: int
     num_free_pages: int
+    num_free_window_pages: tuple[int, ...]
     num_retractions: int
     accepted: tuple[tuple[int, ...], ...]
     accepted_together: tuple[tuple[int, ...], ...]
@@ -222,6 +252,7 @@ def serve(
     num_slots: int = NUM_SLOTS,
     num_pages: int | None = None,
     dial: Params | None = None,
+    draft: Params | None = None,
 ) -> Served:
     """Runs the requests together through scheduler, loop and the real runner."""
     limits = dataclasses.replace(
@@ -233,11 +264,11 @@ def serve(
         overlap_depth=overlap_depth,
         num_pages=num_pages or compiled.limits.num_pages,
     )
-    view = ViewRunner(compiled.runner(dial=dial), limits)
-    return asyncio.run(_serve(view, requests))
+    view = ViewRunner(compiled.runner(dial=dial, draft=draft), limits)
+    return asyncio.run(serve_view(view, requests))
 
 
-async def _serve(view: ViewRunner, requests: list[Request]) -> Served:
+async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
     scheduler = Scheduler(view.limits, make_stream=FakeTextStream.for_request)
     trace: list[TraceEvent] = []
     loop = EngineLoop(scheduler, view, trace=trace)
@@ -264,21 +295,22 @@ async def _serve(view: ViewRunner, requests: list[Request]) -> Served:
     }
     accepted: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for plan, result in decodes:
-        for round_ids in result.rounds:
-            for row, emitted in zip(plan.rows, round_ids, strict=True):
+        for of_round in result.rounds:
+            for row, emitted in zip(plan.rows, of_round.emitted_ids, strict=True):
                 accepted[owner[row]].append(len(emitted) - 1)
     return Served(
         accepted=tuple(tuple(accepted[request.request_id]) for request in requests),
         accepted_together=tuple(
-            tuple(len(emitted) - 1 for emitted in round_ids)
+            tuple(len(emitted) - 1 for emitted in of_round.emitted_ids)
             for _, result in decodes
-            for round_ids in result.rounds
+            for of_round in result.rounds
         ),
         ids=tuple(ids for ids, _ in drained),
         per_request=tuple(counters for _, counters in drained),
         counters=stats.counters,
         num_leaked_pages=stats.num_leaked_pages,
         num_free_pages=stats.num_free_pages,
+        num_free_window_pages=stats.num_free_window_pages,
         num_retractions=stats.num_retractions,
         trace=tuple(trace),
     )
@@ -299,10 +331,18 @@ def dial_for(requests: list[Request], plain_ids: list[tuple[int, ...]]) -> Param
     return dial_params(truths, rows=NUM_SLOTS, width=CONTEXT)
 
 
+def corpus_params(texts: list[tuple[int, ...]]) -> Params:
+    """A corpus of fixed size that holds these ids, one text behind the other, then zeros."""
+    ids = np.zeros(NUM_SLOTS * CONTEXT, np.int32)
+    flat = np.concatenate(texts)
+    ids[: flat.size] = flat
+    return {k: jnp.asarray(v) for k, v in sort_corpus(ids, max_match=NGRAM_MAX_MATCH).items()}
+
+
 @functools.lru_cache(maxsize=4)
-def engine(spec: tuple[int, int, int], page_size: int, *, full: bool) -> Compiled:
+def engine(spec: tuple[int, int, int], page_size: int, *, features: StepFeatures) -> Compiled:
     """A shared engine with the dial drafter and one decode variant."""
-    return build(spec_of(*spec), page_size=page_size, variants=(full,))
+    return build(spec_of(*spec), page_size=page_size, variants=(features,))
 
 
 @functools.cache

@@ -12,13 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from jspec.core.features import ALL
 from jspec.core.request import Request, SamplingParams
 from jspec.layers.attention import causal_attention
-from jspec.layers.linear import logits_of
-from jspec.models.llama import Llama, bind, split, trunk
 from jspec.testing.goodness_of_fit import assert_fits
+from jspec.training.dense import forward, lm_logits
 from tests.speculative.engines import TARGET, Compiled, build, serve, spec_of, tiny_params
 
 PROMPT = (5, 17, 200, 44, 9)
@@ -35,25 +34,16 @@ FILTERS: dict[str, dict[str, Any]] = {
 @functools.cache
 def real_engine(shape: tuple[int, int, int]) -> Compiled:
     """The head's own drafts, not the dial's."""
-    return build(spec_of(*shape), page_size=16, dial=False, variants=(True,))
+    return build(spec_of(*shape), page_size=16, dial=False, variants=(ALL,))
 
 
 @functools.cache
 def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
     """f64[V]: the target's logits after `ids`, by one dense forward."""
-    definition, _ = split(
-        nnx.eval_shape(lambda: Llama(TARGET, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    )
     params, _ = tiny_params()
-    model = bind(definition, params)
-    tokens, positions = jnp.asarray(ids)[None], jnp.arange(len(ids))[None]
-    layers = [
-        functools.partial(layer, positions=positions, attend=causal_attention)
-        for layer in model.layers
-    ]
-    stream, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
-    last = model.norm(stream.sum())[0, -1]
-    return np.asarray(logits_of(last, params["lm_head"]["kernel"]), np.float64)
+    tokens = jnp.asarray(ids)[None]
+    hidden, _ = forward(TARGET, params, tokens, dtype=jnp.float32, attend=causal_attention)
+    return np.asarray(lm_logits(params, hidden[0, -1]), np.float64)
 
 
 def filtered(logits: np.ndarray, sampling: SamplingParams) -> dict[int, float]:

@@ -1,6 +1,6 @@
-"""Drafting and extending are the same function of (tokens, features, positions).
+"""Drafting and advancing are the same function of (tokens, features, positions).
 
-A draft step at depth d must give what an extend gives over the same tokens and features, at the
+A draft step at depth d must give what an advance gives over the same tokens and features, at the
 slots right behind the committed rows. In a tree, each beam must equal the chain along its own
 path, also after beams were re-ranked. Rejected and re-ranked rows are never attended to.
 """
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import Verified
+from jspec.core.batch import Features, Verified
 from jspec.core.config import SpeculativeConfig
 from jspec.core.state import empty_sampling
-from jspec.layers.linear import Shard
-from jspec.models.paged import PagedEagle3, empty_pool
-from jspec.speculative.draft import EagleDrafter, EagleState, RowsInStep
-from jspec.speculative.step import StepProgram, _extend_emitted
+from jspec.engine.runner import empty_pools
+from jspec.models.eagle3 import Eagle3Head
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import RowsInStep, emitted_by
+from jspec.speculative.eagle import EagleDrafter, EagleState
 from jspec.testing.dial_drafter import DialHead
 from tests.speculative.engines import DRAFT, TARGET, spec_of, tiny_params
 
@@ -40,30 +41,37 @@ class UnfusedHead(DialHead):
         return aux_hidden
 
 
+class Given(NamedTuple):
+    """What one draft forward was given."""
+
+    ids: Any
+    hidden: Any
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingDrafter(EagleDrafter):
     """Keeps what each draft forward was given and gave: (beams, hidden) by depth."""
 
     record: list[Any] = dataclasses.field(default_factory=list, hash=False, compare=False)
 
-    def _forward_beams(self, params: Any, kv: Any, beams: Any, rows: Any, *, depth: int) -> Any:
-        out = EagleDrafter._forward_beams(self, params, kv, beams, rows, depth=depth)
-        self.record.append((beams, out[1], out[2].ancestors))
+    def expand(self, caches: Any, ids: Any, carried: Any, beams: Any, **named: Any) -> Any:
+        out = EagleDrafter.expand(self, caches, ids, carried, beams, **named)
+        self.record.append((Given(ids, carried), out[1], beams.ancestors))
         return out
 
 
-def setup() -> tuple[Any, Any, RowsInStep, EagleState, PagedEagle3]:
+def setup() -> tuple[Any, Any, RowsInStep, EagleState, Eagle3Head]:
     """A pool with LENS committed rows (random KV) and NaN everywhere else."""
     rng = np.random.default_rng(0)
-    head, _ = PagedEagle3.create(DRAFT, shard=Shard(), dtype=jnp.float32)
+    head = Eagle3Head(DRAFT, Ops())
     table = 1 + np.arange(BATCH * PAGES_PER_ROW).reshape(BATCH, PAGES_PER_ROW)
-    pool = empty_pool(
-        DRAFT.layer,
-        num_layers=1,
+    pool = empty_pools(
+        EagleDrafter(head, spec_of(1, 1, 2)).cache_groups,
         num_pages=1 + BATCH * PAGES_PER_ROW,
         page_size=PAGE,
         shards=1,
         dtype=jnp.float32,
+        ops=Ops(),
     )[0]
     pages = np.full(pool.shape, np.nan, np.float32)
     for b, length in enumerate(LENS):
@@ -110,16 +118,17 @@ def draft_and_record(spec: SpeculativeConfig) -> tuple[Any, list[Any], Any, Any,
     return kv_after, record, tree, kv, params, rows, (state, head, drafter)
 
 
-def extend_along(
+def advance_along(
     kv: Any, params: Any, rows: RowsInStep, head: Any, *, most: int
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Of tokens [B, M] and hidden [B, M, E], M = most: the output of the head's last row when they
-    are extended at L, L + 1..."""
+    are what followed the root, each with the feature of the token before it."""
     spec = spec_of(most - 1, 1, most) if most > 1 else spec_of(1, 1, 2)
     drafter = EagleDrafter(UnfusedHead(head), spec)
-    program = StepProgram(target=None, drafter=drafter, spec=spec, full=False)  # type: ignore[arg-type]
-    shared = {"draft": {**params, "draft_ids": params["head"]["draft_ids"]}}
-    extend = jax.jit(lambda kv, verified: _extend_emitted(program, shared, kv, verified, rows))
+    shared = {**params, "draft_ids": params["head"]["draft_ids"]}
+    advance = jax.jit(
+        lambda kv, verified: drafter.advance(shared, kv, None, emitted_by(verified, rows))
+    )
 
     def along(tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:
         verified = Verified(
@@ -127,19 +136,19 @@ def extend_along(
             bonus_ids=jnp.asarray(tokens[:, -1], jnp.int32),
             num_accepted=jnp.full((BATCH,), most - 1, jnp.int32),
             node_path=jnp.zeros((BATCH, most), jnp.int32),
-            hidden=jnp.asarray(hidden),
+            features=Features(hidden=jnp.zeros((BATCH, most, 0)), aux_hidden=jnp.asarray(hidden)),
         )
-        return np.asarray(extend(kv, verified)[1].hidden)
+        return np.asarray(advance(kv, verified)[1].hidden)
 
     return along
 
 
 def check_paths(spec: SpeculativeConfig) -> int:
-    """Every recorded beam equals the extend along its own path; returns how many were checked."""
+    """Every recorded beam equals the advance along its own path; returns how many were checked."""
     _, record, _, kv, params, rows, (_, head, _) = draft_and_record(spec)
     checked = 0
     for depth, (_, hidden, _) in enumerate(record, start=1):
-        along = extend_along(kv, params, rows, head, most=depth)
+        along = advance_along(kv, params, rows, head, most=depth)
         for k in range(spec.topk):
             path = path_of(record, depth, k)
             tokens = np.stack([step[0] for step in path], axis=1)
@@ -167,7 +176,7 @@ def path_of(record: list[Any], depth: int, k: int) -> list[tuple[np.ndarray, np.
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 5), (4, 3, 12)], ids=str)
-def test_each_draft_row_equals_the_extend_along_its_path(shape: tuple[int, int, int]) -> None:
+def test_each_draft_row_equals_the_advance_along_its_path(shape: tuple[int, int, int]) -> None:
     spec = spec_of(*shape)
     assert check_paths(spec) == (spec.num_steps - 1) * spec.topk
 

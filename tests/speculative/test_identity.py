@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jspec.core.features import ALL, StepFeatures
 from jspec.core.request import Request
 from jspec.testing.dial_drafter import dial_rank
 from tests.speculative.engines import (
@@ -165,8 +166,9 @@ def later_child_accepted(case: Case, requests: list[Request], served: Served) ->
 def check(case: Case) -> None:
     requests = requests_of(case)
     expected = [plain_ids(request) for request in requests]
+    needed = requests[0].sampling.features
     served = serve(
-        engine(case.spec, case.page_size, full=requests[0].sampling.needs_full_sampling),
+        engine(case.spec, case.page_size, features=ALL if needed else StepFeatures()),
         requests,
         chunk_size=case.chunk,
         overlap_depth=case.depth,

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.core import shapes
+from jspec.core.features import StepFeatures
 from jspec.core.request import Request
 from jspec.pallas_kernels import bonus_token, kv_update
+from jspec.speculative import ngram
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 from tests.speculative.test_draft_consistency import check_paths
+from tests.speculative.test_ngram import check_history
 
 TREE = (3, 2, 7)
 
@@ -36,19 +39,19 @@ def unmutated() -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as clean:
         for undo in _ORIGINALS:
             clean.setattr(undo.owner, undo.name, undo.value)
-        plain = build(PLAIN, page_size=16, variants=(False,))
+        plain = build(PLAIN, page_size=16, variants=(StepFeatures(),))
         return [serve(plain, [request]).ids[0] for request in three_requests()]
 
 
 def check_identity() -> None:
     """A tree of unequal rows against plain decoding, in greedy and at temperature 1."""
     requests, expected = three_requests(), unmutated()
-    engine = build(spec_of(*TREE), page_size=4, variants=(False,))
+    engine = build(spec_of(*TREE), page_size=4, variants=(StepFeatures(),))
     assert list(serve(engine, requests, dial=dial_for(requests, expected)).ids) == expected
 
 
 def check_draft_rows() -> None:
-    """Draft steps against the extend, in a chain."""
+    """Draft steps against the advance, in a chain."""
     check_paths(spec_of(3, 1, 4))
 
 
@@ -83,9 +86,9 @@ MUTATIONS = (
         check_identity,
     ),
     Mutation(
-        "extend position",
+        "emitted position",
         shapes,
-        "extend_position",
+        "emitted_position",
         lambda f: lambda seq_len, row: f(seq_len, row) + 1,
         check_draft_rows,
     ),
@@ -95,6 +98,13 @@ MUTATIONS = (
         "draft_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         check_draft_rows,
+    ),
+    Mutation(
+        "looked-up position",
+        ngram,
+        "next_positions",
+        lambda f: lambda emitted: f(emitted) + 1,
+        check_history,
     ),
     Mutation(
         "compaction source",
@@ -132,7 +142,7 @@ MUTATIONS = (
 _ORIGINALS = tuple(mutation.original for mutation in MUTATIONS)
 REQUIRED = {
     "bonus index",
-    "extend position",
+    "emitted position",
     "draft RoPE position",
     "compaction source",
     "noise position",
@@ -146,6 +156,7 @@ def test_the_list_names_what_must_never_move() -> None:
 def test_the_checks_pass_without_a_mutation() -> None:
     check_identity()
     check_draft_rows()
+    check_history()
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.title)

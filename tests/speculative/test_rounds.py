@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jspec.core.features import ALL, StepFeatures
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
 from jspec.scheduler.loop import EngineLoop
@@ -37,12 +38,12 @@ FULL: dict[str, Any] = {"top_p": 0.95, "frequency_penalty": 0.3, "presence_penal
 
 @functools.cache
 def chain_engine(num_rounds: int = ROUNDS) -> Compiled:
-    return build(spec_of(*CHAIN), page_size=PAGE, variants=(False,), num_rounds=num_rounds)
+    return build(spec_of(*CHAIN), page_size=PAGE, variants=(StepFeatures(),), num_rounds=num_rounds)
 
 
 @functools.cache
 def tree_engine() -> Compiled:
-    return build(spec_of(*TREE), page_size=PAGE, variants=(True,), num_rounds=ROUNDS)
+    return build(spec_of(*TREE), page_size=PAGE, variants=(ALL,), num_rounds=ROUNDS)
 
 
 def six_requests(**sampling: Any) -> list[Request]:
@@ -108,7 +109,7 @@ def test_a_tree_in_rounds_with_filters_and_penalties(depth: int) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"min_new_tokens": 12}])
 def test_a_stop_id_in_any_round_ends_the_text_there(sampling: dict[str, Any]) -> None:
-    """Of a minimum length the tree's full program masks the ids until it is reached."""
+    """Under a minimum length the tree's program masks the ids until it is reached."""
     engine = tree_engine() if sampling else chain_engine()
     more = FULL if sampling else {}
     requests = with_stop_ids(six_requests(**more, **sampling))

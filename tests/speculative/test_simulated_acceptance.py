@@ -14,16 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Verified
+from jspec.core.batch import DecodeBatch, DraftTree, Features, PrefillBatch, Verified
 from jspec.core.config import SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, RequestError
+from jspec.core.features import StepFeatures
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import RowState, SamplingRows, empty_sampling
 from jspec.pallas_kernels.bonus_token import gather_emitted
 from jspec.pallas_kernels.kv_update import compact_path
+from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
-from jspec.speculative.draft import RowsInStep
+from jspec.speculative.drafter import RowsInStep
 from jspec.speculative.tree import Level, build_tree
 from jspec.speculative.verify import forced_path, settle, simulated_drafts
 from tests.speculative.engines import build, make_request, serve, spec_of
@@ -79,7 +81,8 @@ def settled(
     hidden = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.float32)[:, None], (BATCH, nodes, 2))
     pages = jnp.arange((1 + BATCH * 8) * PAGE_SIZE, dtype=jnp.float32)
     kv = (jnp.broadcast_to(pages.reshape(-1, PAGE_SIZE, 1, 1), (1 + BATCH * 8, PAGE_SIZE, 2, 1)),)
-    (after,), verified = settle(tree, target_ids, hidden, kv, rows, spec=spec)
+    features = Features(hidden=hidden[:, :, :0], aux_hidden=hidden)
+    (after,), verified = settle(tree, target_ids, features, kv, rows, spec=spec, ops=Ops())
     return after, verified, tree, rows
 
 
@@ -145,9 +148,10 @@ def test_compaction_still_moves_the_paths_rows() -> None:
     assert moved > 0
 
 
-def test_the_extend_sees_the_paths_features() -> None:
+def test_the_drafter_sees_the_paths_features() -> None:
     _, verified, _, _ = settled(replace(spec_of(3, 4, 16), simulate_acceptance=3.0))
-    assert np.array_equal(np.asarray(verified.hidden)[:, :, 0], np.asarray(verified.node_path))
+    seen = np.asarray(verified.features.aux_hidden)[:, :, 0]
+    assert np.array_equal(seen, np.asarray(verified.node_path))
 
 
 @settings(max_examples=20)
@@ -173,7 +177,9 @@ def test_one_sequences_own_mean_is_right() -> None:
     assert set(emitted) == {2, 3}
 
 
-def plain_settle(tree: DraftTree, ids: Any, hidden: Any, kv: Any, rows: Any, *, spec: Any) -> Any:
+def plain_settle(
+    tree: DraftTree, ids: Any, features: Features, kv: Any, rows: Any, *, spec: Any
+) -> Any:
     """settle as it is without the option: what the programs must be when it is off."""
     node_path, num_accepted = accept_tree(tree, ids, num_levels=spec.num_steps)
     if spec.topk > 1:
@@ -181,13 +187,15 @@ def plain_settle(tree: DraftTree, ids: Any, hidden: Any, kv: Any, rows: Any, *, 
             compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
             for pages in kv
         )
-    emitted_ids, bonus_ids, on_path = gather_emitted(ids, hidden, node_path, num_accepted)
+    emitted_ids, bonus_ids, on_path = gather_emitted(
+        ids, features.aux_hidden, node_path, num_accepted
+    )
     return kv, Verified(
         emitted_ids=emitted_ids,
         bonus_ids=bonus_ids,
         num_accepted=num_accepted,
         node_path=node_path,
-        hidden=on_path,
+        features=Features(hidden=jnp.zeros((*node_path.shape, 0)), aux_hidden=on_path),
     )
 
 
@@ -199,23 +207,25 @@ def test_off_means_the_same_program_and_on_another(shape: tuple[int, int, int]) 
     arguments = (
         tree,
         jnp.zeros((BATCH, nodes), jnp.int32),
-        jnp.zeros((BATCH, nodes, 2)),
+        Features(hidden=jnp.zeros((BATCH, nodes, 0)), aux_hidden=jnp.zeros((BATCH, nodes, 2))),
         (jnp.zeros((9, PAGE_SIZE, 2, 1)),),
         rows,
     )
 
+    settled_by = partial(settle, ops=Ops())
+
     def text(function: Any, spec: SpeculativeConfig) -> str:
         return str(jax.make_jaxpr(partial(function, spec=spec))(*arguments))
 
-    assert text(settle, spec) == text(plain_settle, spec)
-    simulated = text(settle, replace(spec, simulate_acceptance=3.0))
-    assert len(simulated.splitlines()) > len(text(settle, spec).splitlines())
+    assert text(settled_by, spec) == text(plain_settle, spec)
+    simulated = text(settled_by, replace(spec, simulate_acceptance=3.0))
+    assert len(simulated.splitlines()) > len(text(settled_by, spec).splitlines())
 
 
 @pytest.mark.parametrize("shape", [pytest.param((3, 1, 4), marks=pytest.mark.slow), (3, 4, 16)])
 def test_every_verification_of_an_engine_emits_the_same_number(shape: tuple[int, int, int]) -> None:
     spec = replace(spec_of(*shape), simulate_acceptance=3.0)
-    compiled = build(spec, page_size=16, dial=False, variants=(False,))
+    compiled = build(spec, page_size=16, dial=False, variants=(StepFeatures(),))
     requests = [
         make_request(
             i, prompt_len=5 + 3 * i, seed=i, temperature=0.0, max_new_tokens=40, ignore_eos=True

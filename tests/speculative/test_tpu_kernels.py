@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from jspec.core.features import StepFeatures
+from jspec.pallas_kernels.choose import OPS
 from tests.speculative.engines import build, dial_for, make_request, plain_ids, serve, spec_of
 
 PROMPT_LENS = (37, 1, 18)  # several chunks, none but a root's, across a page
@@ -22,7 +24,8 @@ def test_interpreted_tpu_kernels_equal_plain_decoding(shape: tuple[int, int, int
         for i, n in enumerate(PROMPT_LENS)
     ]
     expected = [plain_ids(request) for request in requests]
-    compiled = build(spec_of(*shape), page_size=16, variants=(False,), backend="tpu_interpret")
+    ops = OPS["tpu_interpret"]
+    compiled = build(spec_of(*shape), page_size=16, variants=(StepFeatures(),), ops=ops)
     dial = dial_for(requests, expected) if shape[0] else None
     served = serve(compiled, requests, num_slots=4, dial=dial)
     assert list(served.ids) == expected

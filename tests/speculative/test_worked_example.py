@@ -79,7 +79,7 @@ def test_tree_positions_and_masks() -> None:
         ([X, A2, A2, Y], [0, 0, 0], [X, 0, 0], {7: 7}),
     ],
 )
-def test_accept_compact_extend(
+def test_accept_compact_advance(
     target_ids: list[int], path: list[int], emitted: list[int], moves: dict[int, int]
 ) -> None:
     ids = jnp.asarray([target_ids], jnp.int32)
@@ -102,13 +102,13 @@ def test_accept_compact_extend(
         expected[destination] = source
     assert held == expected
 
-    # extend: M rows at slots and RoPE positions 7, 8, 9; rows >= num_emitted go to page 0
+    # advance: M rows at slots and RoPE positions 7, 8, 9; rows >= num_emitted go to page 0
     index = index_queries(
         jnp.asarray([0, num_emitted], jnp.int32),
         SPEC.max_emitted,
         queries_per_row=SPEC.max_emitted,
     )
-    slot = shapes.extend_position(SEQ_LENS[index.row_idx], index.within)
+    slot = shapes.emitted_position(SEQ_LENS[index.row_idx], index.within)
     assert slot.tolist() == [7, 8, 9]
     page, offset = page_slots(TABLE, index.row_idx, slot, index.valid, page_size=PAGE_SIZE)
     assert page.tolist() == [1, 2, 2][:num_emitted] + [0] * (3 - num_emitted)

@@ -1,0 +1,184 @@
+"""Growing a draft tree level by level: the same procedure for every drafter that has a model.
+
+Level 1 needs no forward: its candidates come from the last advance. Levels 2..S cost one draft
+forward each, over the K beams of the level before. A beam attends to the rows before the tree and
+to its true ancestors among the scratch rows, also after beams were re-ranked. What a row of the
+model is, and where it lies, the drafter says.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core import shapes
+from jspec.core.batch import DraftTree
+from jspec.core.config import SpeculativeConfig
+from jspec.core.pytree import pytree
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.speculative.drafter import RowsInStep
+from jspec.speculative.target import KVPool
+from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits
+
+
+class BeamLayout(enum.Enum):
+    """Where the rows of nodes lie, by what a row of the draft model is (example: `core.shapes`)."""
+
+    PAIRS = "(token i + 1, feature i): the root is part of the last committed pair"
+    TOKENS = "a token: the root has a row of its own, in front of the first node's"
+
+    @property
+    def rows_before(self) -> int:
+        """Scratch rows in front of the first node's."""
+        return 1 if self is BeamLayout.TOKENS else 0
+
+    def position(self, seq_len: shapes.Index, depth: shapes.Index) -> shapes.Index:
+        """RoPE position of the row of a node at `depth`."""
+        if self is BeamLayout.TOKENS:
+            return shapes.target_position(seq_len, depth)
+        return shapes.draft_position(seq_len, depth)
+
+
+@pytree
+class LevelOne:
+    """What the last advance left: K candidates a row, and what their first forward is given."""
+
+    ids: jax.Array  # i32[B, K], target ids
+    scores: jax.Array  # f32[B, K], path scores, <= 0
+    carried: Any  # pytree of [B, K, .] arrays: what each beam has of its parent; () for nothing
+
+
+@pytree
+class BeamRows:
+    """Where one forward's K rows a row lie, and the token positions of what it is to guess."""
+
+    rows: AttentionRows
+    positions: jax.Array  # i32[B, K]
+    ancestors: jax.Array  # bool[B, K, rows of nodes so far], each beam's own row included
+
+
+class ForwardBeams(Protocol):
+    """One draft forward over K beams a row."""
+
+    def __call__(
+        self, caches: KVPool, ids: jax.Array, carried: Any, beams: BeamRows
+    ) -> tuple[KVPool, Any, jax.Array, jax.Array]:
+        """(caches with the K rows, what the children carry, ids [B, K, K], terms [B, K, K])."""
+        ...
+
+
+@pytree
+class _Beams:
+    """The K nodes that the next draft forward expands."""
+
+    ids: jax.Array  # i32[B, K]
+    scores: jax.Array  # f32[B, K]
+    carried: Any  # [B, K, .], of the parents
+    ancestors: jax.Array  # bool[B, K, scratch rows of nodes so far]
+    pool_idx: jax.Array  # i32[B, K], place in the candidate pool
+
+
+def first_level(
+    ids: Int[Array, "B 1 K"], terms: Float[Array, "B 1 K"], *, carried: Any
+) -> LevelOne:
+    """The candidates behind each row's last token as level 1: a path's score is its only term."""
+    root_scores = jnp.zeros((ids.shape[0], 1), jnp.float32)
+    return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
+
+
+def grow_tree(
+    first: LevelOne,
+    caches: KVPool,
+    rows: RowsInStep,
+    forward: ForwardBeams,
+    *,
+    spec: SpeculativeConfig,
+    layout: BeamLayout,
+) -> tuple[KVPool, DraftTree]:
+    """S - 1 draft forwards, then the tree. Returns the caches with the scratch rows written."""
+    batch, topk = first.ids.shape
+    levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
+    first_of_level = 0
+    beams = _Beams(
+        ids=first.ids,
+        scores=first.scores,
+        carried=first.carried,
+        ancestors=jnp.zeros((batch, topk, 0), bool),
+        pool_idx=jnp.broadcast_to(jnp.arange(topk, dtype=jnp.int32), first.ids.shape),
+    )
+    for depth in range(1, spec.num_steps):
+        ancestors = _with_itself(beams.ancestors)
+        places = _rows_of_beams(rows, ancestors, depth=depth, layout=layout)
+        caches, carried, ids, terms = forward(caches, beams.ids, beams.carried, places)
+        first_of_level += levels[-1].ids.shape[1]
+        level = Level(
+            ids=ids.reshape(batch, -1),
+            scores=beam_scores(beams.scores, terms).reshape(batch, -1),
+            parents=jnp.repeat(beams.pool_idx, topk, axis=1),
+        )
+        levels.append(level)
+        if depth < spec.num_steps - 1:
+            beams = _best_beams(level, ancestors, carried, topk=topk, first=first_of_level)
+    tree = build_tree(rows.root_ids, tuple(levels), num_draft_tokens=spec.num_draft_tokens)
+    return caches, tree
+
+
+def _with_itself(ancestors: jax.Array) -> jax.Array:
+    """bool[B, K, rows + K]: each beam's ancestors and its own row, behind them."""
+    batch, topk, _ = ancestors.shape
+    own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch, topk, topk))
+    return jnp.concatenate((ancestors, own), axis=2)
+
+
+def _rows_of_beams(
+    rows: RowsInStep, ancestors: jax.Array, *, depth: int, layout: BeamLayout
+) -> BeamRows:
+    """The K rows of the beams at `depth`, and the token positions of their children.
+
+    In:  L = 7, K = 2, depth 2, rows of tokens (root t7 at slot 7, a1 b1 at 8 9)
+    Out: slots 10 11 at RoPE 9, a tail of 4 rows at RoPE 8 8 9 9, children at position 10
+    """
+    batch, topk, width = ancestors.shape
+    position = layout.position(rows.seq_lens, depth)
+    tail_depth = 1 + jnp.arange(width, dtype=jnp.int32) // topk
+    is_chain = topk == 1
+    row = shapes.beam_row(depth, topk=topk, rows_before=layout.rows_before)
+    attention_rows = AttentionRows(
+        page_table=rows.page_table,
+        prefix_lens=shapes.scratch_slot(rows.seq_lens, row),
+        cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * topk,
+        q_positions=jnp.repeat(position, topk),
+        tail_mask=None if is_chain else pack_bits(ancestors).reshape(batch * topk, -1),
+        tail_positions=(
+            None if is_chain else layout.position(rows.seq_lens[:, None], tail_depth[None])
+        ),
+    )
+    children = shapes.chosen_position(rows.seq_lens, depth)[:, None]
+    return BeamRows(
+        rows=attention_rows,
+        positions=jnp.broadcast_to(children, (batch, topk)),
+        ancestors=ancestors,
+    )
+
+
+def _best_beams(
+    level: Level, ancestors: jax.Array, carried: Any, *, topk: int, first: int
+) -> _Beams:
+    """The K best candidates of `level`, each with its own parent's ancestors and carried arrays."""
+    scores, idx = jax.lax.top_k(level.scores, topk)
+    parent = (idx // topk)[:, :, None]
+
+    def of_parent(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, parent, axis=1, mode="clip")
+
+    return _Beams(
+        ids=jnp.take_along_axis(level.ids, idx, axis=1, mode="clip"),
+        scores=scores,
+        carried=jax.tree.map(of_parent, carried),
+        ancestors=of_parent(ancestors),
+        pool_idx=first + idx,
+    )

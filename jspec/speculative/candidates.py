@@ -1,0 +1,120 @@
+"""What a draft model thinks comes next: the K best candidates behind a row, with shared noise.
+
+Candidates are ranked by log_softmax(c * (draft logits + T * g(s, p, v))) with the very noise that
+verification will use at that position: what the draft thinks the target will choose, given the
+same dice. Every drafter that has a model ranks so, whatever that model is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.state import SamplingRows
+from jspec.layers.linear import Shard
+from jspec.sampling.choose import perturb
+from jspec.speculative.tree import LOWEST
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How candidates are ranked. scale: the c of the score.
+
+    noise: False ranks plain top-k, to measure what shared noise gains; the text is the same.
+    """
+
+    topk: int
+    scale: float = 1.0
+    noise: bool = True
+
+
+def rank_candidates(
+    logits: Float[Array, "B R U"],
+    token_ids: Int[Array, "U"],
+    sampling: SamplingRows,
+    *,
+    positions: Int[Array, "B R"],
+    ranking: Ranking,
+    shard: Shard,
+) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+    """The best K target ids after each row and the log-probability of each, best first.
+
+    token_ids: target id of each column of this device's logits. positions: token position of the
+    candidates (their noise).
+    """
+    if ranking.noise:
+        logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
+    return top_candidates(ranking.scale * logits, token_ids, topk=ranking.topk, shard=shard)
+
+
+def top_candidates(
+    scaled: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
+) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+    """(target ids, log_softmax) of the K largest; every device decides from the same pairs.
+
+    Ties prefer the lower draft id: shards hold ascending ids and top_k is stable. NaN is the lowest
+    there is, and all scores are finite.
+    """
+    scaled = jnp.where(scaled > LOWEST, jnp.minimum(scaled, -LOWEST), LOWEST)
+    values, idx = _largest(scaled, min(topk, scaled.shape[-1]))  # a shard may hold fewer than K
+    found = jnp.take(ids, idx, mode="clip")
+    top = jnp.max(scaled, axis=-1)
+    mass = jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1)
+    if shard.axis is not None:
+        values, found = (
+            jax.lax.all_gather(x, shard.axis, axis=2, tiled=True) for x in (values, found)
+        )
+        tops, masses = jax.lax.all_gather(top, shard.axis), jax.lax.all_gather(mass, shard.axis)
+        top = jnp.max(tops, axis=0)
+        mass = jnp.sum(masses * jnp.exp(tops - top), axis=0)
+        values, best = _largest(values, topk)
+        found = jnp.take_along_axis(found, best, axis=2, mode="clip")
+    log_total = top + jnp.log(mass)
+    return found, jnp.where(values > LOWEST, values - log_total[..., None], LOWEST)
+
+
+def _largest(x: jax.Array, topk: int) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k over the last axis; neither a chain nor a TPU needs a sort."""
+    if topk == 1:
+        best = jnp.argmax(x, axis=-1, keepdims=True)
+        return jnp.max(x, axis=-1, keepdims=True), best
+    return jax.lax.platform_dependent(
+        x, tpu=partial(largest_in_rounds, topk=topk), default=partial(_top_k, topk=topk)
+    )
+
+
+def _top_k(x: jax.Array, *, topk: int) -> tuple[jax.Array, jax.Array]:
+    values, idx = jax.lax.top_k(x, topk)
+    return values, idx
+
+
+def largest_in_rounds(
+    x: Float[Array, "*b U"], *, topk: int
+) -> tuple[Float[Array, "*b K"], Int[Array, "*b K"]]:
+    """lax.top_k of finite numbers, ties included: each round takes the first largest of the rest.
+
+    For TPUs, whose compiler makes a sort of all columns of lax.top_k: for 4 of [64, 4, 8000] on v5e
+    12 times the steps in its schedule, and more time to compile. Neither was run on a chip.
+
+    In:  x = [3 5 5 1], topk 2   Out: [5 5], [1 2]: round 2 leaves what is less than 5, or equal
+         and behind column 1
+    """
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+
+    def take(last: tuple[jax.Array, jax.Array], _: None) -> Any:
+        value, idx = last
+        left = (x < value) | ((x == value) & (column > idx))
+        rest = jnp.where(left, x, -jnp.inf)
+        first = jnp.argmax(rest, axis=-1, keepdims=True).astype(jnp.int32)
+        taken = jnp.max(rest, axis=-1, keepdims=True), first
+        return taken, taken
+
+    one = (*x.shape[:-1], 1)
+    above_all = jnp.full(one, jnp.inf, x.dtype), jnp.full(one, -1, jnp.int32)
+    _, (values, idx) = jax.lax.scan(take, above_all, length=topk)
+    return jnp.moveaxis(values[..., 0], 0, -1), jnp.moveaxis(idx[..., 0], 0, -1)

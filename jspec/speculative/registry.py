@@ -1,0 +1,29 @@
+"""Which drafters there are: one row an algorithm, which says how the drafter is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jspec.core.config import Algorithm
+from jspec.speculative.drafter import NoDrafter
+from jspec.speculative.eagle import eagle_source
+from jspec.speculative.ngram import ngram_source
+from jspec.speculative.source import DraftRequest, DraftSource, ReadSource, made
+from jspec.speculative.standalone import standalone_source
+
+
+def plain_source(request: DraftRequest) -> DraftSource:
+    """Plain decoding."""
+    del request
+    return DraftSource(make=made(NoDrafter()))
+
+
+DRAFTERS: Mapping[Algorithm, ReadSource] = MappingProxyType(
+    {
+        Algorithm.NONE: plain_source,
+        Algorithm.EAGLE3: eagle_source,
+        Algorithm.NGRAM: ngram_source,
+        Algorithm.STANDALONE: standalone_source,
+    }
+)

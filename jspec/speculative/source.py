@@ -1,0 +1,83 @@
+"""What a drafter is built from: the request of the engine, and the answer of its row in `registry`.
+
+Configs are read, and every setting checked, before any weight is: an answer is a plan. It says
+which kernels must serve and what the target must capture, and how the drafter and its params are
+made once target and kernels are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.model_spec import ModelSpec
+from jspec.layers.linear import Shard
+from jspec.models.family import Family
+from jspec.models.stored import Place
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.target import Params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """path: directory of the draft's checkpoint, None for an algorithm without one. target: what
+    is served, out of target_path. tokenizer: its tokenizer's directory. families: all there are.
+    """
+
+    args: EngineArgs
+    path: Path | None
+    target: ModelSpec
+    target_path: Path
+    tokenizer: Path
+    shards: int
+    families: tuple[Family, ...]
+
+    @property
+    def checkpoint(self) -> Path:
+        """`path`, of an algorithm that has one."""
+        if self.path is None:
+            raise ValueError(f"{self.args.algorithm.value} has no draft checkpoint; expected one")
+        return self.path
+
+
+def made(drafter: Drafter) -> Callable[[Ops, Shard], Drafter]:
+    """`DraftSource.make` of a drafter that runs no model: kernels and shard are nothing to it."""
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        del ops, shard
+        return drafter
+
+    return make
+
+
+def no_params(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
+    """The params of a drafter without any."""
+    del target_params, dtype, place
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSource:
+    """make: the static drafter, with the kernels and the shard of the engine.
+
+    read: its params, dealt to the request's shards, where `place` puts them; given the target's
+        params on the devices, which it may share, and the dtype of the weights. A drafter without
+        a table reads onto the host.
+    specs: of the models that it runs; their attention must be served too.
+    aux_layer_ids: what of the target is captured for it.
+    shares: names of params that dummy weights take from the target's.
+    """
+
+    make: Callable[[Ops, Shard], Drafter]
+    read: Callable[[Params, DTypeLike, Place], Params] = no_params
+    specs: tuple[ModelSpec, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
+    shares: tuple[str, ...] = ()
+
+
+ReadSource = Callable[[DraftRequest], DraftSource]

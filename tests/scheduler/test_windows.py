@@ -1,0 +1,171 @@
+"""Window spaces: pages are lent chunk by chunk, and come back when no query can see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.errors import ConfigError, InvariantError
+from jspec.core.plan import Admission, PageGrant, RowRef, StepKind
+from jspec.core.request import Request, SamplingParams
+from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.windows import WindowPages
+from jspec.testing.fake_rows import FakeRow, FakeWindows, PlanError
+from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
+from jspec.testing.fake_text import FakeTextStream
+from tests.scheduler.test_policy import make_sequence, seat
+from tests.scheduler.test_scheduler import Bench, expected_ids
+
+FULL = small_limits(page_size=4, num_pages=200, context_length=600, chunk_size=8, num_slots=2)
+FEWEST = FULL.window_pages_per_row(8) + FULL.pages_of_chunks(8)
+
+
+def limits_of(num_pages: int = FEWEST, **changes: int) -> ServeLimits:
+    return replace(FULL, windows=(WindowSpace(8, num_pages),), **changes)  # type: ignore[arg-type]
+
+
+def request_of(prompt_len: int, max_new_tokens: int, *, name: str = "r") -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=(0,) * prompt_len,
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+        seed=prompt_len,
+    )
+
+
+def run(limits: ServeLimits, *requests: Request) -> Bench:
+    bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
+    bench.submit(*requests)
+    bench.run_all()
+    for request in requests:
+        ids = tuple(i for chunk in bench.chunks[request.request_id] for i in chunk.new_ids)
+        assert ids == expected_ids(request, len(ids))
+        assert len(ids) == request.sampling.max_new_tokens
+    stats = bench.scheduler.stats
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, limits.num_pages)
+    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.windows)
+    return bench
+
+
+def test_the_worked_example_of_a_prompt() -> None:
+    """Chunks of 8 of a prompt of 20: pages 0 1, then 2 3, then 4; 0 and 1 come back, then 2."""
+    limits = limits_of(20, overlap_depth=2)
+    scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+    scheduler.submit(request_of(20, 1))
+    indices, num_free = [], []
+    for _ in range(3):  # nothing is read in between
+        plan = scheduler.plan()
+        assert plan is not None
+        assert plan.kind is StepKind.PREFILL
+        indices.append([grant.index for grant in plan.grants])
+        num_free += scheduler.stats.num_free_window_pages
+    assert indices == [[0, 1], [2, 3], [4]]
+    assert num_free == [20 - 2, 20 - 2, 20 - 2]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: int) -> None:
+    limits = replace(FULL, overlap_depth=depth, num_rounds=num_rounds)
+    fewest = limits.window_pages_per_row(8) + limits.pages_of_chunks(8)
+    limits = replace(limits, windows=(WindowSpace(8, fewest),))
+    assert fewest * limits.page_size < 200
+    run(limits, request_of(3, 400))
+    run(limits, request_of(500, 20))
+
+
+def test_rows_wait_for_what_may_be_promised() -> None:
+    """Two rows fit one behind the other; short ones side by side, for they never hold much."""
+    bench = run(limits_of(), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
+    assert max(len(plan.row_refs) for plan in bench.runner.plans) == 1
+    both = run(limits_of(2 * FEWEST), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
+    assert max(len(plan.row_refs) for plan in both.runner.plans) == 2
+
+
+def test_several_windows_have_their_own_pages() -> None:
+    spaces = tuple(
+        WindowSpace(w, FULL.window_pages_per_row(w) + FULL.pages_of_chunks(8)) for w in (1, 8, 30)
+    )
+    bench = run(replace(FULL, windows=spaces), request_of(40, 90))
+    spaces_of = {grant.space for plan in bench.runner.plans for grant in plan.grants}
+    assert spaces_of == {0, 1, 2, 3}
+
+
+def test_a_retracted_row_gives_its_window_pages_back() -> None:
+    limits = replace(limits_of(2 * FEWEST), num_pages=28, context_length=104)
+    requests = (request_of(5, 80, name="a"), request_of(6, 80, name="b"))
+    assert run(limits, *requests).scheduler.stats.num_retractions > 0
+
+
+def test_an_aborted_row_gives_its_window_pages_back() -> None:
+    limits = limits_of()
+    bench = Bench(limits, FakeRunner(limits))
+    bench.submit(request_of(30, 80))
+    for _ in range(5):
+        bench.dispatch()
+        bench.collect()
+    bench.dispatch()
+    bench.scheduler.abort("r")
+    bench.run_all()
+    assert bench.scheduler.stats.num_free_window_pages == (FEWEST,)
+    assert bench.scheduler.stats.num_leaked_pages == 0
+
+
+def test_too_small_a_space_is_refused() -> None:
+    message = f"a window of 8 tokens have {FEWEST - 1} pages; one request needs at least {FEWEST}"
+    with pytest.raises(ConfigError, match=message):
+        limits_of(FEWEST - 1)
+    with pytest.raises(ConfigError, match=r"windows of page spaces are \[8, 8\]; expected them to"):
+        replace(FULL, windows=(WindowSpace(8, 99), WindowSpace(8, 99)))
+
+
+def admission(slot: int) -> Admission:
+    request = request_of(20, 5)
+    return Admission(
+        row=RowRef(slot, 1),
+        request=request,
+        prompt_len=20,
+        fill_ids=request.prompt_ids,
+        page_ids=(),
+    )
+
+
+def window_grant(index: int, page: int, slot: int = 1) -> PageGrant:
+    return PageGrant(slot, index, page, space=1)
+
+
+def test_the_fake_refuses_what_is_not_owned() -> None:
+    """A page that a query sees must be there, and may not go to another row before its time."""
+    row = FakeRow(admission=admission(1), page_ids=[], num_filled=20, read_len=20)
+    other = FakeRow(admission=admission(2), page_ids=[], steps_in_flight=1)
+    rows = {1: row, 2: other}
+    for each in rows.values():
+        each.window_pages = [{}]
+    books = FakeWindows(limits_of())
+    for index in (2, 3, 4):
+        books.grant(window_grant(index, index), row.admission.row, rows)
+    books.check(row, first=20, end=20)  # sees 13..20: pages 3 and 4
+    with pytest.raises(PlanError, match=r"at 20 to 21 lacks pages \[5\] of the window of 8"):
+        books.check(row, first=20, end=21)
+    with pytest.raises(PlanError, match="where the row has a page"):
+        books.grant(window_grant(4, 9), row.admission.row, rows)
+    with pytest.raises(PlanError, match="outside its space"):
+        books.grant(window_grant(5, FEWEST + 1), row.admission.row, rows)
+    row.steps_in_flight = 1
+    with pytest.raises(PlanError, match="in flight, sees"):
+        books.grant(window_grant(0, 3, slot=2), other.admission.row, rows)
+    books.grant(window_grant(0, 2, slot=2), other.admission.row, rows)  # ends at 12: not seen
+    assert (row.window_pages, other.window_pages) == ([{3: 3, 4: 4}], [{0: 2}])
+    with pytest.raises(PlanError, match=r"lacks pages \[2\]"):
+        books.check(row, first=18, end=20)  # sees 11
+
+
+def test_no_row_holds_more_than_it_was_promised() -> None:
+    """A row that is not trimmed is an error, not a pool that runs dry."""
+    books, tenancy = WindowPages(limits_of(50)), seat(make_sequence(80), num_filled=8)
+    books.admit(tenancy)
+    assert [grant.index for grant in books.grow(tenancy, 20)] == list(range(20))
+    with pytest.raises(InvariantError, match="holds 20 pages of the window of 8; expected at most"):
+        books.trim(tenancy)

@@ -1,0 +1,196 @@
+"""What a drafter is told and what it declares: the arithmetic of `Emitted`, and the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.batch import DraftTree, Features
+from jspec.core.cache_groups import CacheGroup, KVEntry
+from jspec.core.config import Algorithm
+from jspec.core.errors import ConfigError
+from jspec.core.state import empty_sampling
+from jspec.engine.runner import empty_pools
+from jspec.models.decoder import Decoder
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.rows import AttentionRows
+from jspec.speculative.drafter import (
+    Drafter,
+    Emitted,
+    NoDrafter,
+    RowsInStep,
+    emitted_by,
+    following_ids,
+    next_positions,
+    with_next_ids,
+)
+from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.ngram import NgramDrafter
+from jspec.speculative.registry import DRAFTERS
+from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.step import StepProgram
+from jspec.speculative.verify import settle
+from tests.speculative.engines import DRAFT, PLAIN, TARGET, spec_of
+from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
+
+TABLE = jnp.asarray([[3, 1, 2]], jnp.int32)
+
+
+def both(array: Any) -> Any:
+    """Two rows alike."""
+    return jnp.concatenate((array, array))
+
+
+def worked_example() -> Emitted:
+    """Row 0 accepts a1 a2 with bonus y, row 1 accepts b1 with bonus z; node n's features are n."""
+    rows = RowsInStep(
+        root_ids=jnp.asarray([T7, T7], jnp.int32),
+        seq_lens=both(SEQ_LENS),
+        page_table=both(TABLE),
+        sampling=empty_sampling(2, vocab_size=100),
+    )
+    trees: DraftTree = jax.tree.map(both, tree())
+    target_ids = jnp.asarray([[A1, A2, X, Y], [B1, X, Z, Y]], jnp.int32)
+    by_node = jnp.broadcast_to(jnp.arange(4.0)[:, None], (2, 4, 1))
+    features = Features(hidden=by_node + 10, aux_hidden=by_node)
+    kv = (jnp.zeros((4, 4, 2, 1)),)
+    _, verified = settle(trees, target_ids, features, kv, rows, spec=SPEC, ops=Ops())
+    return emitted_by(verified, rows)
+
+
+def test_the_worked_example_as_a_drafter_is_told_of_it() -> None:
+    emitted = worked_example()
+    assert emitted.queries_per_row == SPEC.max_emitted == 3
+    assert emitted.rows.cu_q_lens.tolist() == [0, 3, 5]
+    assert emitted.token_ids.tolist()[:5] == [T7, A1, A2, T7, B1]
+    assert emitted.next_ids.tolist() == [Y, Z]
+    assert emitted.last.tolist() == [2, 4]
+    assert following_ids(emitted).tolist()[:5] == [A1, A2, Y, B1, Z]
+    assert emitted.rows.prefix_lens.tolist() == [L, L]
+    assert emitted.rows.q_positions.tolist() == [7, 8, 9] * 2
+    assert next_positions(emitted).tolist() == [10, 9]  # where the next roots stand
+    assert emitted.is_first.tolist() == [False, False]
+
+
+def test_a_drafter_that_asks_for_both_features_gets_those_of_the_nodes_on_the_path() -> None:
+    features = worked_example().features
+    assert features.aux_hidden[:5, 0].tolist() == [0, 1, 3, 0, 2]
+    assert features.hidden[:5, 0].tolist() == [10, 11, 13, 10, 12]
+
+
+def chunks(token_ids: list[int], cu_q_lens: list[int], next_ids: list[int]) -> Emitted:
+    """Packed chunks of prompts; padding tokens are what token_ids holds behind cu_q_lens."""
+    num_rows = len(next_ids)
+    return Emitted(
+        token_ids=jnp.asarray(token_ids, jnp.int32),
+        features=Features(hidden=jnp.zeros((0, 0)), aux_hidden=jnp.zeros((0, 0))),
+        next_ids=jnp.asarray(next_ids, jnp.int32),
+        rows=AttentionRows(
+            page_table=jnp.zeros((num_rows, 1), jnp.int32),
+            prefix_lens=jnp.arange(num_rows, dtype=jnp.int32) * 10,
+            cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
+            q_positions=jnp.zeros((len(token_ids),), jnp.int32),
+        ),
+        last=jnp.maximum(jnp.asarray(cu_q_lens[1:], jnp.int32) - 1, 0),
+        is_first=jnp.zeros((num_rows,), bool),
+        sampling=empty_sampling(num_rows, vocab_size=100),
+        queries_per_row=None,
+    )
+
+
+def test_every_chunk_ends_with_the_id_behind_it() -> None:
+    emitted = chunks([3, 4, 5, 8, 9, 0, 0], [0, 3, 5, 5], [6, 7, 0])
+    assert following_ids(emitted).tolist()[:5] == [4, 5, 6, 9, 7]
+    assert next_positions(emitted).tolist() == [3, 12, 20]
+    one = chunks([3, 8, 0], [0, 1, 2], [6, 7])
+    assert following_ids(one).tolist()[:2] == [6, 7]
+
+
+def test_rows_of_tokens_end_with_the_next_root() -> None:
+    """The worked example and the chunks of `with_next_ids`, and a row of padding."""
+    tokens = with_next_ids(worked_example())
+    assert tokens.queries_per_row == 4
+    assert tokens.token_ids.tolist()[:7] == [T7, A1, A2, Y, T7, B1, Z]
+    assert tokens.rows.q_positions.tolist() == [7, 8, 9, 10] * 2
+    assert tokens.rows.cu_q_lens.tolist() == [0, 4, 7]
+    assert tokens.last.tolist() == [3, 6]
+    packed = with_next_ids(chunks([3, 4, 5, 8, 9, 0, 0], [0, 3, 5, 5], [6, 7, 0]))
+    assert packed.queries_per_row is None
+    assert packed.token_ids.tolist()[:8] == [3, 4, 5, 6, 8, 9, 7, 0]
+    assert packed.rows.q_positions.tolist()[:8] == [0, 1, 2, 3, 10, 11, 12, 20]
+    assert packed.rows.cu_q_lens.tolist() == [0, 4, 7, 8]
+    assert packed.last.tolist() == [3, 6, 7]
+
+
+def test_how_rows_lie_is_part_of_the_program() -> None:
+    """queries_per_row is no array: it is compared when jax looks for a compiled program."""
+    emitted = chunks([3], [0, 1], [4])
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(emitted))
+    other = dataclasses.replace(emitted, queries_per_row=1)
+    assert jax.tree.structure(emitted) != jax.tree.structure(other)
+
+
+def drafters() -> dict[Algorithm, Drafter]:
+    """One of each algorithm; none is run here."""
+    head: Any = dataclasses.make_dataclass("Head", ["config"], frozen=True)(DRAFT)
+    return {
+        Algorithm.NONE: NoDrafter(),
+        Algorithm.EAGLE3: EagleDrafter(head, spec_of(3, 2, 7)),
+        Algorithm.NGRAM: NgramDrafter(spec_of(3, 2, 7, Algorithm.NGRAM)),
+        Algorithm.STANDALONE: StandaloneDrafter(
+            Decoder(TARGET, Ops()), spec_of(3, 2, 7, Algorithm.STANDALONE)
+        ),
+    }
+
+
+def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> None:
+    made = drafters()
+    assert set(made) == set(Algorithm) == set(DRAFTERS)
+    for algorithm, drafter in made.items():
+        assert drafter.drafting is algorithm.drafting
+        assert drafter.drafting.has_model == bool(drafter.cache_groups)
+        hash((drafter.cache_groups, drafter.needs))
+    assert {a: d.drafting.lookahead for a, d in made.items() if d.drafting.lookahead} == {
+        Algorithm.EAGLE3: 1
+    }
+    assert made[Algorithm.EAGLE3].needs.aux_layer_ids == DRAFT.aux_layer_ids
+
+
+def test_a_drafter_whose_writes_are_not_reserved_is_refused() -> None:
+    target: Any = None
+    eagle = drafters()[Algorithm.EAGLE3]
+    with pytest.raises(ConfigError, match="EagleDrafter drafts for NONE; expected the drafter"):
+        StepProgram(target=target, drafter=eagle, spec=PLAIN)
+
+
+def test_pools_follow_the_declared_groups() -> None:
+    groups = (
+        CacheGroup("wide", 2, KVEntry(num_heads=4, qk_dim=8, v_dim=8)),
+        CacheGroup("narrow", 1, KVEntry(num_heads=1, qk_dim=16, v_dim=16), window=32),
+    )
+    pools = empty_pools(groups, num_pages=5, page_size=3, shards=2, dtype=jnp.bfloat16, ops=Ops())
+    # One kv head on two shards is held by both.
+    assert [pool.shape for pool in pools] == [(5, 3, 8, 8)] * 2 + [(5, 3, 4, 16)]
+    assert {pool.dtype for pool in pools} == {np.dtype(jnp.bfloat16)}
+    assert empty_pools((), num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops()) == ()
+    unequal = (CacheGroup("mla", 1, KVEntry(1, 192, 128)),)
+    with pytest.raises(ConfigError, match="cache group mla has K of 192 and V of 128 numbers"):
+        empty_pools(unequal, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KVEntry(0, 8, 8), "num_heads is 0; expected at least 1"),
+        (lambda: CacheGroup("a", 0, KVEntry(1, 8, 8)), "group a has 0 layers; expected at least 1"),
+        (lambda: CacheGroup("a", 1, KVEntry(1, 8, 8), 0), "group a has a window of 0; expected"),
+    ],
+)
+def test_impossible_groups_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,171 @@
+"""A target of which some layers have a window gives their pages back, and writes the same text.
+
+The oracle is a dense forward over the whole text with the windows as masks: no cache, no pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core import sharding
+from jspec.core.config import Algorithm, ServeLimits, WindowSpace
+from jspec.core.features import PLAIN
+from jspec.core.model_spec import ModelSpec
+from jspec.core.plan import StepKind
+from jspec.core.request import Request
+from jspec.engine.compilation import compile_all
+from jspec.engine.loading import place
+from jspec.engine.programs import program_keys
+from jspec.engine.runner import init_state
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder
+from jspec.models.eagle3 import Eagle3Head
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.step import StepProgram
+from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.models.dense_forward import dense_hidden
+from tests.models.test_families import attend_of
+from tests.speculative.engines import (
+    CONTEXT,
+    DIAL_ACCEPTANCE,
+    DRAFT,
+    NUM_SLOTS,
+    TARGET,
+    Compiled,
+    Served,
+    dial_for,
+    limits_of,
+    make_request,
+    mesh_of,
+    serve,
+    spec_of,
+    tiny_params,
+)
+
+PREFILL = StepKind.PREFILL
+WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
+SOME, ALL_LAYERS = (WINDOW, None, WINDOW), (WINDOW,) * 3
+SPECS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (2, 2, 4)}
+
+
+def windowed(windows: tuple[int | None, ...]) -> ModelSpec:
+    layers = (
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window))
+        for layer, window in zip(TARGET.layers, windows, strict=True)
+    )
+    return dataclasses.replace(TARGET, layers=tuple(layers))
+
+
+def with_space(limits: ServeLimits, *, num_rows: int) -> ServeLimits:
+    """Window pages for that many rows and not one more."""
+    each = limits.window_pages_per_row(WINDOW)
+    num_pages = num_rows * each + limits.pages_of_chunks(limits.chunk_size)
+    return dataclasses.replace(limits, windows=(WindowSpace(WINDOW, num_pages),))
+
+
+@functools.cache
+def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
+    """The smallest pool that serves two rows at once; programs of plain features alone."""
+    spec = spec_of(*SPECS[name])
+    has_model = spec.algorithm is not Algorithm.NONE
+    mesh, shard, ops = mesh_of(1), Shard(1, sharding.TENSOR_AXIS), Ops()
+    target_params, head_params = tiny_params()
+    target = Decoder(windowed(windows), ops, shard, DRAFT.aux_layer_ids if has_model else ())
+    drafter: Drafter = NoDrafter()
+    draft_params: Any = {}
+    if has_model:
+        head = Eagle3Head(DRAFT, ops, shard)
+        drafter = DialDrafter(DialHead(head), spec, acceptance=DIAL_ACCEPTANCE)
+        empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
+        draft_params = {"head": head_params, "dial": empty}
+    program = StepProgram(target=target, drafter=drafter, spec=spec)
+    limits = with_space(limits_of(spec, page_size=PAGE), num_rows=2)
+    params = place(mesh, program.tables, {"target": target_params, "draft": draft_params})
+    executables = compile_all(
+        program,
+        limits,
+        mesh=mesh,
+        params=params,
+        state=init_state(program, limits, shards=1, kv_dtype=jnp.float32),
+        keys=tuple(
+            key
+            for key in program_keys(limits)
+            if key.kind.value == "prefill" or key.features == PLAIN
+        ),
+    )
+    return Compiled(limits=limits, program=program, params=params, executables=executables)
+
+
+@functools.cache
+def dense_ids(windows: tuple[int | None, ...]) -> list[tuple[int, ...]]:
+    """NUM_TOKENS greedy tokens of each request, each from a dense forward over all before it."""
+    spec, (params, _) = windowed(windows), tiny_params()
+    prompts = [request.prompt_ids for request in requests()]
+    lens = jnp.asarray([len(prompt) for prompt in prompts])
+    ids = np.zeros((len(prompts), max(map(len, prompts)) + NUM_TOKENS), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    def write_next(i: int, ids: jax.Array) -> jax.Array:
+        hidden, _ = dense_hidden(spec, params, ids, attend_of=attend_of)
+        rows, ends = jnp.arange(len(prompts)), lens + i
+        logits = hidden[rows, ends - 1] @ params["lm_head"]["kernel"]
+        return ids.at[rows, ends].set(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+    done = np.asarray(jax.jit(partial(jax.lax.fori_loop, 0, NUM_TOKENS, write_next))(ids))
+    texts = zip(done.tolist(), prompts, strict=True)
+    return [tuple(row[len(prompt) :][:NUM_TOKENS]) for row, prompt in texts]
+
+
+def requests() -> list[Request]:
+    """Prompts of three chunks and of one; three rows, of which two fit at once."""
+    return [
+        make_request(i, prompt_len=n, seed=i, temperature=0.0, max_new_tokens=NUM_TOKENS)
+        for i, n in enumerate((37, 5, 20))
+    ]
+
+
+def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
+    compiled, asked = engine(name, windows), requests()
+    expected = dense_ids(windows)
+    dial = dial_for(asked, expected) if name != "plain" else None
+    served = serve(compiled, asked, dial=dial, **how)
+    assert list(served.ids) == expected
+    (space,) = compiled.limits.windows
+    assert served.num_free_window_pages == (space.num_pages,)
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("name", "windows", "depth", "chunk"),
+    [
+        pytest.param("plain", SOME, 0, 32, marks=pytest.mark.slow),
+        ("plain", ALL_LAYERS, 2, 8),
+        pytest.param("chain", SOME, 1, 8, marks=pytest.mark.slow),
+        ("tree", SOME, 2, 8),
+        ("tree", SOME, 0, 32),
+    ],
+)
+def test_the_text_is_that_of_a_dense_forward(
+    name: str, windows: tuple[int | None, ...], depth: int, chunk: int
+) -> None:
+    """In a pool that no row's text would fit into, let alone two."""
+    served = run(name, windows, overlap_depth=depth, chunk_size=chunk)
+    (space,) = engine(name, windows).limits.windows
+    assert space.num_pages * PAGE < 2 * NUM_TOKENS
+    if name != "plain":
+        assert len({n for accepted in served.accepted for n in accepted}) > 1
+
+
+def test_the_windows_are_felt() -> None:
+    assert dense_ids(SOME) != dense_ids(ALL_LAYERS)
