@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import jax
 
 from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.engine.compilation import Progress, enable_persistent_cache
+from jspec.core.errors import ConfigError, clear_frames
+from jspec.engine import interrupts
+from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.program_growth import ProgramGrowth, maker_of
 from jspec.engine.program_store import ProgramStore
+from jspec.engine.programs import later_programs, program_keys, programs_at_start
 from jspec.engine.runner import DeviceRunner
 from jspec.speculative.step import StepProgram
 
@@ -21,9 +25,23 @@ log = logging.getLogger(__name__)
 
 
 def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner:
-    """Loads, sizes and compiles. Raises ConfigError and CheckpointError for what cannot be."""
+    """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
+
+    Raises ConfigError and CheckpointError for what cannot be.
+    Whoever keeps an error of it keeps no weights, state or programs.
+    """
+    try:
+        return _build_runner(args, progress=progress)
+    except BaseException as error:
+        clear_frames(error)
+        raise
+
+
+def _build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner:
+    started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     available = jax.devices()
+    interrupts.check()
     if args.tp_size > len(available):
         raise ConfigError(
             f"tp_size is {args.tp_size}; expected at most {len(available)}, the number of "
@@ -33,31 +51,34 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
     mesh = sharding.make_mesh(devices)
     dtype = resolve_dtype(args.dtype, devices[0].platform)
     models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
+    interrupts.check()
     spec = args.speculative
     limits = resolve_limits(
         args,
-        models.target_config,
+        models.target.cache_groups + models.drafter.cache_groups,
+        max_position=models.target.spec.max_position,
         devices=devices,
         dtype=dtype,
-        draft=models.draft_layer,
-        backend=models.backend,
+        ops=models.target.ops,
     )
-    program = StepProgram(
-        target=models.target,
-        drafter=models.drafter,
-        spec=spec,
-        full=False,
-        backend=models.backend,
-    )
-    return DeviceRunner.create(
+    program = StepProgram(target=models.target, drafter=models.drafter, spec=spec)
+    runner = DeviceRunner.create(
         program=program,
         limits=limits,
         params=models.params,
         mesh=mesh,
         kv_dtype=dtype,
         progress=progress,
+        first=programs_at_start(limits, args.compile_at_start),
         store=store,
     )
+    later = later_programs(limits, runner.ready_programs)
+    if later:
+        recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
+        maker = maker_of(recipe, later, mesh=mesh, store=store)
+        wanted = len(program_keys(limits))
+        runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
+    return runner
 
 
 def _open_store(named: str | None) -> ProgramStore | None:

@@ -1,18 +1,20 @@
-"""Compiling every program of an engine before it serves.
+"""Compiling an engine's programs before they serve.
 
-All shapes are known at the start, so all programs are compiled ahead of time, several at once, and
-the runner holds executables: nothing can compile later, and a wrong shape is an error.
+All shapes are known at the start, so programs are compiled ahead of time, several at once, and the
+runner holds executables: nothing compiles when a step is dispatched, and a wrong shape is an error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,21 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.core.batch import DecodeBatch, PrefillBatch
+from jspec.core.batch import DecodeBatch, prefill_batch
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
+from jspec.engine import interrupts
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.transfer import ProgramKey, layout_of
-from jspec.pallas_kernels.paged_attention import Backend
+from jspec.engine.programs import ProgramKey, program_keys
+from jspec.engine.transfer import layout_of
+from jspec.models import placement
+from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 
-Progress = Callable[[int, int, str], None]
-
-# Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
-#   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
-#   256   without XLA's split sums 10.74, by default 10.94
-#   1, 8, 32, 1,024   the default is best, or no worse
-WITHOUT_TRITON, WITHOUT_SPLITS = range(48, 129), range(129, 513)
+# (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
+Progress = Callable[[int, int, str, str], None]
+POLL_SECONDS = 0.2
 
 
 def enable_persistent_cache(directory: Path) -> None:
@@ -48,22 +49,6 @@ def enable_persistent_cache(directory: Path) -> None:
     compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Every program: decode in two variants a bucket, prefill in one."""
-    decode = [
-        (StepKind.DECODE, batch, full) for batch in limits.decode_buckets for full in (False, True)
-    ]
-    prefill = [(StepKind.PREFILL, tokens, True) for tokens in limits.prefill_buckets]
-    return (*prefill, *decode)
-
-
-def describe(key: ProgramKey) -> str:
-    kind, bucket, full = key
-    if kind is StepKind.PREFILL:
-        return f"prefill T={bucket}"
-    return f"decode B={bucket}{' full' if full else ''}"
 
 
 def _decode_entry(
@@ -82,13 +67,30 @@ def _decode_entry(
 def _prefill_entry(
     program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
 ) -> Any:
-    return prefill_step(program, params, state, PrefillBatch(**packed.unpack(flat)))
+    return prefill_step(program, params, state, prefill_batch(packed.unpack(flat)))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramShape:
+    """All of an engine's limits that a program's code depends on, beside what its arrays show.
+
+    `lower` gets nothing else of them, and the program store's key holds nothing else, so a limit
+    that only the host reads compiles nothing again.
+    """
+
+    kind: StepKind
+    packed: PackedLayout
+    num_rounds: int
+
+    @classmethod
+    def of(cls, key: ProgramKey, limits: ServeLimits) -> ProgramShape:
+        num_rounds = limits.num_rounds if key.kind is StepKind.DECODE else 1
+        return cls(kind=key.kind, packed=layout_of(key, limits), num_rounds=num_rounds)
 
 
 def lower(
-    key: ProgramKey,
+    shape: ProgramShape,
     program: StepProgram,
-    limits: ServeLimits,
     *,
     mesh: Mesh,
     params: Any,
@@ -96,10 +98,15 @@ def lower(
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
     entry = _prefill_entry
-    if key[0] is StepKind.DECODE:
-        entry = partial(_decode_entry, num_rounds=limits.num_rounds)
-    packed = layout_of(key, limits)
-    in_specs = (sharding.param_specs(params), sharding.state_specs(state), PartitionSpec())
+    if shape.kind is StepKind.DECODE:
+        entry = partial(_decode_entry, num_rounds=shape.num_rounds)
+    packed = shape.packed
+    tables = program.tables
+    in_specs = (
+        placement.param_specs(tables, params),
+        sharding.state_specs(state),
+        PartitionSpec(),
+    )
     step = jax.shard_map(
         partial(entry, program, packed),
         mesh=mesh,
@@ -111,7 +118,7 @@ def lower(
     jitted = jax.jit(
         step,
         in_shardings=(
-            sharding.param_places(mesh, params, by_columns=program.target.by_columns),
+            placement.param_places(mesh, tables, params, by_columns=program.ops.by_columns),
             *(to_shardings(specs) for specs in in_specs[1:]),
         ),
         out_shardings=(to_shardings(in_specs[1]), to_shardings(PartitionSpec())),
@@ -122,26 +129,19 @@ def lower(
 
 
 def compiler_options(
-    key: ProgramKey, limits: ServeLimits, *, platform: str, backend: Backend
+    key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops
 ) -> dict[str, Any]:
     """What XLA is told beside its defaults, where a measurement or a compiled program says so.
 
     On a GPU: no rematerialization (it counts a donated pool twice, finds no memory, and computes
-    whole products a second time). Decoding with the Hopper kernels, for some widths other products:
-    a product in splits is faster by itself, but not with the kernel that then adds them up.
+    whole products a second time). And what the kernels' bundle wants (`Ops.compiler_options`).
     """
     if platform != "gpu":
         return {}
-    options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
-    kind, bucket, _ = key
-    tokens = bucket * limits.spec.num_draft_tokens
-    if kind is not StepKind.DECODE or backend != "gpu":
-        return options
-    if tokens in WITHOUT_TRITON:
-        options["xla_gpu_enable_triton_gemm"] = False
-    if tokens in WITHOUT_SPLITS:
-        options["xla_gpu_experimental_force_split_k"] = 1
-    return options
+    is_decode = key.kind is StepKind.DECODE
+    tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
+    options = ops.compiler_options(decode_tokens=tokens)
+    return {"xla_disable_hlo_passes": "rematerialization", **options}
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
@@ -161,8 +161,48 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that an engine's programs are made from; of weights and state the shapes alone.
+
+    It can be pickled, and makes the same names in a ProgramStore in every process whose
+    surroundings are the same.
+    """
+
+    program: StepProgram
+    limits: ServeLimits
+    params: Any  # of jax.ShapeDtypeStruct
+    state: Any
+
+    @classmethod
+    def of(cls, program: StepProgram, limits: ServeLimits, *, params: Any, state: Any) -> Recipe:
+        """params, state: arrays or abstract ones; the recipe keeps no array."""
+        return cls(program=program, limits=limits, params=_abstract(params), state=_abstract(state))
+
+    def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
+        """Shape, static program and compiler's options of one program."""
+        platform = mesh.devices.flat[0].platform
+        options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
+        variant = dataclasses.replace(self.program, features=key.features)
+        return ProgramShape.of(key, self.limits), variant, options
+
+    def paths(
+        self, keys: Iterable[ProgramKey], *, mesh: Mesh, store: ProgramStore | None
+    ) -> dict[ProgramKey, Path]:
+        """Where `store` has, or would have, each program; nothing if it cannot keep one of them."""
+        if store is None:
+            return {}
+        makings = {key: self.parts(key, mesh=mesh) for key in keys}
+        return store.paths(makings, mesh=mesh, arrays=(self.params, self.state))
+
+    def load(self, path: Path, *, mesh: Mesh) -> Any | None:
+        """The stored executable, or None where there is none that can be read."""
+        inputs, outputs = (self.params, self.state, 0), (self.state, 0)
+        return ProgramStore.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
+
+
 def compile_all(
-    programs: dict[bool, StepProgram],
+    program: StepProgram,
     limits: ServeLimits,
     *,
     mesh: Mesh,
@@ -170,56 +210,73 @@ def compile_all(
     state: Any,
     progress: Progress | None = None,
     keys: tuple[ProgramKey, ...] | None = None,
+    first: tuple[ProgramKey, ...] | None = None,
     store: ProgramStore | None = None,
 ) -> dict[ProgramKey, Any]:
-    """Executables by key; `programs` maps `full` to its static program.
+    """Executables by key, of `program` with each key's features.
 
     Those that `store` has are loaded, several at once. The others are lowered one after the other,
     in order, and compiled several at once: a Pallas kernel's text holds where it was first traced
     from and how many came before it, so in any other order jax's cache would not know it again.
     Lowering holds Python's lock anyway.
-    keys: which programs, all by default; a plan for one that was left out is a KeyError.
+    keys: which programs; by default all that an engine wants. first: those of them that are
+    compiled if the store has them not, in this order; None: all.
     """
+    # An error of this start keeps no weights.
+    recipe = Recipe.of(program, limits, params=params, state=state)
+    params = state = None
     keys = program_keys(limits) if keys is None else keys
-    platform = mesh.devices.flat[0].platform
-    options = {
-        key: compiler_options(key, limits, platform=platform, backend=programs[key[2]].backend)
-        for key in keys
-    }
-    makings = {key: (key, programs[key[2]], limits, options[key]) for key in keys}
-    paths = {} if store is None else store.paths(makings, mesh=mesh, arrays=(params, state))
+    paths = recipe.paths(keys, mesh=mesh, store=store)
+    if first is not None:
+        stored = (key for key in keys if key in paths and paths[key].exists())
+        keys = tuple(dict.fromkeys((*first, *stored)))
+    made: dict[ProgramKey, Any] = {}
     done = itertools.count(1)
 
-    def report(key: ProgramKey, executable: Any) -> Any:
+    def keep(key: ProgramKey, executable: Any, how: str) -> None:
+        made[key] = executable
         if progress is not None:
-            progress(next(done), len(keys), describe(key))
-        return executable
+            progress(next(done), len(keys), str(key), how)
 
-    def load(key: ProgramKey) -> Any | None:
-        inputs, outputs = (params, state, 0), (state, 0)
-        found = ProgramStore.load(paths[key], mesh=mesh, inputs=inputs, outputs=outputs)
-        return None if found is None else report(key, found)
+    def load(key: ProgramKey) -> None:
+        found = recipe.load(paths[key], mesh=mesh)
+        if found is not None:
+            keep(key, found, "loaded")
 
-    def build(key: ProgramKey, lowered: jax.stages.Lowered) -> Any:
-        executable = compile_with(lowered, options[key])
+    def build(key: ProgramKey, lowered: jax.stages.Lowered, options: dict[str, Any]) -> None:
+        executable = compile_with(lowered, options)
         if store is not None and key in paths:
             store.save(paths[key], executable)
-        return report(key, executable)
+        keep(key, executable, "compiled")
 
     workers = min(len(keys), os.cpu_count() or 1)
     with without_jax_cache(is_off=bool(paths)), ThreadPoolExecutor(max_workers=workers) as pool:
         try:
-            found = dict(zip(paths, pool.map(load, paths), strict=True))
-            running = {}
+            _wait([pool.submit(load, key) for key in keys if key in paths])
+            running = []
             for key in keys:
-                if found.get(key) is None:
-                    program = programs[key[2]]
-                    lowered = lower(key, program, limits, mesh=mesh, params=params, state=state)
-                    running[key] = pool.submit(build, key, lowered)
-            return {key: running[key].result() if key in running else found[key] for key in keys}
+                interrupts.check()
+                if key not in made:
+                    shape, variant, options = recipe.parts(key, mesh=mesh)
+                    lowered = lower(
+                        shape, variant, mesh=mesh, params=recipe.params, state=recipe.state
+                    )
+                    running.append(pool.submit(build, key, lowered, options))
+            _wait(running)
+            return {key: made[key] for key in keys}
         except BaseException:
             pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
+            made.clear()  # whoever keeps the error should not keep programs
             raise
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    """Raises the first one's error; an interrupt ends the wait even if its exception was lost."""
+    for future in futures:
+        while not future.done():
+            wait((future,), timeout=POLL_SECONDS)
+            interrupts.check()
+        future.result()
 
 
 # jax has one switch for the whole process: one engine after the other compiles with it off.

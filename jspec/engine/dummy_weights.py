@@ -1,7 +1,7 @@
 """Random weights made where they live: no file is read, and nothing passes through the host.
 
 For measurements: the shapes are a real model's, the text means nothing. It knows no model, only
-shapes and the names of their last path parts.
+its parameter table.
 """
 
 from __future__ import annotations
@@ -15,26 +15,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
-from jspec.core import sharding
 from jspec.core.noise import mix32
+from jspec.core.sharding import TENSOR_AXIS
+from jspec.models.params import Init, ParamSpec
+from jspec.models.placement import Tables, abstract_params, nested, param_places
+from jspec.models.stored import value_at
 
 # Small enough that the residual stream of a deep model stays far inside bfloat16's range.
 STD = 0.02
 
 
 def dummy_params(
-    abstract: dict[str, Any], *, mesh: Mesh, vocab_size: int, by_columns: bool = False
+    tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, by_columns: bool = False
 ) -> dict[str, Any]:
-    """Arrays for `abstract` ({"target": ..., "draft": ...} of shapes), sharded as the rules say.
+    """Arrays for {"target": table, "draft": table}, placed as the tables say.
 
     Matrices and tables are normal with a standard deviation of 0.02, norms are 1, biases 0;
-    draft_ids ascend evenly over the target's vocabulary. The same shapes give the same weights,
-    whatever the number of devices. by_columns: as sharding.param_places takes it.
+    draft_ids ascend evenly over the target's vocabulary. The same table gives the same weights,
+    whatever the number of devices. by_columns: as placement.param_places takes it.
     """
-    places = sharding.param_places(mesh, abstract, by_columns=by_columns)
+    shards = mesh.shape[TENSOR_AXIS]
+    abstract = {
+        model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
+    }
+    places = param_places(mesh, tables, abstract, by_columns=by_columns)
     maker = _Maker(vocab_size)
-    made: dict[str, Any] = jax.tree_util.tree_map_with_path(maker.make, abstract, places)
+    made = {
+        model: nested(
+            (
+                spec.path,
+                maker.make(
+                    spec,
+                    value_at(abstract[model], spec.path),
+                    value_at(places[model], spec.path),
+                    name=jax.tree_util.keystr(
+                        tuple(jax.tree_util.DictKey(key) for key in (model, *spec.path))
+                    ),
+                ),
+            )
+            for spec in table
+        )
+        for model, table in tables.items()
+    }
     return jax.block_until_ready(made)
 
 
@@ -46,16 +70,20 @@ class _Maker:
         self._programs: dict[Any, Any] = {}
 
     def make(
-        self, path: tuple[Any, ...], like: jax.ShapeDtypeStruct, place: NamedSharding | Format
+        self,
+        spec: ParamSpec,
+        like: jax.ShapeDtypeStruct,
+        place: NamedSharding | Format,
+        *,
+        name: str,
     ) -> jax.Array:
-        """The array at `path`, which alone decides its seed."""
-        name = jax.tree_util.keystr(path)
-        if name.endswith("['draft_ids']"):
+        """The array of `spec`; its name alone decides its seed."""
+        if spec.init is Init.IDS:
             # Strictly ascending, since U <= V; the product needs 64 bits.
             ids = np.arange(like.shape[0], dtype=np.int64) * self._vocab_size // like.shape[0]
             return jax.device_put(ids.astype(np.int32), place)
-        if len(like.shape) == 1:
-            value = 0.0 if name.endswith("['bias']") else 1.0
+        if spec.init in (Init.ONES, Init.ZEROS):
+            value = 1.0 if spec.init is Init.ONES else 0.0
             return jnp.full(like.shape, value, like.dtype, device=place)
         key = (like.shape, like.dtype, place)
         if key not in self._programs:
@@ -70,8 +98,11 @@ def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax
 
     jax.random would do, but keeps its bits in 32-bit arrays beside the result on some backends.
     """
-    rows = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
-    columns = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
+    for axis in range(len(shape) - 2):  # a stack: its index counts as more rows
+        stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        rows = rows + stack * jnp.uint32(shape[axis + 1])
+    columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     bits = mix32(columns + mix32(mix32(rows + seed) ^ seed))
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
     drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)

@@ -5,6 +5,7 @@ With `load_format` "dummy" only the configs are read, and random weights are mad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,27 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jspec.core import sharding
-from jspec.core.config import Algorithm, Eagle3Config, TransformerConfig
-from jspec.core.config_io import load_eagle3_config, load_transformer_config
+from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.engine.device_memory import check_weights_fit
 from jspec.engine.dummy_weights import dummy_params
-from jspec.engine.memory import KERNEL_PAGE_SIZE
+from jspec.engine.weight_stream import put_on, stream
 from jspec.layers.linear import Shard
-from jspec.models.hf_eagle3 import load_eagle3
-from jspec.models.hf_llama import load_llama
-from jspec.models.llama import Params
-from jspec.models.paged import PagedEagle3, PagedLlama
-from jspec.pallas_kernels.dispatch import gpu_problem
-from jspec.pallas_kernels.paged_attention import Backend, choose_backend
-from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
+from jspec.models.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.decoder import Decoder, Params
+from jspec.models.family import Family
+from jspec.models.params import ParamTable
+from jspec.models.placement import Tables, abstract_params, param_places
+from jspec.models.registry import FAMILIES, declared_by
+from jspec.models.stored import on_host
+from jspec.pallas_kernels.choose import choose_ops, with_columns
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.ops_gpu import gpu_problem
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.registry import DRAFTERS
+from jspec.speculative.source import DraftRequest, DraftSource, ReadSource
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
@@ -45,29 +53,24 @@ class ModelPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
-    """Static target and drafter, and their params on the mesh; the draft's layer, if any.
+    """Static target and drafter, and their params on the mesh; the draft model, if any."""
 
-    backend: what runs attention, chosen for these models on these devices.
-    """
-
-    backend: Backend
-    target: PagedLlama
+    target: Decoder
     drafter: Drafter
     params: dict[str, Any]
-    target_config: TransformerConfig
-    draft_layer: TransformerConfig | None = None
+    draft_layer: ModelSpec | None = None
 
 
 def resolve_paths(args: EngineArgs) -> ModelPaths:
     """Where the checkpoints are. Raises CheckpointError for a directory that does not exist."""
     named = args.speculative_draft_model_path
-    if args.model_path is None:
+    if args.uses_bundled_draft:
         named = str(BUNDLED / "draft")
     target = BUNDLED / "target" if args.model_path is None else Path(args.model_path)
     draft = None if named is None else Path(named)
     tokenizer = Path(args.tokenizer_path) if args.tokenizer_path is not None else target
-    is_drafted = args.algorithm is not Algorithm.NONE
-    paths = ModelPaths(target=target, tokenizer=tokenizer, draft=draft if is_drafted else None)
+    has_draft = args.algorithm.drafting.has_model
+    paths = ModelPaths(target=target, tokenizer=tokenizer, draft=draft if has_draft else None)
     for name, path in (
         ("model_path", paths.target),
         ("tokenizer_path", paths.tokenizer),
@@ -82,166 +85,174 @@ def resolve_paths(args: EngineArgs) -> ModelPaths:
 
 
 def load_models(
-    args: EngineArgs, paths: ModelPaths, *, mesh: Mesh, dtype: DTypeLike
+    args: EngineArgs,
+    paths: ModelPaths,
+    *,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    families: tuple[Family, ...] = FAMILIES,
+    drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
-    """Reads, checks and places target and draft.
+    """Reads, checks and places target and draft. families, drafters: those that are served.
 
     Raises CheckpointError or ConfigError naming the tensor, file or number that does not fit.
     """
-    target_config = load_transformer_config(paths.target)
+    spec = load_model_spec(paths.target, families)
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
-    check_divisible(target_config, shards=mesh.size)
-    if paths.draft is None:
-        backend = resolve_backend(args, mesh, dtype=dtype, layers=(target_config,))
-        target, abstract = PagedLlama.create(target_config, shard=shard, dtype=dtype)
-        placed = _target_params(args, paths.target, target_config, abstract, mesh=mesh)
-        return LoadedModels(
-            backend=backend,
-            target=target,
-            drafter=NoDrafter(),
-            params={"target": placed, "draft": {}},
-            target_config=target_config,
+    check_divisible(spec, shards=mesh.size)
+    if args.load_format != "dummy":
+        check_target(paths.target, spec, families)  # before anything is built a layer at a time
+    source = drafters[args.algorithm](
+        DraftRequest(
+            args=args,
+            path=paths.draft,
+            target=spec,
+            target_path=paths.target,
+            tokenizer=paths.tokenizer,
+            shards=mesh.size,
+            families=families,
         )
-    draft_config = _draft_config(args, paths.draft, target_config, shards=mesh.size)
-    layers = (target_config, draft_config.layer)
-    backend = resolve_backend(args, mesh, dtype=dtype, layers=layers)
-    # A verification multiplies many tokens at once, which the Hopper kernel does best so; decoding
-    # one token a row is slower by 1% (docs/kernels.md), and plain decoding stays with [in, out].
-    by_columns = backend == "gpu" and jnp.dtype(dtype) == jnp.bfloat16
-    target, abstract = PagedLlama.create(
-        target_config,
-        shard=shard,
-        dtype=dtype,
-        aux_layer_ids=draft_config.aux_layer_ids,
-        by_columns=by_columns,
     )
-    placed = _target_params(
-        args, paths.target, target_config, abstract, mesh=mesh, by_columns=by_columns
-    )
-    head, abstract = PagedEagle3.create(
-        draft_config, shard=shard, dtype=dtype, by_columns=by_columns
-    )
+    for draft_spec in source.specs:
+        check_divisible(draft_spec, shards=mesh.size)
+    ops = resolve_ops(args, mesh, dtype=dtype, models=(spec, *source.specs))
+    if source.specs:
+        ops = with_columns(ops, columns=jnp.dtype(dtype) == jnp.bfloat16)
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
+    placed = _target_params(args, paths.target, target, mesh=mesh, dtype=dtype, families=families)
+    drafter = source.make(ops, shard)
     draft = _draft_params(
-        args, paths.draft, draft_config, abstract, placed, mesh=mesh, by_columns=by_columns
-    )
-    drafter = EagleDrafter(
-        head, args.speculative, backend, draft_noise=args.speculative_draft_noise
+        args, paths.draft, source, drafter, target, placed, mesh=mesh, dtype=dtype
     )
     return LoadedModels(
-        backend=backend,
         target=target,
         drafter=drafter,
         params={"target": placed, "draft": draft},
-        target_config=target_config,
-        draft_layer=draft_config.layer,
+        draft_layer=source.specs[0] if source.specs else None,
     )
 
 
-def resolve_backend(
-    args: EngineArgs, mesh: Mesh, *, dtype: DTypeLike, layers: tuple[TransformerConfig, ...]
-) -> Backend:
-    """What runs attention here: the platform's kernels where they serve, unless told otherwise.
+def resolve_ops(
+    args: EngineArgs, mesh: Mesh, *, dtype: DTypeLike, models: tuple[ModelSpec, ...]
+) -> Ops:
+    """The kernels that run here: the platform's where they serve, unless told otherwise.
 
     Raises ConfigError for kernels asked for by name that do not serve.
     """
     device = mesh.devices.flat[0]
     problem = None
     if device.platform == "gpu":
+        widths = dict.fromkeys(
+            layer.attention.head_dim for model in models for layer in model.layers
+        )
         problem = gpu_problem(
             compute_capability=getattr(device, "compute_capability", "unknown"),
             dtype=dtype,
-            page_size=args.page_size or KERNEL_PAGE_SIZE,
-            head_dims=tuple(layer.head_dim for layer in layers),
+            page_size=args.page_size,
+            head_dims=tuple(widths),
         )
-    return choose_backend(device.platform, args.attention_backend, gpu_problem=problem)
-
-
-def _draft_config(
-    args: EngineArgs, path: Path, target_config: TransformerConfig, *, shards: int
-) -> Eagle3Config:
-    """The head's config, checked against the arguments that it must fit."""
-    draft_config = load_eagle3_config(
-        path, target=target_config, draft_rope_theta=args.speculative_draft_rope_theta
-    )
-    if args.speculative.topk > draft_config.draft_vocab_size:
-        raise ConfigError(
-            f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
-            f"{draft_config.draft_vocab_size}, the draft vocabulary"
-        )
-    if draft_config.draft_vocab_size % shards:
-        raise ConfigError(
-            f"tp_size is {shards}; expected a divisor of the draft vocabulary "
-            f"{draft_config.draft_vocab_size}"
-        )
-    return draft_config
+    return choose_ops(device.platform, args.attention_backend, gpu_problem=problem)
 
 
 def _target_params(
     args: EngineArgs,
     path: Path,
-    config: TransformerConfig,
-    abstract: Params,
+    target: Decoder,
     *,
     mesh: Mesh,
-    by_columns: bool = False,
+    dtype: DTypeLike,
+    families: tuple[Family, ...],
 ) -> Params:
-    """The target's params on the mesh, in the dtype of `abstract`: read, or made."""
+    """The target's params on the mesh: read, or made."""
+    _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
     if args.load_format == "dummy":
         return dummy_params(
-            {"target": abstract},
+            {"target": target.table},
             mesh=mesh,
-            vocab_size=config.vocab_size,
-            by_columns=by_columns,
+            vocab_size=target.spec.vocab_size,
+            dtype=dtype,
+            by_columns=target.ops.by_columns,
         )["target"]
-    dtype = abstract["embed"]["table"].dtype
-    weights = load_llama(path, config, dtype=np.dtype(dtype), shards=mesh.size)
-    return place(mesh, {"target": weights}, by_columns=by_columns)["target"]
+    put = put_on(mesh, by_columns=target.ops.by_columns)
+    return load_target(
+        path,
+        target.spec,
+        dtype=np.dtype(dtype),
+        shards=mesh.size,
+        families=families,
+        place=lambda reads: stream(reads, put),
+    )
 
 
 def _draft_params(
     args: EngineArgs,
-    path: Path,
-    config: Eagle3Config,
-    abstract: Params,
+    path: Path | None,
+    source: DraftSource,
+    drafter: Drafter,
+    target: Decoder,
     target_params: Params,
     *,
     mesh: Mesh,
-    by_columns: bool,
+    dtype: DTypeLike,
 ) -> Params:
-    """The head's params on the mesh; a dummy head reads the target's embedding, as most do."""
+    """The drafter's params on the mesh: read, or made but for what it shares with the target."""
+    if not drafter.table:  # the same on every device
+        weights = source.read(target_params, dtype, on_host)
+        return place(mesh, {}, {"draft": weights})["draft"]
+    own = tuple(spec for spec in drafter.table if spec.path[0] not in source.shares)
+    if path is not None:
+        _check_fits("speculative_draft_model_path", path, own, mesh=mesh, dtype=dtype)
     if args.load_format == "dummy":
-        own = {name: value for name, value in abstract.items() if name != "embed"}
-        vocab_size = config.layer.vocab_size
         made = dummy_params(
-            {"draft": own}, mesh=mesh, vocab_size=vocab_size, by_columns=by_columns
+            {"draft": own},
+            mesh=mesh,
+            vocab_size=target.vocab_size,
+            dtype=dtype,
+            by_columns=target.ops.by_columns,
         )["draft"]
-        return {**made, "embed": target_params["embed"]}
-    dtype = abstract["fc"]["kernel"].dtype
-    weights = load_eagle3(
-        path, config, target_params=target_params, dtype=np.dtype(dtype), shards=mesh.size
+        return {**made, **{name: target_params[name] for name in source.shares}}
+    put = put_on(mesh, by_columns=target.ops.by_columns)
+    return source.read(target_params, dtype, lambda reads: stream(reads, put))
+
+
+def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
+    """Raises ConfigError if the declared weights are more than the devices' free memory."""
+    abstract = abstract_params(table, dtype=dtype, shards=mesh.size)
+    check_weights_fit(
+        list(mesh.devices.flat),
+        sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
+        f"{name} {str(path)!r}",
     )
-    return place(mesh, {"draft": weights}, by_columns=by_columns)["draft"]
 
 
-def place(mesh: Mesh, params: dict[str, Any], *, by_columns: bool = False) -> dict[str, Any]:
-    """Puts each array where its rule says (core.sharding)."""
-    places = sharding.param_places(mesh, params, by_columns=by_columns)
+def place(
+    mesh: Mesh, tables: Tables, params: dict[str, Any], *, by_columns: bool = False
+) -> dict[str, Any]:
+    """Puts each array where its table says."""
+    places = param_places(mesh, tables, params, by_columns=by_columns)
     # Waits: what another order in memory takes meanwhile is gone before the pool is sized.
     placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
     return placed
 
 
-def check_divisible(config: TransformerConfig, *, shards: int) -> None:
+def check_divisible(spec: ModelSpec, *, shards: int) -> None:
     """Raises ConfigError naming the first size that `shards` does not divide."""
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    for name, size in sizes.items():
-        if size % shards:
-            raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {size}")
-    groups = config.num_kv_heads
+    for layer in dict.fromkeys(spec.layers):
+        sizes = {
+            "num_attention_heads": layer.attention.num_heads,
+            "vocab_size": spec.vocab_size,
+        }
+        if isinstance(layer.ffn, DenseSpec):
+            sizes["intermediate_size"] = layer.ffn.inner
+        if isinstance(layer.ffn, MoESpec):
+            sizes["moe_intermediate_size"] = layer.ffn.inner
+        _check_divides(sizes, layer.attention.num_kv_heads, shards=shards)
+
+
+def _check_divides(sizes: dict[str, int], groups: int, *, shards: int) -> None:
+    for name in sorted(sizes):
+        if sizes[name] % shards:
+            raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {sizes[name]}")
     if groups % shards and shards % groups:
         raise ConfigError(
             f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads {groups}"

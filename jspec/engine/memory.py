@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jspec.core import shapes
-from jspec.core.config import ServeLimits, TransformerConfig
+from jspec.core.cache_groups import CacheGroup, page_spaces
+from jspec.core.config import ServeLimits, WindowSpace
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.engine import device_memory
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.paged_attention import (
-    Backend,
-    pool_width,
-)
+from jspec.pallas_kernels.ops import Ops
+
+log = logging.getLogger(__name__)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
-# The kernels start one copy a page (and a TPU's keep page tables in scalar memory): larger pages.
-XLA_PAGE_SIZE, KERNEL_PAGE_SIZE = 16, 64
 LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
 
 
@@ -32,57 +38,40 @@ def resolve_dtype(name: str, platform: str) -> DTypeLike:
 
 
 def kv_bytes_per_token(
-    config: TransformerConfig, *, shards: int, dtype: DTypeLike, backend: Backend = "xla"
+    groups: tuple[CacheGroup, ...], *, shards: int, dtype: DTypeLike, ops: Ops
 ) -> int:
     """Bytes of one token in all layers of all shards; kv heads are replicated if shards > G."""
-    heads = kv_heads_per_shard(config.num_kv_heads, Shard(shards)) * shards
-    width = pool_width(config.head_dim, backend)
-    return 2 * config.num_layers * heads * width * jnp.dtype(dtype).itemsize
-
-
-def default_page_size(backend: Backend) -> int:
-    """Tokens of a page where the arguments do not say."""
-    return XLA_PAGE_SIZE if backend in ("xla", "reference") else KERNEL_PAGE_SIZE
+    numbers = 0
+    for group in groups:
+        heads = kv_heads_per_shard(group.entry.num_heads, Shard(shards)) * shards
+        numbers += 2 * group.num_layers * heads * ops.pool_width(group.entry.qk_dim)
+    return numbers * jnp.dtype(dtype).itemsize
 
 
 def resolve_limits(
     args: EngineArgs,
-    target: TransformerConfig,
+    groups: tuple[CacheGroup, ...],
     *,
+    max_position: int,
     devices: list[jax.Device],
     dtype: DTypeLike,
-    draft: TransformerConfig | None,
-    backend: Backend,
+    ops: Ops,
 ) -> ServeLimits:
-    """The static sizes of the engine.
+    """The static sizes of the engine. groups: what target and drafter keep for each token.
 
     Raises ConfigError where the arguments contradict each other or the model, or where the
     weights leave no memory for a pool.
     """
     platform = devices[0].platform
     is_cpu = platform == "cpu"
-    context = _context_length(args, target)
+    context = _context_length(args, max_position)
     num_slots = args.max_running_requests or (8 if is_cpu else 48)
-    page_size = args.page_size or default_page_size(backend)
-    chunk = args.chunked_prefill_size or _default_chunk(devices[0], backend)
-    total = args.max_total_tokens
-    if total is None:
-        pools = [target] if draft is None else [target, draft]
-        per_token = sum(
-            kv_bytes_per_token(config, shards=len(devices), dtype=dtype, backend=backend)
-            for config in pools
-        )
-        room = _pool_bytes(devices, args.mem_fraction_static)
-        total = min(room // per_token, num_slots * (context + 64))
-    if total < 1:
-        raise ConfigError(
-            f"mem_fraction_static {args.mem_fraction_static} leaves no memory for the KV pool "
-            f"behind the weights; expected a larger share or a smaller model"
-        )
-    return ServeLimits(
+    page_size = args.page_size or ops.default_page_size
+    chunk = args.chunked_prefill_size or _default_chunk(devices[0], ops)
+    limits = ServeLimits(
         spec=args.speculative,
         num_slots=num_slots,
-        num_pages=total // page_size,
+        num_pages=num_slots * _pages_of_context(args, context, page_size),
         page_size=page_size,
         context_length=context,
         decode_buckets=shapes.powers_of_two(1, num_slots) if not is_cpu else _few(num_slots),
@@ -92,20 +81,94 @@ def resolve_limits(
         num_rounds=args.num_continuous_decode_steps,
         max_queued_requests=args.max_queued_requests or max(128, num_slots),
     )
+    of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
+    return _sized(limits, args, groups, devices=devices, of_page=of_page)
 
 
-def _default_chunk(device: jax.Device, backend: Backend) -> int:
+def _sized(
+    limits: ServeLimits,
+    args: EngineArgs,
+    groups: tuple[CacheGroup, ...],
+    *,
+    devices: list[jax.Device],
+    of_page: Callable[[tuple[CacheGroup, ...]], int],
+) -> ServeLimits:
+    """limits, whose pages are the most of use, with those that arguments and memory leave.
+
+    max_total_tokens are tokens of the full space that can be used: the scratch behind them is
+    extra, for one row (it is the last one that runs when pages are short). of_page: bytes of one
+    page in all layers of some groups.
+    """
+    page_size = limits.page_size
+    scratch = args.speculative.num_scratch_pages(page_size)
+    pool_bytes, most = _pool_bytes(devices, args.mem_fraction_static), limits.num_pages
+    tokens = args.max_total_tokens
+    asked = None if tokens is None else shapes.num_pages(tokens, page_size) + scratch
+    as_one = min(pool_bytes // of_page(groups), most if asked is None else asked)
+    windows = _window_spaces(limits, groups, as_one=as_one)
+    full, *apart = page_spaces(groups, windows=[space.window for space in windows])
+    taken = sum(w.num_pages * of_page(s.groups) for w, s in zip(windows, apart, strict=True))
+    of_full = of_page(full.groups)
+    room = (pool_bytes - taken) // of_full if of_full else asked or most
+    if asked is not None and tokens is not None:
+        device_memory.check_pool_fits(
+            devices,
+            tokens=tokens,
+            num_bytes=asked * of_full + taken,
+            fitting=max(0, room - scratch) * page_size,
+        )
+        return replace(limits, num_pages=asked, windows=windows)
+    if room < scratch + 1:
+        least = (scratch + 1) * of_full + taken
+        raise device_memory.no_pool_error(devices, args.mem_fraction_static, num_bytes=least)
+    notice = device_memory.unused_notice(devices, os.environ) if room < most else None
+    if notice is not None:
+        log.warning("%s", notice)
+    return replace(limits, num_pages=min(room, most), windows=windows)
+
+
+def _window_spaces(
+    limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
+) -> tuple[WindowSpace, ...]:
+    """Pages of every window that gains by a space of its own: for all slots, or what memory gives.
+
+    as_one: pages of the pools if all layers kept everything. No window gets more than that, so
+    that the full space never has less; and where not even one row's window fits into them, or a
+    window is as long as the context, its layers stay in the full space.
+    """
+    of_chunks = limits.pages_of_chunks(limits.chunk_size)
+    of_context = limits.num_pages // limits.num_slots
+    spaces = []
+    for window in sorted({group.window for group in groups if group.window is not None}):
+        of_row = limits.window_pages_per_row(window)
+        if of_row < of_context and of_row + of_chunks <= as_one:
+            wanted = limits.num_slots * of_row + of_chunks
+            spaces.append(WindowSpace(window, min(wanted, as_one)))
+    return tuple(spaces)
+
+
+def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: Any) -> int:
+    return page_size * kv_bytes_per_token(groups, **settings)
+
+
+def _pages_of_context(args: EngineArgs, context: int, page_size: int) -> int:
+    """Pages with which a row runs to the end of the context: 64 tokens more, or its scratch."""
+    roomy = (context + 64) // page_size
+    scratch = args.speculative.num_scratch_pages(page_size)
+    return max(roomy, shapes.num_pages(context, page_size) + scratch)
+
+
+def _default_chunk(device: jax.Device, ops: Ops) -> int:
     """Prefill tokens of one step. With the Hopper kernels many, so that what a step costs beside
     its tokens does not show; XLA's attention meets every query with every row's keys."""
     if device.platform == "cpu":
         return 256
-    stats = (device.memory_stats() or {}) if backend == "gpu" else {}
+    stats = (device.memory_stats() or {}) if ops.prefers_long_chunks else {}
     return 8192 if stats.get("bytes_limit", 0) > LARGE_GPU_BYTES else 2048
 
 
-def _context_length(args: EngineArgs, target: TransformerConfig) -> int:
+def _context_length(args: EngineArgs, most: int) -> int:
     """The argument, or all of the model's; beyond the model's the text would be nonsense."""
-    most = target.max_position
     if args.context_length is not None and args.context_length > most:
         raise ConfigError(
             f"context_length is {args.context_length}; expected at most {most}, "
@@ -128,10 +191,5 @@ def _prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
 
 def _pool_bytes(devices: list[jax.Device], fraction: float) -> int:
     """Bytes left for the pool on all devices together, weights already loaded."""
-    total = 0
-    for device in devices:
-        stats = device.memory_stats()
-        if not stats or "bytes_limit" not in stats:
-            return CPU_POOL_BYTES
-        total += int(stats["bytes_limit"] * fraction) - int(stats["bytes_in_use"])
-    return total
+    found = device_memory.pool_bytes(devices, fraction)
+    return CPU_POOL_BYTES if found is None else found

@@ -2,13 +2,14 @@
 
 jax's own cache is asked with the lowered program, and lowering an 8B model's 21 programs takes a
 minute. This one is asked with all that a program is made from: the sources that trace it, the
-static program, the limits, shapes and places, the compiler's options, versions, flags and devices.
+static program, shapes and places, the compiler's options, versions, flags and devices.
 What is not found, or cannot be read, is compiled. The directory may be deleted at any time; like
 jax's, it must be as trustworthy as the code, since what is loaded from it is run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -39,6 +40,7 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 DIGEST_BYTES = 32
+PART, PART_SECONDS = ".part", 3600.0  # a program that is being written, and its longest life
 IMPORTED_AT = time.time()  # a source that is newer is not the code that runs here
 
 
@@ -54,7 +56,14 @@ class ProgramStore:
 
     @classmethod
     def open(cls, directory: Path) -> ProgramStore:
-        """Reads the sources: before anything slow, since they may change meanwhile."""
+        """Reads the sources: before anything slow, since they may change meanwhile.
+
+        Removes what writers left that were killed in the midst of it, once nobody can be writing.
+        """
+        for part in directory.glob(f"*{PART}"):
+            with contextlib.suppress(OSError):  # another start may have removed it
+                if time.time() - part.stat().st_mtime > PART_SECONDS:
+                    part.unlink()
         return cls(directory, sources_digest())
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
@@ -118,7 +127,7 @@ class ProgramStore:
         try:
             payload, _, _ = serialize_executable.serialize(executable)
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=PART)
             part = Path(name)
             try:
                 with os.fdopen(handle, "wb") as file:

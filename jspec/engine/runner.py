@@ -6,31 +6,61 @@ step consumes it (donated) and the next one is put in its place.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core import sharding
+from jspec.core.cache_groups import CacheGroup
 from jspec.core.config import ServeLimits
+from jspec.core.errors import ConfigError, EngineClosedError
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
+from jspec.engine.program_growth import ProgramGrowth
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.transfer import pack, program_key, unpack_result
-from jspec.models.paged import empty_pool
-from jspec.pallas_kernels.paged_attention import Backend
-from jspec.speculative.draft import Drafter, EagleDrafter
+from jspec.engine.programs import ProgramKey, nearest_program, needed_program
+from jspec.engine.transfer import pack, unpack_result
+from jspec.layers.attention import kv_heads_per_shard
+from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPrograms:
+    """Executables by key, and which of them runs what: replaced as a whole by each addition, so
+    that whoever dispatches sees both of one moment."""
+
+    executables: Mapping[ProgramKey, Any]
+    _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
+
+    def nearest(self, needed: ProgramKey) -> ProgramKey:
+        """As nearest_program, searched for once a size and set of features."""
+        found = self._nearest.get(needed)
+        if found is None:
+            found = self._nearest[needed] = nearest_program(needed, self.executables)
+        return found
+
+    def with_program(self, key: ProgramKey, executable: Any) -> ReadyPrograms:
+        return ReadyPrograms({**self.executables, key: executable})
 
 
 class DeviceRunner:
     """Implements `core.protocols.Runner` on jax devices.
 
-    params: {"target": ..., "draft": ...} as placed by `loading.place`; all programs are compiled
-    by the constructor's caller and passed in, so that building one has no hidden cost.
+    params: {"target": ..., "draft": ...} as placed by `loading.place`; programs are compiled by
+    the constructor's caller and passed in, so that building one has no hidden cost. They must
+    serve every plan together; better fitting ones may be added at any time.
     """
 
     def __init__(
@@ -39,18 +69,21 @@ class DeviceRunner:
         limits: ServeLimits,
         params: Any,
         state: EngineState,
-        executables: dict[Any, Any],
+        executables: dict[ProgramKey, Any],
         mesh: Mesh,
         vocab_size: int,
-        backend: Backend = "xla",
+        ops: Ops | None = None,
     ) -> None:
         self._limits = limits
         self._params = params
-        self._state = state
-        self._executables = executables
+        self._state: EngineState | None = state
+        self._programs = ReadyPrograms(executables)  # never changed: the caller may share it
+        self._adding = threading.Lock()
+        self._growth: ProgramGrowth | None = None
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._vocab_size = vocab_size
-        self._backend = backend
+        self._num_programs = len(executables)
+        self._ops = ops or Ops()
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
     @classmethod
@@ -63,27 +96,19 @@ class DeviceRunner:
         mesh: Mesh,
         kv_dtype: Any,
         progress: Progress | None = None,
+        first: tuple[ProgramKey, ...] | None = None,
         store: ProgramStore | None = None,
     ) -> DeviceRunner:
-        """Allocates the state and compiles everything."""
+        """Allocates the state and compiles everything, or `first` beside what the store has."""
         state = place_state(init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype), mesh)
-        programs = {
-            full: StepProgram(
-                target=program.target,
-                drafter=program.drafter,
-                spec=program.spec,
-                full=full,
-                backend=program.backend,
-            )
-            for full in (False, True)
-        }
         executables = compile_all(
-            programs,
+            program,
             limits,
             mesh=mesh,
             params=params,
             state=state,
             progress=progress,
+            first=first,
             store=store,
         )
         return cls(
@@ -92,8 +117,8 @@ class DeviceRunner:
             state=state,
             executables=executables,
             mesh=mesh,
-            vocab_size=program.target.config.vocab_size,
-            backend=program.backend,
+            vocab_size=program.target.vocab_size,
+            ops=program.ops,
         )
 
     @property
@@ -105,17 +130,49 @@ class DeviceRunner:
         return self._vocab_size
 
     @property
-    def backend(self) -> Backend:
-        """What runs attention in its programs."""
-        return self._backend
+    def ops(self) -> Ops:
+        """The kernels in its programs."""
+        return self._ops
+
+    @property
+    def ready_programs(self) -> tuple[ProgramKey, ...]:
+        """What can be dispatched now; none after close()."""
+        return tuple(self._programs.executables)
 
     @property
     def num_programs(self) -> int:
-        return len(self._executables)
+        """How many are there, or were before close()."""
+        return self._num_programs
+
+    @property
+    def num_programs_wanted(self) -> int:
+        """How many there will be if all that is still being built succeeds."""
+        return self._num_programs if self._growth is None else self._growth.num_wanted
+
+    def add(self, key: ProgramKey, executable: Any) -> None:
+        """Puts a program among the ready ones, from any thread; the next dispatch sees it.
+
+        After close() it is dropped.
+        """
+        with self._adding:
+            if self._state is not None:
+                self._programs = self._programs.with_program(key, executable)
+                self._num_programs = len(self._programs.executables)
+
+    def grow(self, growth: ProgramGrowth) -> None:
+        """Takes all programs that `growth` makes, until close(), which ends it."""
+        self._growth = growth
+        weakref.finalize(self, growth.cancel)  # whoever drops the runner, or ends the process
+        growth.start(weakref.WeakMethod(self.add))
 
     @property
     def state(self) -> EngineState:
-        """The state after the last dispatched step; reading it waits for the device."""
+        """The state after the last dispatched step; reading it waits for the device.
+
+        Raises EngineClosedError after close().
+        """
+        if self._state is None:
+            raise EngineClosedError("the runner is closed; it holds no state and no programs")
         return self._state
 
     def replace_state(self, state: EngineState) -> None:
@@ -123,11 +180,17 @@ class DeviceRunner:
         self._state = state
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Enqueues one step; never waits for the device."""
-        key = program_key(plan, self._limits)
+        """Enqueues one step; never waits for the device. Raises EngineClosedError after close().
+
+        The program may be larger than the plan, or have more features. Raises InvariantError if
+        none serves it.
+        """
+        state = self.state
+        programs = self._programs
+        key = programs.nearest(needed_program(plan))
         flat = pack(plan, key, self._limits, vocab_size=self._vocab_size)
         batch = jax.device_put(flat, self._replicated)
-        self._state, output = self._executables[key](self._params, self._state, batch)
+        self._state, output = programs.executables[key](self._params, state, batch)
         output.copy_to_host_async()
         self._in_flight.append((plan, output))
 
@@ -136,41 +199,83 @@ class DeviceRunner:
         plan, output = self._in_flight.popleft()
         return unpack_result(plan, np.asarray(output), self._limits)
 
+    def close(self) -> None:
+        """Lets go of programs, state and params; what is in flight is dropped. May come twice.
+
+        Ends what still builds programs. Whoever still holds the runner, or an error with it in a
+        traceback, holds no device memory.
+        """
+        if self._growth is not None:
+            self._growth.stop()
+        with self._adding:
+            self._programs, self._in_flight = ReadyPrograms({}), deque()
+            self._params = self._state = None
+
 
 def init_state(
     program: StepProgram, limits: ServeLimits, *, shards: int, kv_dtype: Any
 ) -> EngineState:
     """Zeroed state for all slots and pages, the dummies included."""
-    target = program.target.config
-    drafter: Drafter = program.drafter
-    num_slots, num_pages = limits.num_slots + 1, limits.num_pages + 1
-    draft_kv: tuple[jax.Array, ...] = ()
-    if isinstance(drafter, EagleDrafter):
-        draft_kv = empty_pool(
-            drafter.head.config.layer,
-            num_layers=1,
-            num_pages=num_pages,
-            page_size=limits.page_size,
-            shards=shards,
-            dtype=kv_dtype,
-            backend=program.backend,
-        )
+    target, drafter = program.target, program.drafter
+    num_slots = limits.num_slots + 1
+    pools = partial(
+        _pools_of_spaces,
+        limits=limits,
+        page_size=limits.page_size,
+        shards=shards,
+        dtype=kv_dtype,
+        ops=program.ops,
+    )
     return EngineState(
-        kv=empty_pool(
-            target,
-            num_layers=target.num_layers,
-            num_pages=num_pages,
-            page_size=limits.page_size,
-            shards=shards,
-            dtype=kv_dtype,
-            backend=program.backend,
-        ),
-        draft_kv=draft_kv,
-        draft=drafter.init_state(num_slots, dtype=kv_dtype),
+        kv=pools(target.cache_groups),
+        draft_kv=pools(drafter.cache_groups),
+        draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
         rows=empty_rows(
-            num_slots, pages_per_row=limits.pages_per_row, vocab_size=target.vocab_size
+            num_slots,
+            pages_per_row=limits.pages_per_row,
+            vocab_size=target.vocab_size,
+            windows=tuple(space.window for space in limits.windows),
         ),
     )
+
+
+def _pools_of_spaces(
+    groups: tuple[CacheGroup, ...], *, limits: ServeLimits, **settings: Any
+) -> tuple[jax.Array, ...]:
+    """`empty_pools`, each group with the pages of its space."""
+    pools: tuple[jax.Array, ...] = ()
+    for group in groups:
+        pools += empty_pools((group,), num_pages=limits.pages_of(group.window) + 1, **settings)
+    return pools
+
+
+def empty_pools(
+    groups: tuple[CacheGroup, ...],
+    *,
+    num_pages: int,
+    page_size: int,
+    shards: int,
+    dtype: Any,
+    ops: Ops,
+) -> tuple[jax.Array, ...]:
+    """One zeroed array a layer, group by group: [num_pages, page_size, 2G, D] with the heads of all
+    shards. `num_pages` includes the dummy page 0.
+
+    Raises ConfigError for a group whose K and V are not equally wide: they lie in one array.
+    """
+    pools: list[jax.Array] = []
+    for group in groups:
+        entry = group.entry
+        if entry.qk_dim != entry.v_dim:
+            raise ConfigError(
+                f"cache group {group.name} has K of {entry.qk_dim} and V of {entry.v_dim} numbers; "
+                f"expected equal widths"
+            )
+        heads = kv_heads_per_shard(entry.num_heads, Shard(shards)) * shards
+        width = ops.pool_width(entry.qk_dim)
+        shape = (num_pages, page_size, 2 * heads, width)
+        pools += [jnp.zeros(shape, dtype) for _ in range(group.num_layers)]
+    return tuple(pools)
 
 
 def place_state(state: EngineState, mesh: Mesh) -> EngineState:

@@ -4,57 +4,74 @@ from __future__ import annotations
 
 import numpy as np
 
-from jspec.core import layout, shapes
+from jspec.core import layout
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
-from jspec.core.plan import Admission, StepKind, StepPlan, StepResult
-from jspec.core.request import MAX_MASKED_STOP_IDS
-
-ProgramKey = tuple[StepKind, int, bool]  # kind, bucket (B or T), full
-
-
-def program_key(plan: StepPlan, limits: ServeLimits) -> ProgramKey:
-    """Which compiled program runs this plan. Prefill compiles in its full variant only."""
-    if plan.kind is StepKind.DECODE:
-        return (plan.kind, shapes.bucket(len(plan.rows), limits.decode_buckets), plan.full)
-    tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-    return (plan.kind, shapes.bucket(tokens, limits.prefill_buckets), True)
+from jspec.core.plan import Admission, RoundResult, StepKind, StepPlan, StepResult
+from jspec.core.request import SAMPLING_FIELDS
+from jspec.core.sampling_fields import SamplingTable, write_neutral, write_request
+from jspec.engine.programs import ProgramKey
 
 
-def layout_of(key: ProgramKey, limits: ServeLimits) -> PackedLayout:
+def layout_of(
+    key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
+) -> PackedLayout:
     """The packed layout of a program's batch."""
     kind, bucket, _ = key
+    num_windows = len(limits.windows)
     if kind is StepKind.DECODE:
-        return layout.decode_layout(batch=bucket, num_grants=bucket * limits.grants_per_row)
+        num_grants = bucket * limits.grants_per_row
+        return layout.decode_layout(batch=bucket, num_grants=num_grants, num_windows=num_windows)
     return layout.prefill_layout(
         tokens=bucket,
         rows=limits.prefill_rows,
         pages_per_row=limits.pages_per_row,
-        num_stop_ids=MAX_MASKED_STOP_IDS,
+        num_windows=num_windows,
+        num_grants=limits.pages_of_chunks(bucket),
+        table=table,
     )
 
 
-def pack(plan: StepPlan, key: ProgramKey, limits: ServeLimits, *, vocab_size: int) -> np.ndarray:
+def pack(
+    plan: StepPlan,
+    key: ProgramKey,
+    limits: ServeLimits,
+    *,
+    vocab_size: int,
+    table: SamplingTable = SAMPLING_FIELDS,
+) -> np.ndarray:
     """i32[layout size]."""
-    packed = layout_of(key, limits)
+    packed = layout_of(key, limits, table=table)
     if plan.kind is StepKind.DECODE:
         fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
         fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
-        if plan.grants:
-            fields["grants"][: len(plan.grants)] = [
-                (grant.slot, grant.index, grant.page) for grant in plan.grants
-            ]
+        _write_grants(fields["grants"], plan, space=0)
+        _write_window_grants(fields, plan, limits)
         return packed.pack(fields)
-    return packed.pack(_prefill_fields(plan, packed, vocab_size=vocab_size))
+    fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
+    _write_window_grants(fields, plan, limits)
+    return packed.pack(fields)
+
+
+def _write_window_grants(
+    fields: dict[str, np.ndarray], plan: StepPlan, limits: ServeLimits
+) -> None:
+    for i in range(len(limits.windows)):
+        _write_grants(fields["window_grants"][i], plan, space=i + 1)
+
+
+def _write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
+    """field: i32[X, 3]. Raises ValueError for more grants than it has room for."""
+    grants = [(g.slot, g.index, g.page) for g in plan.grants if g.space == space]
+    if grants:
+        field[: len(grants)] = grants
 
 
 def _prefill_fields(
-    plan: StepPlan, packed: PackedLayout, *, vocab_size: int
+    plan: StepPlan, packed: PackedLayout, *, vocab_size: int, table: SamplingTable
 ) -> dict[str, np.ndarray]:
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
-    fields["stop_ids"][:] = vocab_size
-    fields["sampling_floats"][:, 1] = np.float32(1.0).view(np.int32)
-    fields["sampling_ints"][:, 0] = vocab_size
+    write_neutral(fields, table, vocab_size=vocab_size)
     admissions = {admission.row: admission for admission in plan.admissions}
     offset = 0
     for r, chunk in enumerate(plan.chunks):
@@ -68,44 +85,35 @@ def _prefill_fields(
         fields["cu_q_lens"][r + 1] = end
         admission = admissions.get(chunk.row)
         if admission is not None:
-            _write_admission(fields, r, admission, vocab_size=vocab_size)
+            _write_admission(fields, r, admission)
+            write_request(fields, r, admission.request, table, vocab_size=vocab_size)
     fields["cu_q_lens"][len(plan.chunks) + 1 :] = offset
     return fields
 
 
-def _write_admission(
-    fields: dict[str, np.ndarray], r: int, admission: Admission, *, vocab_size: int
-) -> None:
+def _write_admission(fields: dict[str, np.ndarray], r: int, admission: Admission) -> None:
     """Row r of the batch brings a whole new row of the state along."""
-    sampling, request = admission.request.sampling, admission.request
     fields["admitted"][r] = admission.row.slot
     fields["prompt_lens"][r] = admission.prompt_len
     fields["page_table"][r, : len(admission.page_ids)] = admission.page_ids
-    seed = np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32)
-    fields["seed"][r] = seed.view(np.int32)
-    floats = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    )
-    fields["sampling_floats"][r] = np.array(floats, np.float32).view(np.int32)
-    top_k = vocab_size if sampling.top_k < 0 else min(sampling.top_k, vocab_size)
-    fields["sampling_ints"][r] = (top_k, sampling.min_new_tokens)
-    if sampling.min_new_tokens:
-        stops = request.stop_ids[:MAX_MASKED_STOP_IDS]
-        fields["stop_ids"][r, : len(stops)] = stops
 
 
 def unpack_result(plan: StepPlan, output: np.ndarray, limits: ServeLimits) -> StepResult:
-    """Ids by round and row. Prefill: is_final | root; decode: num_emitted | ids.
+    """What the scheduler reads of a step's packed output; padding rows are left out.
 
-    output: the batch's rows once for each round, padding rows included.
+    output: i32[rounds * bucket, columns], the batch's rows once for each round. Raises ValueError
+    for another number of columns than the plan's kind has.
     """
-    num_rounds = limits.num_rounds if plan.kind is StepKind.DECODE else 1
-    rounds = output.reshape(num_rounds, -1, output.shape[1])[:, : len(plan.row_refs)].tolist()
+    is_decode = plan.kind is StepKind.DECODE
+    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1)
+    num_rounds = limits.num_rounds if is_decode else 1
+    rounds = output.reshape(num_rounds, -1, output.shape[1])[:, : len(plan.row_refs)]
+    fields = columns.unpack(rounds)
+    counts, ids = fields["num_emitted"].tolist(), fields["emitted_ids"].tolist()
     return StepResult(
         step=plan.step,
-        rounds=tuple(tuple(tuple(row[1 : 1 + row[0]]) for row in rows) for rows in rounds),
+        rounds=tuple(
+            RoundResult(emitted_ids=tuple(tuple(row[:n]) for n, row in zip(*of_rows, strict=True)))
+            for of_rows in zip(counts, ids, strict=True)
+        ),
     )

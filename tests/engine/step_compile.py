@@ -34,21 +34,21 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from benchmarks.workloads import QWEN3_30B_A3B, draft_of
 from jspec.core import sharding
-from jspec.core.config import (
-    Algorithm,
-    Eagle3Config,
-    RopeConfig,
-    ServeLimits,
-    SpeculativeConfig,
-    TransformerConfig,
-)
-from jspec.engine.compilation import compiler_options, describe, lower, program_keys
+from jspec.core.config import Algorithm, RopeConfig, ServeLimits, SpeculativeConfig
+from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.engine.compilation import ProgramShape, compiler_options, lower
+from jspec.engine.programs import ProgramKey, program_keys
 from jspec.engine.runner import init_state
-from jspec.engine.transfer import ProgramKey
 from jspec.layers.linear import Shard
-from jspec.models.paged import PagedEagle3, PagedLlama
-from jspec.speculative.draft import Drafter, EagleDrafter, NoDrafter
+from jspec.models.decoder import Decoder
+from jspec.models.eagle3 import Eagle3Head
+from jspec.models.placement import abstract_params, param_specs
+from jspec.pallas_kernels.choose import OPS, with_columns
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.eagle import EagleDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
 from tests.engine.weight_copies import weight_copies
@@ -60,7 +60,7 @@ STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a ste
 
 _LLAMA_3_ROPE = RopeConfig(theta=500000.0, factor=8.0)
 MODELS = {
-    "small": TransformerConfig(
+    "small": uniform_decoder(
         vocab_size=4096,
         hidden_size=512,
         intermediate_size=1024,
@@ -69,7 +69,7 @@ MODELS = {
         num_kv_heads=4,
         head_dim=128,
     ),
-    "llama-3.1-8b": TransformerConfig(
+    "llama-3.1-8b": uniform_decoder(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -79,7 +79,7 @@ MODELS = {
         head_dim=128,
         rope=_LLAMA_3_ROPE,
     ),
-    "llama-3.1-70b": TransformerConfig(
+    "llama-3.1-70b": uniform_decoder(
         vocab_size=128256,
         hidden_size=8192,
         intermediate_size=28672,
@@ -89,6 +89,7 @@ MODELS = {
         head_dim=128,
         rope=_LLAMA_3_ROPE,
     ),
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
 
 
@@ -112,7 +113,7 @@ class Case:
         )
 
     def local_weights(self) -> list[jax.ShapeDtypeStruct]:
-        return self.local(self.params, sharding.param_specs(self.params))
+        return self.local(self.params, param_specs(self.program.tables, self.params))
 
     def local_pools(self) -> list[jax.ShapeDtypeStruct]:
         specs = sharding.state_specs(self.state)
@@ -128,11 +129,11 @@ class Case:
 
 
 def make_case(
-    model: str, topology: str, shape: str, *, page_size: int, backend: Any, num_rounds: int = 1
+    model: str, topology: str, shape: str, *, page_size: int, ops: Ops, num_rounds: int = 1
 ) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
-    program, params = _program(MODELS[model], shape, shards=mesh.size, backend=backend)
+    program, params = _program(MODELS[model], shape, shards=mesh.size, ops=ops)
     limits = ServeLimits(
         spec=program.spec,
         num_slots=64,
@@ -172,15 +173,13 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _program(
-    config: TransformerConfig, shape: str, *, shards: int, backend: Any
-) -> tuple[StepProgram, Any]:
+def _program(config: ModelSpec, shape: str, *, shards: int, ops: Ops) -> tuple[StepProgram, Any]:
     """The static program and its abstract parameters in bf16."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, sharding.TENSOR_AXIS)
+    ops = with_columns(ops, columns=num_steps > 0)  # as an engine has it
     spec = SpeculativeConfig.plain()
     drafter: Drafter = NoDrafter()
-    params: dict[str, Any] = {"draft": {}}
     aux: tuple[int, ...] = ()
     if num_steps:
         spec = SpeculativeConfig(
@@ -190,38 +189,27 @@ def _program(
             num_draft_tokens=num_draft_tokens,
         )
         aux = Eagle3Config.default_aux_layer_ids(config.num_layers)
-        draft_config = Eagle3Config(
-            layer=dataclasses.replace(config, num_layers=1),
-            draft_vocab_size=min(32000, config.vocab_size // 2),
-            target_hidden_size=config.hidden_size,
-            aux_layer_ids=aux,
+        draft_config = draft_of(
+            config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux
         )
-        head, params["draft"] = PagedEagle3.create(
-            draft_config, shard=shard, dtype=jnp.bfloat16, by_columns=backend == "gpu"
-        )
-        drafter = EagleDrafter(head, spec, backend)
-    target, params["target"] = PagedLlama.create(
-        config,
-        shard=shard,
-        dtype=jnp.bfloat16,
-        aux_layer_ids=aux,
-        by_columns=backend == "gpu" and num_steps > 0,
-    )
-    program = StepProgram(target=target, drafter=drafter, spec=spec, full=False, backend=backend)
+        drafter = EagleDrafter(Eagle3Head(draft_config, ops, shard), spec)
+    target = Decoder(config, ops, shard, aux)
+    program = StepProgram(target=target, drafter=drafter, spec=spec)
+    params = {
+        name: abstract_params(table, dtype=jnp.bfloat16, shards=shards)
+        for name, table in program.tables.items()
+    }
     return program, params
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     """Compiles one program; what was seen of it."""
     started = time.monotonic()
-    program = dataclasses.replace(case.program, full=key[2])
+    program = dataclasses.replace(case.program, features=key.features)
     platform = case.mesh.devices.flat[0].platform
-    compiled = lower(
-        key, program, case.limits, mesh=case.mesh, params=case.params, state=case.state
-    ).compile(
-        compiler_options=compiler_options(
-            key, case.limits, platform=platform, backend=program.backend
-        )
+    shape = ProgramShape.of(key, case.limits)
+    compiled = lower(shape, program, mesh=case.mesh, params=case.params, state=case.state).compile(
+        compiler_options=compiler_options(key, case.limits, platform=platform, ops=program.ops)
     )
     seconds = time.monotonic() - started
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -231,7 +219,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     unshared = memory.output_size_in_bytes - memory.alias_size_in_bytes
     code = memory.generated_code_size_in_bytes
     return {
-        "program": describe(key),
+        "program": str(key),
         "seconds": round(seconds, 1),
         "device_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unshared + code,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -250,17 +238,17 @@ def main(
     *,
     only: str,
     page_size: int,
-    backend: Any,
+    ops: Ops,
     num_rounds: int,
 ) -> None:
-    make = partial(make_case, page_size=page_size, backend=backend, num_rounds=num_rounds)
+    make = partial(make_case, page_size=page_size, ops=ops, num_rounds=num_rounds)
     cases = {shape: make(model, topology, shape) for shape in shapes}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
         running = [
             (shape, threads.submit(compile_one, case, key))
             for shape, case in cases.items()
             for key in program_keys(case.limits)
-            if describe(key).startswith(only)
+            if str(key).startswith(only)
         ]
         for shape, future in running:
             what = {"topology": topology, "model": model, "shape": shape}
@@ -275,7 +263,7 @@ if __name__ == "__main__":
     parser.add_argument("shapes", nargs="+", metavar="S/K/N")
     parser.add_argument("--only", default="", metavar="START", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--backend", default="xla")
+    parser.add_argument("--backend", default="xla", choices=OPS)
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
     arguments = parser.parse_args()
     main(
@@ -284,6 +272,6 @@ if __name__ == "__main__":
         arguments.shapes,
         only=arguments.only,
         page_size=arguments.page_size,
-        backend=arguments.backend,
+        ops=OPS[arguments.backend],
         num_rounds=arguments.num_continuous_decode_steps,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,10 +13,16 @@ import pytest
 
 from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.features import PLAIN
 from jspec.core.plan import StepKind
 from jspec.engine import compilation
-from jspec.engine.compilation import compiler_options
-from jspec.engine.transfer import ProgramKey
+from jspec.engine.compilation import ProgramShape, compiler_options
+from jspec.engine.programs import ProgramKey, program_keys
+from jspec.models.decoder import Decoder
+from jspec.pallas_kernels.choose import OPS
+from jspec.speculative.drafter import NoDrafter
+from jspec.speculative.step import StepProgram
+from jspec.testing.tiny_models import tiny_target_config
 
 
 def limits_of(shape: str) -> ServeLimits:
@@ -53,8 +58,8 @@ def limits_of(shape: str) -> ServeLimits:
 def test_the_tokens_of_a_gpu_step_choose_its_products(
     kind: StepKind, bucket: int, shape: str, has_triton: bool, has_no_splits: bool
 ) -> None:
-    key = (kind, bucket, False)
-    options = compiler_options(key, limits_of(shape), platform="gpu", backend="gpu")
+    key = ProgramKey(kind, bucket, PLAIN)
+    options = compiler_options(key, limits_of(shape), platform="gpu", ops=OPS["gpu"])
     assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
     assert ("xla_gpu_experimental_force_split_k" in options) is has_no_splits
     assert options["xla_disable_hlo_passes"] == "rematerialization"
@@ -62,13 +67,13 @@ def test_the_tokens_of_a_gpu_step_choose_its_products(
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
-    key = (StepKind.DECODE, 64, False)
-    assert compiler_options(key, limits_of("0/1/1"), platform=platform, backend="xla") == {}
+    key = ProgramKey(StepKind.DECODE, 64, PLAIN)
+    assert compiler_options(key, limits_of("0/1/1"), platform=platform, ops=OPS["xla"]) == {}
 
 
 def test_a_gpu_without_the_kernels_keeps_its_products() -> None:
-    key = (StepKind.DECODE, 64, False)
-    options = compiler_options(key, limits_of("0/1/1"), platform="gpu", backend="xla")
+    key = ProgramKey(StepKind.DECODE, 64, PLAIN)
+    options = compiler_options(key, limits_of("0/1/1"), platform="gpu", ops=OPS["xla"])
     assert options == {"xla_disable_hlo_passes": "rematerialization"}
 
 
@@ -99,17 +104,19 @@ def test_programs_are_lowered_in_order_so_that_the_cache_knows_them_again(
             time.sleep(0.01 if self.key[1] == 64 else 0.0)  # ends later than it was begun
             return self.key
 
-    def lower(key: ProgramKey, *_: Any, **__: Any) -> Lowered:
+    def lower(shape: ProgramShape, program: Any, **_: Any) -> Lowered:
+        key = key_of[shape, program.features]
         lowered.append((key, threading.current_thread().name))
         return Lowered(key)
 
     monkeypatch.setattr(compilation, "lower", lower)
     limits = limits_of("0/1/1")
     mesh = sharding.make_mesh(jax.devices()[:1])
-    program = SimpleNamespace(backend="xla")
-    programs: dict[bool, Any] = {False: program, True: program}
-    found = compilation.compile_all(programs, limits, mesh=mesh, params={}, state={})
-    keys = compilation.program_keys(limits)
+    target = Decoder(tiny_target_config(), OPS["xla"])
+    program = StepProgram(target=target, drafter=NoDrafter(), spec=limits.spec)
+    keys = program_keys(limits)
+    key_of = {(ProgramShape.of(key, limits), key.features): key for key in keys}
+    found = compilation.compile_all(program, limits, mesh=mesh, params={}, state={})
     assert [key for key, _ in lowered] == list(keys)
     assert {name for _, name in lowered} == {threading.current_thread().name}
     assert found == {key: key for key in keys}

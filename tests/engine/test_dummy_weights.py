@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 
 from jspec.core import sharding
-from jspec.core.config_io import eagle3_config_json, transformer_config_json
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import MoESpec
 from jspec.engine.dummy_weights import STD, dummy_params
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.layers.linear import Shard
-from jspec.models.paged import PagedLlama
+from jspec.models.eagle3 import eagle3_params
+from jspec.models.eagle3_config import eagle3_config_json
+from jspec.models.params import Init, ParamSpec, expert_params, lm_head
+from jspec.models.placement import Tables, abstract_params, param_specs
+from jspec.models.registry import family_named, table_of
 from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()
@@ -30,7 +33,7 @@ DRAFT = tiny_draft_config(TARGET)
 def arguments(tmp_path: Path) -> dict[str, Any]:
     """Two directories that hold nothing but config.json."""
     for name, config in (
-        ("target", transformer_config_json(TARGET, dtype="bfloat16")),
+        ("target", family_named("llama").to_json(TARGET)),
         ("draft", eagle3_config_json(DRAFT, dtype="bfloat16")),
     ):
         (tmp_path / name).mkdir()
@@ -54,15 +57,17 @@ def test_every_array_has_its_shape_its_dtype_and_its_place(
     arguments: dict[str, Any], shards: int
 ) -> None:
     models = load(arguments, shards=shards)
-    _, abstract = PagedLlama.create(
-        TARGET, shard=Shard(shards, sharding.TENSOR_AXIS), dtype=jnp.bfloat16
-    )
-    like = jax.tree.map(lambda x: (x.shape, x.dtype), models.params["target"])
-    assert like == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    tables = {"target": table_of(TARGET), "draft": eagle3_params(DRAFT)}
+    for name, table in tables.items():
+        abstract = abstract_params(table, dtype=jnp.bfloat16, shards=shards)
+        like = jax.tree.map(lambda x: (x.shape, x.dtype), models.params[name])
+        assert like == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
     mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
-    places = sharding.shardings(mesh, sharding.param_specs(models.params))
+    places = sharding.shardings(mesh, param_specs(tables, models.params))
     own = {**models.params, "draft": {**models.params["draft"]}}
     jax.tree.map(lambda x, place: x.sharding.is_equivalent_to(place, x.ndim) or 1 / 0, own, places)
+    kernel = models.params["target"]["layers"][0]["mlp"]["down"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (64 // shards, 32)
 
 
 def test_the_draft_vocabulary_is_valid_and_the_embedding_is_the_targets(
@@ -78,19 +83,26 @@ def test_the_draft_vocabulary_is_valid_and_the_embedding_is_the_targets(
     assert params["draft"]["embed"]["table"] is params["target"]["embed"]["table"]
 
 
+def make(
+    tables: Tables, *, vocab_size: int, shards: int = 1, dtype: Any = jnp.float32
+) -> dict[str, Any]:
+    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    return dummy_params(tables, mesh=mesh, vocab_size=vocab_size, dtype=dtype)
+
+
 def test_ids_of_a_large_vocabulary_do_not_overflow() -> None:
-    abstract = {"draft": {"draft_ids": jax.ShapeDtypeStruct((32000,), jnp.int32)}}
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
-    ids = np.asarray(dummy_params(abstract, mesh=mesh, vocab_size=128256)["draft"]["draft_ids"])
+    spec = ParamSpec(path=("draft_ids",), shape=(32000,), init=Init.IDS, is_integer=True)
+    made = make({"draft": (spec,)}, vocab_size=128256, dtype=jnp.bfloat16)
+    ids = np.asarray(made["draft"]["draft_ids"])
+    assert ids.dtype == np.int32
     assert (ids[0], ids[-1]) == (0, 31999 * 128256 // 32000)
     assert np.all(np.diff(ids) > 0)
 
 
 def test_numbers_are_normal_small_and_nowhere_repeated() -> None:
-    table = jax.ShapeDtypeStruct((500, 400), jnp.float32)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
-    abstract = {"target": {"a": {"table": table}, "lm_head": {"kernel": table}}}
-    made = dummy_params(abstract, mesh=mesh, vocab_size=500)["target"]
+    table = ParamSpec(path=("a", "table"), shape=(500, 400), init=Init.TABLE)
+    own = (table, lm_head(500, 400, tied=False))
+    made = make({"target": own}, vocab_size=500, shards=2)["target"]
     flat = np.concatenate([np.asarray(x).reshape(-1) for x in jax.tree.leaves(made)])
     assert abs(flat.std() / STD - 1) < 0.01
     assert abs(flat.mean()) < 4 * STD / flat.size**0.5
@@ -105,22 +117,32 @@ def test_numbers_are_normal_small_and_nowhere_repeated() -> None:
 
 
 def test_weights_do_not_depend_on_the_number_of_devices() -> None:
-    abstract = {"target": {"lm_head": {"kernel": jax.ShapeDtypeStruct((64, 32), jnp.float32)}}}
+    tables = {"target": (lm_head(64, 32, tied=False),)}
     one, two = (
-        dummy_params(abstract, mesh=sharding.make_mesh(jax.devices("cpu")[:shards]), vocab_size=32)[
-            "target"
-        ]["lm_head"]["kernel"]
+        make(tables, vocab_size=32, shards=shards)["target"]["lm_head"]["kernel"]
         for shards in (1, 2)
     )
     assert len(two.sharding.device_set) == 2
     np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
+def test_the_experts_of_a_stack_differ() -> None:
+    table = expert_params(MoESpec(num_experts=3, top_k=1, inner=40), size=50)
+    made = make({"target": table}, vocab_size=32)["target"]["moe"]["experts"]
+    for stack in (np.asarray(made["gate_up"]), np.asarray(made["down"])):
+        flat = stack.reshape(3, -1)
+        assert np.abs(np.corrcoef(flat) - np.eye(3)).max() < 0.1
+        assert abs(flat.std() / STD - 1) < 0.05
+
+
 def test_norms_are_one_and_biases_zero() -> None:
-    config = dataclasses.replace(TARGET, attention_bias=True)
-    _, abstract = PagedLlama.create(config, shard=Shard(), dtype=jnp.bfloat16)
-    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
-    made = dummy_params({"target": abstract}, mesh=mesh, vocab_size=320)["target"]
+    layer = TARGET.one_layer
+    layer = dataclasses.replace(
+        layer, attention=dataclasses.replace(layer.attention, qkv_bias=True, qk_norm=True)
+    )
+    config = dataclasses.replace(TARGET, layers=(layer,) * 3)
+    made = make({"target": table_of(config)}, vocab_size=320)["target"]
+    assert np.all(np.asarray(made["layers"][1]["attention"]["k_norm"]["scale"]) == 1)
     assert np.all(np.asarray(made["norm"]["scale"]) == 1)
     assert np.all(np.asarray(made["layers"][0]["attention"]["qkv"]["bias"]) == 0)
     kernels = [np.asarray(made["layers"][i]["mlp"]["down"]["kernel"]) for i in (0, 1)]

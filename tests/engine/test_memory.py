@@ -11,7 +11,9 @@ import pytest
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.model_spec import cache_groups
 from jspec.engine.memory import resolve_limits
+from jspec.pallas_kernels.choose import OPS
 from jspec.testing.tiny_models import tiny_target_config
 
 
@@ -24,11 +26,11 @@ def limits_of(*, context_length: int | None = None, **arguments: Any) -> ServeLi
             page_size=16,
             **arguments,
         ),
-        tiny_target_config(max_position=256),
+        cache_groups(tiny_target_config(), name="target"),
+        max_position=256,
         devices=jax.devices()[:1],
         dtype=jnp.float32,
-        draft=None,
-        backend="xla",
+        ops=OPS["xla"],
     )
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jspec.core import sharding
-from jspec.engine.compilation import lower
+from jspec.engine.compilation import ProgramShape, lower
 from jspec.engine.dummy_weights import dummy_params
 from jspec.engine.loading import place
-from jspec.engine.transfer import layout_of
-from jspec.layers.linear import Shard
-from jspec.models.llama import Llama, split
-from jspec.models.paged import PagedLlama
+from jspec.models.placement import init_params
+from jspec.models.registry import table_of
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.ops import Ops
 from tests.engine.test_program_store import CONFIG, KEY, LIMITS, fresh_state, make_program
 
 
@@ -34,14 +34,13 @@ def orders(params: Any) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("made", [False, True])
 def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: bool) -> None:
     mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
-    shard = Shard(shards, sharding.TENSOR_AXIS)
-    _, abstract = PagedLlama.create(CONFIG, shard=shard, dtype=jnp.float32)
-    like = {"target": abstract}
-    plain = dummy_params(like, mesh=mesh, vocab_size=CONFIG.vocab_size)
+    tables = {"target": table_of(CONFIG)}
+    make = partial(dummy_params, tables, mesh=mesh, vocab_size=CONFIG.vocab_size, dtype=jnp.float32)
+    plain = make()
     if made:
-        turned = dummy_params(like, mesh=mesh, vocab_size=CONFIG.vocab_size, by_columns=True)
+        turned = make(by_columns=True)
     else:
-        turned = place(mesh, jax.tree.map(np.asarray, plain), by_columns=True)
+        turned = place(mesh, tables, jax.tree.map(np.asarray, plain), by_columns=True)
     jax.tree.map(np.testing.assert_array_equal, turned, plain)
     jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0, turned, plain
@@ -51,22 +50,32 @@ def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: boo
     assert {order for path, order in found.items() if "gate_up" not in path} == {(0, 1)}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TurnedOps(Ops):
+    """XLA's programs over weights that lie by columns."""
+
+    @property
+    def by_columns(self) -> bool:
+        return True
+
+
 def test_a_step_reads_them_where_they_lie() -> None:
     """The program takes that order, copies nothing into another, and emits the same token."""
     mesh = sharding.make_mesh(jax.devices("cpu")[:1])
-    _, weights = split(Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0), shard=Shard()))
+    weights = init_params(table_of(CONFIG), seed=0)
     program, _ = make_program()
-    packed = layout_of(KEY, LIMITS)
+    shape = ProgramShape.of(KEY, LIMITS)
+    packed = shape.packed
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = (1, 2)
     emitted = []
-    for by_columns in (False, True):
+    for ops in (OPS["xla"], TurnedOps()):
         state = fresh_state(program)
-        turned = dataclasses.replace(
-            program, target=dataclasses.replace(program.target, by_columns=by_columns)
+        turned = dataclasses.replace(program, target=dataclasses.replace(program.target, ops=ops))
+        params = place(
+            mesh, program.tables, {"target": weights, "draft": {}}, by_columns=ops.by_columns
         )
-        params = place(mesh, {"target": weights, "draft": {}}, by_columns=by_columns)
-        step = lower(KEY, turned, LIMITS, mesh=mesh, params=params, state=state).compile()
+        step = lower(shape, turned, mesh=mesh, params=params, state=state).compile()
         taken = orders(params)
         formats, _ = jax.tree_util.tree_flatten_with_path(step.input_formats[0][0])
         for path, chosen in formats:

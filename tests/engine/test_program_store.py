@@ -18,16 +18,19 @@ import pytest
 
 from jspec.core import sharding
 from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.features import ALL, PLAIN
 from jspec.core.plan import StepKind
 from jspec.engine import compilation, program_store
-from jspec.engine.compilation import compile_all
+from jspec.engine.compilation import ProgramShape, compile_all
 from jspec.engine.dummy_weights import dummy_params
 from jspec.engine.program_store import ProgramStore
+from jspec.engine.programs import ProgramKey
 from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
-from jspec.models.paged import PagedLlama
-from jspec.speculative.draft import NoDrafter
+from jspec.models.decoder import Decoder
+from jspec.pallas_kernels.choose import OPS, with_columns
+from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from jspec.testing.tiny_models import tiny_target_config
 
@@ -42,16 +45,20 @@ LIMITS = ServeLimits(
     prefill_buckets=(8,),
     prefill_rows=2,
 )
-KEY = (StepKind.DECODE, 2, False)
+KEY = ProgramKey(StepKind.DECODE, 2, PLAIN)
 MESH = sharding.make_mesh(jax.devices("cpu")[:1])
 
 
+def static_program() -> StepProgram:
+    target = Decoder(CONFIG, OPS["xla"], Shard(1, sharding.TENSOR_AXIS))
+    return StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec)
+
+
 def make_program() -> tuple[StepProgram, Any]:
-    shard = Shard(1, sharding.TENSOR_AXIS)
-    target, abstract = PagedLlama.create(CONFIG, shard=shard, dtype=jnp.float32)
-    program = StepProgram(target=target, drafter=NoDrafter(), spec=LIMITS.spec, full=False)
-    like = {"target": abstract, "draft": {}}
-    return program, dummy_params(like, mesh=MESH, vocab_size=CONFIG.vocab_size)
+    program = static_program()
+    return program, dummy_params(
+        program.tables, mesh=MESH, vocab_size=CONFIG.vocab_size, dtype=jnp.float32
+    )
 
 
 def fresh_state(program: StepProgram) -> Any:
@@ -63,14 +70,14 @@ def start(store: ProgramStore, *, reports: list[str] | None = None) -> Any:
     program, params = make_program()
     state = fresh_state(program)
     found = compile_all(
-        {False: program, True: dataclasses.replace(program, full=True)},
+        program,
         LIMITS,
         mesh=MESH,
         params=params,
         state=state,
         keys=(KEY,),
         store=store,
-        progress=None if reports is None else lambda *what: reports.append(what[2]),
+        progress=None if reports is None else lambda *said: reports.append(f"{said[3]} {said[2]}"),
     )
     packed = layout_of(KEY, LIMITS)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
@@ -84,13 +91,13 @@ def test_a_second_start_traces_nothing_and_emits_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ProgramStore.open(tmp_path / "steps")
-    first = start(store)
+    reports: list[str] = []
+    first = start(store, reports=reports)
     (written,) = store.directory.iterdir()
     assert written.suffix == ".program"
     monkeypatch.setattr(compilation, "lower", None)  # whoever calls it fails
-    reports: list[str] = []
     np.testing.assert_array_equal(start(store, reports=reports), first)
-    assert reports == ["decode B=2"]
+    assert reports == ["compiled decode B=2", "loaded decode B=2"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "another file"])
@@ -141,15 +148,20 @@ def places(store: ProgramStore) -> list[Path | None]:
     """Of the usual program, and of others that differ from it in one thing each."""
     program, params = make_program()
     arrays = (params, fresh_state(program))
-    turned = dataclasses.replace(program.target, by_columns=True)
+    gpu, turned = (
+        dataclasses.replace(program.target, ops=with_columns(OPS["gpu"], columns=columns))
+        for columns in (False, True)
+    )
     options = {"option": 1}
+    shape = ProgramShape.of(KEY, LIMITS)
     variants: list[tuple[Any, ...]] = [
-        (KEY, program, LIMITS, options),
-        ((*KEY[:2], True), program, LIMITS, options),
-        (KEY, dataclasses.replace(program, full=True), LIMITS, options),
-        (KEY, dataclasses.replace(program, target=turned), LIMITS, options),
-        (KEY, program, dataclasses.replace(LIMITS, num_rounds=2), options),
-        (KEY, program, LIMITS, {"option": 2}),
+        (shape, program, options),
+        (dataclasses.replace(shape, kind=StepKind.PREFILL), program, options),
+        (shape, dataclasses.replace(program, features=ALL), options),
+        (shape, dataclasses.replace(program, target=gpu), options),
+        (shape, dataclasses.replace(program, target=turned), options),
+        (dataclasses.replace(shape, num_rounds=2), program, options),
+        (shape, program, {"option": 2}),
     ]
     found = [store.path(*parts, mesh=MESH, arrays=arrays) for parts in variants]
     return [*found, store.path(*variants[0], mesh=MESH, arrays=(params, params))]
@@ -162,6 +174,68 @@ def test_programs_limits_options_and_shapes_are_told_apart(tmp_path: Path) -> No
     assert len(set(found)) == len(found)
     assert places(store) == found
     assert store.path(object(), mesh=MESH, arrays=()) is None  # one is not told from the next
+
+
+def files_of(folder: Path, **changes: Any) -> set[str]:
+    """What the decode program of LIMITS with `changes` is looked for and written as."""
+    limits = dataclasses.replace(LIMITS, **changes)
+    program = static_program()
+    state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=jnp.float32))
+    asked: list[Path] = []
+
+    class Asking(ProgramStore):
+        """Has nothing, and says what it was asked for."""
+
+        def paths(self, *args: Any, **kwargs: Any) -> dict[Any, Path]:
+            asked.extend(ProgramStore.paths(self, *args, **kwargs).values())
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        compile_all(
+            program,
+            limits,
+            mesh=MESH,
+            params={},
+            state=state,
+            keys=(KEY,),
+            store=Asking(folder, "sources"),
+        )
+    return {path.name for path in asked}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_queued_requests": 7},
+        {"prefill_rows": 1},
+        {"prefill_buckets": (4, 8)},
+        {"decode_buckets": (1, 2)},
+        {"overlap_depth": 0, "num_pages": 8, "context_length": 32},
+    ],
+    ids=str,
+)
+def test_a_limit_that_only_the_host_reads_compiles_nothing_again(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert len(files_of(tmp_path)) == 1
+    assert files_of(tmp_path, **change) == files_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_rounds": 2},
+        {"page_size": 4},
+        {"num_pages": 16},
+        {"context_length": 16},
+        {"num_slots": 3, "decode_buckets": (2, 3)},
+    ],
+    ids=str,
+)
+def test_a_limit_that_the_program_reads_makes_another(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert files_of(tmp_path, **change).isdisjoint(files_of(tmp_path))
 
 
 SURROUNDINGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from jspec.core.features import ALL, PLAIN
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
-from jspec.layers.attention import causal_attention
 from jspec.layers.linear import Shard, logits_of
+from jspec.models.checkpoint import load_target
 from jspec.models.hf_eagle3 import load_eagle3
-from jspec.models.hf_llama import load_llama
-from jspec.models.llama import Llama, bind, split, trunk
+from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.loop import EngineLoop, TraceKind
 from jspec.scheduler.scheduler import Scheduler
 from jspec.testing.fake_text import FakeTextStream
 from jspec.testing.tiny_models import write_tiny_pair
 from tests.engine.pool_copies import pool_copies
+from tests.models.dense_forward import dense_hidden
 from tests.speculative.engines import (
     TARGET,
     Compiled,
@@ -49,7 +48,7 @@ TREE, PAGE = (3, 2, 7), 4
 
 
 def tree_engine() -> Compiled:
-    return engine(TREE, PAGE, full=False)
+    return engine(TREE, PAGE, features=PLAIN)
 
 
 def six_requests(**sampling: Any) -> list[Request]:
@@ -70,9 +69,6 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
     """The reference itself: paged, chunked, cached decoding against one dense forward a token."""
     length, num_new = 9, 12
     request = make_request(0, prompt_len=length, seed=77, temperature=1.0, max_new_tokens=num_new)
-    definition, _ = split(
-        nnx.eval_shape(lambda: Llama(TARGET, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    )
     params, _ = tiny_params()
     sampling = dataclasses.replace(
         empty_sampling(1, vocab_size=TARGET.vocab_size),
@@ -83,13 +79,8 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
     @jax.jit
     def next_id(tokens: jax.Array, position: jax.Array) -> jax.Array:
         """The token of `position`, from a dense causal forward over all of `tokens` [1, C]."""
-        model = bind(definition, params)
-        positions = jnp.arange(tokens.shape[1])[None]
-        layers = [
-            partial(layer, positions=positions, attend=causal_attention) for layer in model.layers
-        ]
-        stream, _ = trunk(layers, model.embed(tokens), aux_layer_ids=())
-        last = jax.lax.dynamic_slice_in_dim(model.norm(stream.sum()), position - 1, 1, axis=1)
+        hidden, _ = dense_hidden(TARGET, params, tokens)
+        last = jax.lax.dynamic_slice_in_dim(hidden, position - 1, 1, axis=1)
         return choose(
             logits_of(last, params["lm_head"]["kernel"]),
             sampling,
@@ -97,6 +88,7 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
             token_ids=jnp.arange(TARGET.vocab_size),
             filtered=False,
             shard=Shard(),
+            ops=OPS["xla"],
         )[0, 0]
 
     ids = list(request.prompt_ids) + [0] * num_new
@@ -157,7 +149,7 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     pair = write_tiny_pair(tmp_path)
     params = {}
     for size in (1, shards):
-        target = load_llama(pair.target_path, pair.target_config, dtype=np.float32, shards=size)
+        target = load_target(pair.target_path, pair.target_config, dtype=np.float32, shards=size)
         draft = load_eagle3(
             pair.draft_path,
             pair.draft_config,
@@ -175,7 +167,7 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
             dial=False,
             shards=size,
             params=pair_params,
-            variants=(True,),
+            variants=(ALL,),
         )
         view = ViewRunner(compiled.runner(), compiled.limits)
         served[size] = asyncio.run(_all_ids(view, requests))
@@ -193,7 +185,7 @@ def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     ids=str,
 )
 def test_no_program_copies_a_pool(spec: tuple[int, int, int]) -> None:
-    compiled = engine(spec, PAGE, full=True)
+    compiled = engine(spec, PAGE, features=ALL)
     shapes = {x.shape for x in (*compiled.runner().state.kv, *compiled.runner().state.draft_kv)}
     for key, executable in compiled.executables.items():
         text = executable.as_text()
@@ -283,5 +275,5 @@ def test_an_abort_in_flight_ends_one_request_and_no_other(depth: int) -> None:
 
 
 def test_every_step_kind_was_run_by_these_engines() -> None:
-    kinds = {key[0] for key in tree_engine().executables}
+    kinds = {key.kind for key in tree_engine().executables}
     assert kinds == {StepKind.PREFILL, StepKind.DECODE}

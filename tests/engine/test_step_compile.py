@@ -19,7 +19,7 @@ import pytest
 
 BACKEND = ("--backend", "tpu")
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")
-PROGRAMS = {"prefill T=2048", "decode B=64", "decode B=64 full"}
+PROGRAMS = {"prefill T=2048 all", "decode B=64", "decode B=64 all"}
 # Model, slice, page size: 8B on four chips of each generation, 70B on eight.
 CASES = [
     ("llama-3.1-8b", "v5e:2x2", 16),
@@ -73,7 +73,7 @@ def test_every_step_compiles_for_a_tpu(model: str, topology: str, page_size: int
 def test_several_rounds_compile_for_a_tpu_and_copy_nothing() -> None:
     rounds = ("--num-continuous-decode-steps", "3")
     programs = compiled_programs("small", "v5e:2x2", "3/1/4", "--only", "decode", *rounds)
-    assert {program["program"] for program in programs} == {"decode B=64", "decode B=64 full"}
+    assert {program["program"] for program in programs} == {"decode B=64", "decode B=64 all"}
     for program in programs:
         assert program["pool_copies"] == []
         assert program["weight_copies"] == []

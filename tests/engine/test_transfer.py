@@ -9,11 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import DecodeBatch, PrefillBatch
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
+from jspec.core.batch import DecodeBatch, PrefillBatch, prefill_batch
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.core.features import ALL, PLAIN
+from jspec.core.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    RowRef,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
 from jspec.core.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
-from jspec.engine.transfer import ProgramKey, layout_of, pack, program_key, unpack_result
+from jspec.core.state import empty_sampling
+from jspec.engine.programs import ProgramKey, nearest_program, needed_program, program_keys
+from jspec.engine.transfer import layout_of, pack, unpack_result
 
 V = 100
 LIMITS = ServeLimits(
@@ -30,7 +41,7 @@ LIMITS = ServeLimits(
 DECODE = StepPlan(
     step=7,
     kind=StepKind.DECODE,
-    full=True,
+    features=ALL,
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
     grants=(PageGrant(4, 3, 17), PageGrant(1, 0, 31)),
 )
@@ -51,7 +62,7 @@ SEED = 0xFEDCBA9876543210
 PREFILL = StepPlan(
     step=8,
     kind=StepKind.PREFILL,
-    full=False,
+    features=PLAIN,
     admissions=(
         admission(
             RowRef(3, 2),
@@ -73,32 +84,32 @@ PREFILL = StepPlan(
 )
 
 
-def decode_batch(plan: StepPlan) -> DecodeBatch:
-    key = program_key(plan, LIMITS)
-    layout = layout_of(key, LIMITS)
-    flat = jnp.asarray(pack(plan, key, LIMITS, vocab_size=V))
+def decode_batch(plan: StepPlan, limits: ServeLimits = LIMITS) -> DecodeBatch:
+    key = nearest_program(needed_program(plan), program_keys(limits))
+    layout = layout_of(key, limits)
+    flat = jnp.asarray(pack(plan, key, limits, vocab_size=V))
     batch: DecodeBatch = jax.jit(lambda x: DecodeBatch(**layout.unpack(x)))(flat)
     return batch
 
 
-def prefill_batch(plan: StepPlan) -> PrefillBatch:
-    key = program_key(plan, LIMITS)
-    layout = layout_of(key, LIMITS)
-    flat = jnp.asarray(pack(plan, key, LIMITS, vocab_size=V))
-    batch: PrefillBatch = jax.jit(lambda x: PrefillBatch(**layout.unpack(x)))(flat)
+def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
+    key = nearest_program(needed_program(plan), program_keys(limits))
+    layout = layout_of(key, limits)
+    flat = jnp.asarray(pack(plan, key, limits, vocab_size=V))
+    batch: PrefillBatch = jax.jit(lambda x: prefill_batch(layout.unpack(x)))(flat)
     return batch
 
 
 @pytest.mark.parametrize(
     ("plan", "key"),
     [
-        (DECODE, (StepKind.DECODE, 4, True)),
-        (replace(DECODE, rows=DECODE.rows[:2], full=False), (StepKind.DECODE, 2, False)),
-        (PREFILL, (StepKind.PREFILL, 8, True)),
+        (DECODE, (StepKind.DECODE, 4, ALL)),
+        (replace(DECODE, rows=DECODE.rows[:2], features=PLAIN), (StepKind.DECODE, 2, PLAIN)),
+        (PREFILL, (StepKind.PREFILL, 8, ALL)),
     ],
 )
 def test_the_smallest_program_that_holds_the_plan(plan: StepPlan, key: ProgramKey) -> None:
-    assert program_key(plan, LIMITS) == key
+    assert nearest_program(needed_program(plan), program_keys(LIMITS)) == key
 
 
 def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
@@ -109,8 +120,26 @@ def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
     assert not np.asarray(batch.grants[2:]).any()
 
 
+def test_grants_arrive_by_page_space() -> None:
+    """Those of the full space come with the admission in a prefill, and are grants in a decode."""
+    windows = (WindowSpace(3, 20), WindowSpace(8, 20))
+    limits = replace(LIMITS, windows=windows)
+    first, second = PageGrant(4, 1, 5, space=1), PageGrant(1, 0, 6, space=2)
+    decode = decode_batch(replace(DECODE, grants=(*DECODE.grants, first, second)), limits)
+    assert decode.grants[:3].tolist() == [[4, 3, 17], [1, 0, 31], [0, 0, 0]]
+    assert decode.window_grants is not None
+    assert decode.window_grants.shape == (2, 4 * LIMITS.grants_per_row, 3)
+    assert decode.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
+    assert not np.asarray(decode.window_grants[:, 1:]).any()
+    prefill = arrived(replace(PREFILL, grants=(first, second)), limits)
+    assert prefill.window_grants is not None
+    assert prefill.window_grants.shape == (2, limits.pages_of_chunks(8), 3)
+    assert prefill.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
+    assert prefill.page_table.tolist() == arrived(PREFILL).page_table.tolist()
+
+
 def test_prefill_chunks_lie_packed() -> None:
-    batch = prefill_batch(PREFILL)
+    batch = arrived(PREFILL)
     assert batch.slots.tolist() == [1, 3, 0]
     assert batch.starts.tolist() == [6, 0, 0]
     assert batch.cu_q_lens.tolist() == [0, 2, 5, 5]
@@ -120,58 +149,84 @@ def test_prefill_chunks_lie_packed() -> None:
 
 
 def test_an_admission_brings_its_whole_row() -> None:
-    batch = prefill_batch(PREFILL)
+    batch = arrived(PREFILL)
     assert batch.admitted.tolist() == [0, 3, 0]  # the first row is there already
     assert batch.prompt_lens.tolist() == [0, 3, 0]
     assert batch.page_table.shape == (3, LIMITS.pages_per_row)
     assert batch.page_table[1].tolist() == [8, 3] + [0] * (LIMITS.pages_per_row - 2)
-    seed = np.asarray(jax.lax.bitcast_convert_type(batch.seed[1], jnp.uint32))
-    assert (int(seed[0]) << 32) + int(seed[1]) == SEED
-    floats = np.asarray(jax.lax.bitcast_convert_type(batch.sampling_floats, jnp.float32))
-    np.testing.assert_array_equal(floats[1], np.array([0.7, 0.9, 0.05, -0.5, 1.5], np.float32))
-    assert batch.sampling_ints[1].tolist() == [5, 4]
-    assert batch.stop_ids[1].tolist() == [99, 42] + [V] * (MAX_MASKED_STOP_IDS - 2)
+    rows = batch.sampling
+    assert (int(rows.seed[1, 0]) << 32) + int(rows.seed[1, 1]) == SEED
+    assert rows.top_k[1] == 5
+    assert rows.min_new_tokens[1] == 4
+    assert rows.stop_ids[1].tolist() == [99, 42] + [V] * (MAX_MASKED_STOP_IDS - 2)
+    for name, value in (
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("min_p", 0.05),
+        ("frequency_penalty", -0.5),
+        ("presence_penalty", 1.5),
+    ):
+        assert getattr(rows, name)[1] == np.float32(value), name
 
 
 def test_padding_rows_sample_greedily_without_filters() -> None:
     """They run through the same program; nothing in them may be NaN or stop anything."""
-    batch = prefill_batch(PREFILL)
-    floats = np.asarray(jax.lax.bitcast_convert_type(batch.sampling_floats, jnp.float32))
-    for row in (0, 2):
-        assert floats[row].tolist() == [0, 1, 0, 0, 0]
-        assert batch.sampling_ints[row].tolist() == [V, 0]
-        assert set(batch.stop_ids[row].tolist()) == {V}
-        assert not np.asarray(batch.page_table[row]).any()
+    batch = arrived(PREFILL)
+    neutral = vars(empty_sampling(3, vocab_size=V))
+    for name, array in vars(batch.sampling).items():
+        assert (array.dtype, array.shape) == (neutral[name].dtype, neutral[name].shape), name
+        np.testing.assert_array_equal(array[::2], neutral[name][::2], name)
+    assert not np.asarray(batch.page_table[::2]).any()
+    assert {name: neutral[name].ravel()[0].item() for name in neutral} == {
+        "min_new_tokens": 0,
+        "temperature": 0,
+        "top_k": V,
+        "top_p": 1,
+        "min_p": 0,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "seed": 0,
+        "stop_ids": V,
+    }
 
 
 @pytest.mark.parametrize(("top_k", "packed"), [(-1, V), (V + 1, V), (1, 1)])
 def test_top_k_is_bounded_by_the_vocabulary(top_k: int, packed: int) -> None:
     plan = replace(PREFILL, admissions=(admission(RowRef(3, 2), seed=0, top_k=top_k),))
-    assert int(prefill_batch(plan).sampling_ints[1, 0]) == packed
+    assert int(arrived(plan).sampling.top_k[1]) == packed
 
 
 def test_stop_ids_are_masked_only_under_a_minimum_length() -> None:
     plan = replace(
         PREFILL, admissions=(admission(RowRef(3, 2), seed=0, stop_token_ids=list(range(20))),)
     )
-    assert set(prefill_batch(plan).stop_ids[1].tolist()) == {V}
+    assert set(arrived(plan).sampling.stop_ids[1].tolist()) == {V}
 
 
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
     """More rows or tokens than the program's bucket never wrap or fall off silently."""
-    small = (plan.kind, 1, True)
+    small = ProgramKey(plan.kind, 1, ALL)
     with pytest.raises(ValueError, match="broadcast"):
         pack(plan, small, LIMITS, vocab_size=V)
+
+
+def by_round(result: StepResult) -> list[tuple[tuple[int, ...], ...]]:
+    return [of_round.emitted_ids for of_round in result.rounds]
+
+
+def test_an_output_of_other_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"output is \(1, 2, 2\); expected 5 columns"):
+        unpack_result(replace(DECODE, rows=DECODE.rows[:2]), np.zeros((2, 2), np.int32), LIMITS)
 
 
 def test_results_come_back_by_row() -> None:
     decoded = np.array([[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]])
     result = unpack_result(DECODE, decoded, LIMITS)
     assert result.step == 7
-    assert result.rounds == (((41, 42), (43,), (1, 2, 3, 4)),)
+    assert by_round(result) == [((41, 42), (43,), (1, 2, 3, 4))]
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
-    assert unpack_result(PREFILL, prefilled, LIMITS).rounds == (((), (77,)),)
+    assert by_round(unpack_result(PREFILL, prefilled, LIMITS)) == [((), (77,))]
 
 
 def test_results_of_several_rounds_come_back_by_round() -> None:
@@ -179,6 +234,6 @@ def test_results_of_several_rounds_come_back_by_round() -> None:
     first = [[2, 41, 42, 0, 0], [1, 43, 9, 9, 9], [4, 1, 2, 3, 4], [1, 0, 0, 0, 0]]
     second = [[1, 51, 0, 0, 0], [3, 52, 53, 54, 0], [1, 55, 0, 0, 0], [1, 9, 9, 9, 9]]
     result = unpack_result(DECODE, np.array(first + second), limits)
-    assert result.rounds == (((41, 42), (43,), (1, 2, 3, 4)), ((51,), (52, 53, 54), (55,)))
+    assert by_round(result) == [((41, 42), (43,), (1, 2, 3, 4)), ((51,), (52, 53, 54), (55,))]
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
-    assert unpack_result(PREFILL, prefilled, limits).rounds == (((), (77,)),)
+    assert by_round(unpack_result(PREFILL, prefilled, limits)) == [((), (77,))]

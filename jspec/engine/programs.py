@@ -1,0 +1,105 @@
+"""Which programs an engine compiles, which of them first, and which ready one runs a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jspec.core.config import ServeLimits
+from jspec.core.errors import InvariantError
+from jspec.core.features import ALL, PLAIN, StepFeatures
+from jspec.core.plan import StepKind, StepPlan
+
+# So few are all compiled at the start: a CPU's engine always, which would otherwise compile beside
+# its own serving on the same cores.
+FEW_PROGRAMS = 8
+
+
+class ProgramKey(NamedTuple):
+    """A compiled program. bucket: B rows of a decode, T tokens of a prefill."""
+
+    kind: StepKind
+    bucket: int
+    features: StepFeatures
+
+    def __str__(self) -> str:
+        size = "T" if self.kind is StepKind.PREFILL else "B"
+        features = "" if self.features == PLAIN else f" {self.features}"
+        return f"{self.kind.value} {size}={self.bucket}{features}"
+
+
+def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """All that an engine wants: prefill with all features (decision 4), decode with none and with
+    all."""
+    decode = [
+        ProgramKey(StepKind.DECODE, batch, features)
+        for batch in limits.decode_buckets
+        for features in (PLAIN, ALL)
+    ]
+    prefill = [ProgramKey(StepKind.PREFILL, tokens, ALL) for tokens in limits.prefill_buckets]
+    return (*prefill, *decode)
+
+
+def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """Few programs that serve every plan: the first two do, the others make common plans cheap.
+
+    Those are one row alone, many rows without filters or penalties, and a short prompt.
+    """
+    wanted = (
+        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], ALL),
+        ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], ALL),
+        ProgramKey(StepKind.DECODE, limits.decode_buckets[0], PLAIN),
+        ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], PLAIN),
+        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[0], ALL),
+    )
+    return tuple(dict.fromkeys(wanted))
+
+
+def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
+    """What is compiled before an engine serves. when: EngineArgs.compile_at_start."""
+    every = program_keys(limits)
+    if when == "all" or (when == "auto" and len(every) <= FEW_PROGRAMS):
+        return every
+    return first_programs(limits)
+
+
+def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
+    """What is still to be made beside `ready`: decode without features, prefill, then the rest."""
+    missing = set(program_keys(limits)).difference(ready)
+
+    def turn(key: ProgramKey) -> int:
+        if key.kind is StepKind.PREFILL:
+            return 1
+        return 0 if key.features == PLAIN else 2
+
+    return tuple(sorted((key for key in program_keys(limits) if key in missing), key=turn))
+
+
+def needed_program(plan: StepPlan) -> ProgramKey:
+    """The program that would fit the plan exactly, padding nothing; it need not exist."""
+    size = len(plan.rows)
+    if plan.kind is StepKind.PREFILL:
+        size = sum(len(chunk.token_ids) for chunk in plan.chunks)
+    return ProgramKey(plan.kind, size, plan.features)
+
+
+def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
+    """The cheapest ready program that can do what is needed: smallest bucket, fewest features.
+
+    It is of the same kind, its bucket is not below the needed one and its features cover the
+    needed ones. Between equals the first of `ready`. Raises InvariantError if there is none.
+    """
+    ready = tuple(ready)
+    fit = [
+        key
+        for key in ready
+        if key.kind is needed.kind
+        and key.bucket >= needed.bucket
+        and key.features.covers(needed.features)
+    ]
+    if not fit:
+        raise InvariantError(
+            f"no program is ready for {needed}; expected one of its kind that is as large and has "
+            f"its features among {[str(key) for key in ready]}"
+        )
+    return min(fit, key=lambda key: (key.bucket, len(key.features)))

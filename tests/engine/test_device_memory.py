@@ -1,0 +1,231 @@
+"""How much of a device the pool may take, what does not fit, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jaxlib import xla_client
+
+from jspec.cli import main
+from jspec.core.cache_groups import CacheGroup, KVEntry
+from jspec.core.config import ServeLimits
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.core.model_spec import cache_groups
+from jspec.engine.device_memory import check_weights_fit, share_for_server
+from jspec.engine.memory import kv_bytes_per_token, resolve_limits
+from jspec.pallas_kernels.choose import OPS
+from jspec.testing.tiny_models import tiny_target_config
+
+MIB = 1 << 20
+SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+OTHERS = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
+GROUPS = cache_groups(tiny_target_config(), name="target")
+PAGE_BYTES = 16 * kv_bytes_per_token(GROUPS, shards=1, dtype=jnp.float32, ops=OPS["xla"])
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device of which only its memory is asked; limit None: one that does not say."""
+
+    limit: int | None
+    in_use: int = 0
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int] | None:
+        if self.limit is None:
+            return None
+        return {"bytes_limit": self.limit, "bytes_in_use": self.in_use}
+
+
+def limits_of(*cards: Card, **arguments: Any) -> ServeLimits:
+    return resolve_limits(
+        EngineArgs(model_path="m", speculative_algorithm="NONE", page_size=16, **arguments),
+        GROUPS,
+        devices=list(cards),  # type: ignore[arg-type]
+        dtype=jnp.float32,
+        max_position=256,
+        ops=OPS["xla"],
+    )
+
+
+def pages_beside(in_use: int, *others: int) -> int:
+    """Pages that cards with room for 100, of which that many are in use, get together."""
+    cards = [Card(PAGE_BYTES * 100, PAGE_BYTES * used) for used in (in_use, *others)]
+    return limits_of(*cards, mem_fraction_static=0.5, max_running_requests=48).num_pages
+
+
+def test_the_pool_is_the_share_less_what_is_in_use() -> None:
+    assert pages_beside(20) == 30
+    assert pages_beside(49) == 1
+
+
+def test_the_device_with_the_least_room_decides_for_all() -> None:
+    assert pages_beside(20, 20) == 60
+    assert pages_beside(20, 40) == pages_beside(40, 20) == 20
+
+
+def test_no_room_on_one_device_is_an_error_whatever_the_others_have() -> None:
+    with pytest.raises(ConfigError, match="leaves no memory for the KV pool"):
+        pages_beside(0, 60)
+
+
+def test_that_nothing_is_left_for_a_pool_is_said_in_numbers() -> None:
+    card = Card(limit=1000 * MIB, in_use=900 * MIB)
+    with pytest.raises(ConfigError) as caught:
+        limits_of(card, mem_fraction_static=0.85)
+    assert str(caught.value).startswith(
+        "mem_fraction_static 0.85 leaves no memory for the KV pool: that is 0.83 GiB of the 0.98 "
+        "GiB that jax may use on a device, the weights and what else is there take 0.88 GiB, and "
+    )
+    assert "expected mem_fraction_static of at least 0.91, tp_size of about 2, " in str(
+        caught.value
+    )
+    assert limits_of(card, mem_fraction_static=0.91).num_pages > 0
+    full = Card(limit=1000 * MIB, in_use=1000 * MIB)
+    with pytest.raises(ConfigError, match="expected tp_size of about 3") as caught:
+        limits_of(full, full)
+    assert "mem_fraction_static of at least" not in str(caught.value)
+
+
+def test_a_pool_that_was_asked_for_is_refused_only_where_it_cannot_be() -> None:
+    card = Card(PAGE_BYTES * 100, PAGE_BYTES * 20)
+    assert limits_of(card, max_total_tokens=80 * 16, mem_fraction_static=0.5).num_pages == 80
+    with pytest.raises(
+        ConfigError, match=r"max_total_tokens 1296 takes .* GiB on each .*480 "
+    ) as e:
+        limits_of(card, max_total_tokens=81 * 16, mem_fraction_static=0.5)
+    assert "free behind the weights" in str(e.value)
+    assert limits_of(Card(None, platform="cpu"), max_total_tokens=1 << 20).num_pages == 1 << 16
+
+
+def test_a_page_beyond_what_a_cpu_gives_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"the smallest KV pool takes .* smaller page_size"):
+        resolve_limits(
+            EngineArgs(model_path="m", speculative_algorithm="NONE", page_size=1 << 30),
+            GROUPS,
+            devices=[Card(None, platform="cpu")],  # type: ignore[list-item]
+            dtype=jnp.float32,
+            max_position=256,
+            ops=OPS["xla"],
+        )
+
+
+@pytest.mark.parametrize("name", [SHARE, OLD_SHARE])
+def test_what_jax_leaves_unused_is_said_once_where_it_would_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in (SHARE, OLD_SHARE):
+        monkeypatch.delenv(each, raising=False)
+    caplog.set_level(logging.INFO)
+    small, large = Card(PAGE_BYTES * 15), Card(PAGE_BYTES * 10000)
+    limits_of(large)
+    limits_of(small, max_total_tokens=16)
+    limits_of(Card(PAGE_BYTES * 15, platform="tpu"))
+    assert not caplog.messages
+    limits_of(small)
+    (message,) = caplog.messages
+    assert message.startswith("jax may use ")
+    assert "its default share of 75%" in message
+    assert "XLA_CLIENT_MEM_FRACTION=0.95" in message
+    monkeypatch.setenv(name, "0.6")  # somebody chose
+    limits_of(small)
+    assert caplog.messages == [message]
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_read() -> None:
+    check_weights_fit([Card(100 * MIB), Card(100 * MIB)], 200 * MIB, "model_path 'm'")
+    check_weights_fit([Card(None, platform="cpu")], 1 << 50, "model_path 'm'")
+    with pytest.raises(ConfigError) as caught:
+        check_weights_fit(
+            [Card(4096 * MIB), Card(4096 * MIB, 1024 * MIB)], 7 << 30, "model_path 'm'"
+        )
+    assert str(caught.value) == (
+        "model_path 'm' takes at least 3.5 GiB on each of 2 devices (tp_size), and 3.0 GiB of the "
+        "4.0 GiB that jax may use are free; expected a smaller model, tp_size of at least 3, or a "
+        "larger XLA_CLIENT_MEM_FRACTION"
+    )
+
+
+@pytest.mark.parametrize("name", [SHARE, OLD_SHARE, *OTHERS])
+def test_a_server_takes_more_of_a_card_unless_somebody_chose(name: str) -> None:
+    assert share_for_server({"PATH": "/bin", name: ""}) == {SHARE: "0.95"}
+    assert share_for_server({name: "0.5"}) == {}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_the_command_line_says_the_share_where_jax_reads_it(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(OLD_SHARE, "")
+    monkeypatch.setenv(SHARE, "")  # what replaces it is undone behind the test
+    words = {"serve": ["--port", "0"], "generate": ["x"]}[command]
+    assert main([command, *words, "--model-path", "nowhere"]) == 1
+    assert os.environ[SHARE] == "0.95"
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.95
+    monkeypatch.setenv(SHARE, "0.5")
+    assert main([command, *words, "--model-path", "nowhere"]) == 1
+    assert os.environ[SHARE] == "0.5"
+
+
+FULL, APART = CacheGroup("full", 1, KVEntry(1, 8, 8)), CacheGroup("apart", 2, KVEntry(1, 8, 8), 8)
+LAYER_BYTES = 16 * 2 * 8 * 4
+
+
+def spaces_of(
+    *groups: CacheGroup, room: int, total: int | None = None
+) -> tuple[int, list[tuple[int, int]]]:
+    """(pages of the full space, (window, pages) of the others): room for that many one-layer pages.
+
+    Four slots of 256 tokens, pages of 16: 20 pages are most of what a row can use. A window of 8
+    lies on 2 pages, and the chunks of a step (256 tokens of 4 rows) on 20.
+    """
+    limits = resolve_limits(
+        EngineArgs(
+            model_path="m",
+            speculative_algorithm="NONE",
+            page_size=16,
+            max_running_requests=4,
+            chunked_prefill_size=256,
+            mem_fraction_static=0.5,
+            max_total_tokens=total,
+        ),
+        groups,
+        devices=[Card(2 * room * LAYER_BYTES)],  # type: ignore[list-item]
+        dtype=jnp.float32,
+        max_position=256,
+        ops=OPS["xla"],
+    )
+    return limits.num_pages, [(space.window, space.num_pages) for space in limits.windows]
+
+
+def test_windows_of_all_slots_fit_and_the_rest_is_for_what_keeps_everything() -> None:
+    assert spaces_of(FULL, APART, room=1000) == (80, [(8, 4 * 2 + 20)])
+    assert spaces_of(FULL, APART, room=120) == (120 - 2 * 28, [(8, 28)])  # 40 of each as one
+
+
+def test_no_window_gets_more_than_it_had_in_one_space() -> None:
+    assert spaces_of(FULL, APART, room=75) == (25, [(8, 25)])
+    assert spaces_of(FULL, APART, room=60) == (20, [])  # not even one row's window fits
+
+
+def test_a_model_of_windows_alone_takes_memory_for_windows_alone() -> None:
+    assert spaces_of(APART, room=56) == (80, [(8, 28)])
+
+
+def test_a_window_as_long_as_the_context_gives_nothing_back() -> None:
+    assert spaces_of(FULL, replace(APART, window=300), room=1000) == (80, [])
+
+
+def test_max_total_tokens_are_of_the_full_space() -> None:
+    assert spaces_of(FULL, APART, room=1000, total=60 * 16) == (60, [(8, 28)])
+    with pytest.raises(ConfigError, match="max_total_tokens 32000 takes"):
+        spaces_of(FULL, APART, room=1000, total=32000)
+    assert spaces_of(APART, room=1000, total=32000) == (2000, [(8, 28)])

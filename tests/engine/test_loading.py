@@ -1,0 +1,128 @@
+"""Checkpoints that do not fit their own configuration, refused before anything is built."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.core import sharding
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.engine.loading import BUNDLED, load_models, resolve_paths
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llama" / "plain"
+
+
+def copy_of(source: Path, path: Path, **changes: Any) -> str:
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def load(**arguments: Any) -> None:
+    args = EngineArgs(**arguments)
+    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    load_models(args, resolve_paths(args), mesh=mesh, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (10**9, "num_hidden_layers is 1000000000; expected an integer of at most 1024"),
+        (1000, r"no tensor model\.layers\.2\.input_layernorm\.weight(.|\n)*8982 in all"),
+    ],
+)
+def test_too_many_layers_are_an_error_at_once(layers: int, message: str, tmp_path: Path) -> None:
+    path = copy_of(GOLDEN, tmp_path / "model", num_hidden_layers=layers)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=message):
+        load(model_path=path)
+    assert time.monotonic() - started < 10  # building 1,000 layers takes longer
+
+
+def test_a_head_that_does_not_fit_is_refused_before_its_target_is_read(tmp_path: Path) -> None:
+    target = copy_of(BUNDLED / "target", tmp_path / "target")
+    draft = copy_of(BUNDLED / "draft", tmp_path / "draft", draft_vocab_size=8)
+    arguments = {
+        "model_path": target,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": draft,
+    }
+    with pytest.raises(CheckpointError, match=r"draft: 2 tensors do not fit\n  d2t has shape"):
+        load(**arguments)
+    shutil.rmtree(draft)
+    copy_of(BUNDLED / "draft", tmp_path / "draft", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="num_hidden_layers is 2; expected 1 for a dummy head"):
+        load(**arguments, load_format="dummy")
+
+
+def test_one_error_names_all_that_does_not_fit_of_a_target(tmp_path: Path) -> None:
+    path = copy_of(GOLDEN, tmp_path / "model")
+    layer = "model.layers.0."
+    spoil(
+        Path(path),
+        **{
+            "model.norm.weight": None,
+            f"{layer}self_attn.q_proj.weight": None,
+            f"{layer}extra.weight": np.zeros(3, np.float32),
+            f"{layer}mlp.up_proj.weight": np.zeros((2, 2), np.float32),
+            "lm_head.weight": np.zeros((2, 2), np.int8),
+        },
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(model_path=path)
+    message = str(caught.value)
+    for part in (
+        "6 tensors do not fit",  # lm_head by shape and by type
+        "no tensor model.norm.weight; expected shape",
+        f"no tensor {layer}self_attn.q_proj.weight; expected shape",
+        f"unknown tensor {layer}extra.weight of shape (3,)",
+        f"{layer}mlp.up_proj.weight has shape (2, 2); expected",
+        "lm_head.weight has shape (2, 2); expected",
+        "lm_head.weight has dtype I8; expected one of F16, BF16, F32, F64",
+    ):
+        assert part in message
+
+
+def test_one_error_names_all_that_does_not_fit_of_a_head(tmp_path: Path) -> None:
+    draft = copy_of(BUNDLED / "draft", tmp_path / "draft")
+    spoil(
+        Path(draft),
+        **{
+            "norm.weight": None,
+            "extra.weight": np.zeros(3, np.float32),
+            "fc.weight": np.zeros((2, 2), np.int8),
+        },
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(
+            model_path=str(BUNDLED / "target"),
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=draft,
+        )
+    message = str(caught.value)
+    for part in (
+        "draft: 4 tensors do not fit",
+        "no tensor norm.weight; expected shape",
+        "unknown tensor extra.weight of shape (3,)",
+        "fc.weight has shape (2, 2); expected",
+        "fc.weight has dtype I8; expected one of",
+    ):
+        assert part in message
+
+
+def spoil(path: Path, **changes: Any) -> None:
+    """Tensors of a checkpoint replaced, added or (None) removed."""
+    file = path / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, file)

@@ -1,0 +1,185 @@
+"""Which compiled program runs a plan: the nearest ready one that can do all it needs."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.errors import InvariantError
+from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
+from jspec.core.plan import StepKind
+from jspec.engine.programs import (
+    FEW_PROGRAMS,
+    ProgramKey,
+    first_programs,
+    later_programs,
+    nearest_program,
+    program_keys,
+    programs_at_start,
+)
+from jspec.engine.runner import ReadyPrograms
+
+FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
+PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))
+SUBSETS = [
+    StepFeatures(frozenset(members))
+    for n in range(len(Feature) + 1)
+    for members in itertools.combinations(Feature, n)
+]
+KEYS = st.builds(ProgramKey, st.sampled_from(StepKind), st.integers(1, 9), st.sampled_from(SUBSETS))
+
+
+def decode(bucket: int, features: StepFeatures) -> ProgramKey:
+    return ProgramKey(StepKind.DECODE, bucket, features)
+
+
+def can_run(key: ProgramKey, needed: ProgramKey) -> bool:
+    return (
+        key.kind is needed.kind
+        and key.bucket >= needed.bucket
+        and set(key.features) >= set(needed.features)
+    )
+
+
+@given(needed=KEYS, ready=st.lists(KEYS, max_size=12))
+def test_the_nearest_program_covers_the_plan_at_the_least_cost(
+    needed: ProgramKey, ready: list[ProgramKey]
+) -> None:
+    fit = [key for key in ready if can_run(key, needed)]
+    if not fit:
+        with pytest.raises(InvariantError, match="no program is ready for"):
+            nearest_program(needed, ready)
+        return
+    found = nearest_program(needed, ready)
+    assert found in fit
+    for other in fit:
+        assert found.bucket <= other.bucket
+        if other.bucket == found.bucket:
+            assert len(found.features) <= len(other.features)
+
+
+def test_a_small_bucket_counts_before_few_features() -> None:
+    ready = [decode(8, PLAIN), decode(8, FILTERS), decode(4, ALL), decode(8, ALL)]
+    assert nearest_program(decode(3, PLAIN), ready) == decode(4, ALL)
+    assert nearest_program(decode(5, PLAIN), ready) == decode(8, PLAIN)
+    assert nearest_program(decode(5, FILTERS), ready) == decode(8, FILTERS)
+    assert nearest_program(decode(5, PENALTIES), ready) == decode(8, ALL)
+
+
+def test_the_error_names_what_is_needed_and_what_is_ready() -> None:
+    ready = [decode(4, PLAIN), ProgramKey(StepKind.PREFILL, 8, ALL)]
+    with pytest.raises(
+        InvariantError, match=r"for decode B=3 filters; expected .*'decode B=4', 'prefill T=8 all'"
+    ):
+        nearest_program(decode(3, FILTERS), ready)
+
+
+def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimits:
+    return ServeLimits(
+        spec=SpeculativeConfig.plain(),
+        num_slots=decode[-1],
+        num_pages=64,
+        page_size=8,
+        context_length=64,
+        decode_buckets=decode,
+        prefill_buckets=prefill,
+        prefill_rows=2,
+    )
+
+
+BUCKETS = st.sets(st.integers(1, 12), min_size=1).map(sorted).map(tuple)
+H200 = limits_with((1, 2, 4, 8, 16, 32, 48), (128, 256, 512, 1024, 2048, 4096, 8192))
+CPU = limits_with((1, 4, 8), (32, 256))
+
+
+@given(limits=st.builds(limits_with, BUCKETS, BUCKETS))
+def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
+    limits: ServeLimits,
+) -> None:
+    first, every = first_programs(limits), program_keys(limits)
+    largest = {
+        StepKind.DECODE: limits.decode_buckets[-1],
+        StepKind.PREFILL: limits.prefill_buckets[-1],
+    }
+    for kind, size in largest.items():
+        for needed in (ProgramKey(kind, n, f) for n in (1, size) for f in SUBSETS):
+            assert can_run(nearest_program(needed, first[:2]), needed)
+    later = later_programs(limits, first)
+    assert sorted(map(str, first + later)) == sorted(map(str, every))
+    assert later_programs(limits, every) == ()
+
+
+def test_of_21_programs_five_come_first_and_a_cpu_waits_for_all() -> None:
+    assert [str(key) for key in first_programs(H200)] == [
+        "prefill T=8192 all",
+        "decode B=48 all",
+        "decode B=1",
+        "decode B=48",
+        "prefill T=128 all",
+    ]
+    assert programs_at_start(H200, "auto") == first_programs(H200)
+    assert programs_at_start(H200, "all") == program_keys(H200)
+    assert len(program_keys(H200)) == 21
+    assert len(program_keys(CPU)) == FEW_PROGRAMS
+    assert programs_at_start(CPU, "auto") == program_keys(CPU)
+    assert programs_at_start(CPU, "first") == first_programs(CPU)
+    assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [
+        "decode B=4",
+        "decode B=1 all",
+        "decode B=4 all",
+    ]
+
+
+@given(needed=st.lists(KEYS, max_size=6), added=st.lists(KEYS, max_size=6))
+def test_ready_programs_find_the_nearest_after_every_addition(
+    needed: list[ProgramKey], added: list[ProgramKey]
+) -> None:
+    everything = {decode(9, ALL): "a", ProgramKey(StepKind.PREFILL, 9, ALL): "b"}
+    programs = ReadyPrograms(everything)
+    for key in [None, *added]:
+        before = programs
+        if key is not None:
+            programs = programs.with_program(key, "c")
+        for each in needed:
+            assert programs.nearest(each) == nearest_program(each, programs.executables)
+            assert programs.nearest(each) == programs.nearest(each)
+            assert before.nearest(each) in before.executables
+    assert everything == {decode(9, ALL): "a", ProgramKey(StepKind.PREFILL, 9, ALL): "b"}
+
+
+@pytest.mark.parametrize("one", SUBSETS, ids=str)
+@pytest.mark.parametrize("other", SUBSETS, ids=str)
+def test_features_are_a_set(one: StepFeatures, other: StepFeatures) -> None:
+    both = one.union([other])
+    assert set(both) == set(one) | set(other)
+    assert both.covers(one)
+    assert both.covers(other)
+    assert one.covers(other) is (both == one)
+    assert ALL.covers(both)
+    assert hash(both) == hash(other.union([one]))
+    assert pickle.loads(pickle.dumps(both)) == both
+    assert list(both) == [feature for feature in Feature if feature in both]
+
+
+def test_features_read_alike_in_every_process() -> None:
+    """The text is part of what names a stored program; hashes of strings differ by process."""
+    code = "from jspec.core.features import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert texts == {repr((ALL, PLAIN, list(ALL))) + "\n"}
+    assert [str(features) for features in SUBSETS] == ["plain", "filters", "penalties", "all"]

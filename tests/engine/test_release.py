@@ -1,0 +1,112 @@
+"""What an engine had on the device is free once it is shut down, or its start has failed.
+
+Counting references must do: a garbage collection may come after the process is out of memory maps
+(each compiled program takes hundreds on a CPU), or after the next engine wants the memory.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jspec.api import Engine
+from jspec.testing.tiny_models import write_tiny_pair
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds."""
+
+    num_arrays: int
+    num_programs: int
+    num_maps: int
+
+    @classmethod
+    def now(cls) -> Held:
+        maps = Path("/proc/self/maps")
+        return cls(
+            num_arrays=len(jax.live_arrays()),
+            num_programs=sum(isinstance(x, jax.stages.Compiled) for x in gc.get_objects()),
+            num_maps=len(maps.read_text().splitlines()) if maps.exists() else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A start that failed after it had compiled everything, and what was held around it."""
+
+    arguments: dict[str, Any]
+    before: Held
+    after: Held
+
+
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
+    """It fails as late as it can; its programs are stored by then."""
+    settings: Any = jax.config
+    directory = settings.jax_compilation_cache_dir
+    folder = tmp_path_factory.mktemp("release")
+    pair = write_tiny_pair(folder, max_position=64)
+    arguments = {
+        "model_path": str(pair.target_path),
+        "max_running_requests": 1,
+        "chunked_prefill_size": 8,
+        "max_total_tokens": 64,
+        "dtype": "float32",
+        "compilation_cache_dir": str(folder / "programs"),
+    }
+    gc.collect()
+    gc.disable()
+    before = Held.now()
+    error = start_and_fail(arguments)
+    yield Failed(arguments, before, Held.now())
+    assert error.__traceback__ is not None
+    gc.enable()
+    jax.config.update("jax_compilation_cache_dir", directory)
+
+
+def start_and_fail(arguments: dict[str, Any]) -> RuntimeError:
+    """Behind the last program."""
+
+    def fail(done: int, total: int, _what: str, _how: str) -> None:
+        if done == total:
+            raise RuntimeError("the caller's own")
+
+    with pytest.raises(RuntimeError, match="the caller's own") as caught:
+        Engine(**arguments, progress=fail)
+    return caught.value
+
+
+def use(arguments: dict[str, Any]) -> Engine:
+    """An engine that has generated and is shut down."""
+    engine = Engine(**arguments)
+    engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
+    engine.shutdown()
+    return engine
+
+
+def test_a_start_that_failed_keeps_no_programs_though_its_error_is_kept(
+    first_start: Failed,
+) -> None:
+    assert first_start.after.num_programs == first_start.before.num_programs
+
+
+def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
+    first_start: Failed,
+) -> None:
+    kept = [use(first_start.arguments)]  # with this one jax's own constants are there
+    before = Held.now()
+    kept += [use(first_start.arguments) for _ in range(4)]
+    errors = [start_and_fail(first_start.arguments) for _ in range(2)]
+    after = Held.now()
+    assert (after.num_arrays, after.num_programs) == (before.num_arrays, before.num_programs)
+    assert after.num_maps < before.num_maps + 100  # one engine's programs take about 400
+    assert all(engine.is_closed for engine in kept)
+    assert all(error.__traceback__ is not None for error in errors)
+    assert kept[0].get_server_info()["num_programs"] == 3
