@@ -72,16 +72,16 @@ def main() -> None:
 
 
 def make_engine(shape: tuple[int, int, int] | None, dtype: str, **more: Any) -> Engine:
+    """Of one row, for S/K/N or plain; all programs are there, so that the fitting one is timed."""
+    shared = {"max_running_requests": 1, "dtype": dtype, "compile_at_start": "all", **more}
     if shape is None:
-        return Engine(speculative_algorithm="NONE", max_running_requests=1, dtype=dtype, **more)
+        return Engine(speculative_algorithm="NONE", **shared)
     steps, topk, nodes = shape
     return Engine(
         speculative_num_steps=steps,
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=nodes,
-        max_running_requests=1,
-        dtype=dtype,
-        **more,
+        **shared,
     )
 
 

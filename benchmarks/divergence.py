@@ -112,6 +112,7 @@ def engine_arguments(
         "max_queued_requests": max(128, settings.num_prompts),
         "max_total_tokens": settings.num_rows * (context + 2 * PAGE_SIZE),  # none waits for pages
         "chunked_prefill_size": 128,
+        "compile_at_start": "all",  # a larger program than needed may round otherwise
         **settings.engine,
     }
     shape = MODES[configuration.mode]
@@ -291,7 +292,7 @@ class Measurement:
         }
         result = {
             "pair": self._pair.name,
-            "head_dim": self._pair.layers[0].head_dim,
+            "head_dim": self._pair.layers[0].one_layer.attention.head_dim,
             "settings": settings,
             "engines": self.engines,
             "rows": self.rows,

@@ -18,18 +18,15 @@ import numpy as np
 from benchmarks.heldout import heldout_prompts
 from benchmarks.workloads import WORKLOADS, Workload
 from jspec.core import sharding
-from jspec.core.config import Eagle3Config, TransformerConfig
-from jspec.core.config_io import (
-    eagle3_config_json,
-    load_eagle3_config,
-    load_transformer_config,
-    transformer_config_json,
-)
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
-from jspec.engine.loading import BUNDLED, resolve_backend
+from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.engine.loading import BUNDLED, resolve_ops
 from jspec.engine.memory import resolve_dtype
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
 from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
+from jspec.models.registry import family_named
 from jspec.text.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
@@ -45,7 +42,7 @@ class Pair:
     name: str
     arguments: Mapping[str, Any]
     draft_arguments: Mapping[str, Any]
-    layers: tuple[TransformerConfig, ...]
+    layers: tuple[ModelSpec, ...]
     prompts: tuple[Ids, ...] = ()
 
 
@@ -55,7 +52,7 @@ def backend_problem(pair: Pair, arguments: Mapping[str, Any]) -> str | None:
     args = EngineArgs.from_mapping(arguments)
     dtype = resolve_dtype(args.dtype, devices[0].platform)
     try:
-        resolve_backend(args, sharding.make_mesh(devices), dtype=dtype, layers=pair.layers)
+        resolve_ops(args, sharding.make_mesh(devices), dtype=dtype, models=pair.layers)
     except ConfigError as error:
         return str(error)
     return None
@@ -74,8 +71,8 @@ def bundled_pair(_: Path) -> Pair:
     return Pair(name="bundled", arguments={}, draft_arguments={}, layers=(target, draft.layer))
 
 
-def bundled_configs() -> tuple[TransformerConfig, Eagle3Config]:
-    target = load_transformer_config(BUNDLED / "target")
+def bundled_configs() -> tuple[ModelSpec, Eagle3Config]:
+    target = load_model_spec(BUNDLED / "target")
     return target, load_eagle3_config(BUNDLED / "draft", target=target)
 
 
@@ -99,13 +96,15 @@ def wide_pair(directory: Path) -> Pair:
     wide_target = wide_config(target)
     wide_draft = replace(draft, layer=wide_config(draft.layer))
     configs = {
-        "target": transformer_config_json(wide_target, dtype="bfloat16"),
+        "target": family_named(wide_target.family).to_json(wide_target)
+        | {"torch_dtype": "bfloat16"},
         "draft": eagle3_config_json(wide_draft, dtype="bfloat16"),
     }
+    head_dim = target.one_layer.attention.head_dim
     for name, config in configs.items():
         with open_tensors(BUNDLED / name) as tensors:
             wide = {
-                key: wide_tensor(key, tensors.read(key), head_dim=target.head_dim)
+                key: wide_tensor(key, tensors.read(key), head_dim=head_dim)
                 for key in tensors.sources
             }
         write_checkpoint(directory / name, config, wide)
@@ -117,13 +116,21 @@ def wide_pair(directory: Path) -> Pair:
     )
 
 
-def wide_config(config: TransformerConfig) -> TransformerConfig:
+def wide_config(config: ModelSpec) -> ModelSpec:
     """Pair i of a head turns by theta ** (-2i / D); a wider D asks for a power of theta.
 
     In:  D 32, theta 1e4    Out: D 128, theta 1e16: 1e16 ** (-2i / 128) = 1e4 ** (-2i / 32)
     """
-    rope = replace(config.rope, theta=config.rope.theta**WIDENING)
-    return replace(config, head_dim=WIDENING * config.head_dim, rope=rope)
+    heads = config.one_layer.attention
+    rope = replace(heads.rope, theta=heads.rope.theta**WIDENING)
+    return with_heads(config, head_dim=WIDENING * heads.head_dim, rope=rope)
+
+
+def with_heads(config: ModelSpec, **changes: Any) -> ModelSpec:
+    """The model with its layers' attention changed."""
+    layer = config.one_layer
+    layer = replace(layer, attention=replace(layer.attention, **changes))
+    return replace(config, layers=(layer,) * config.num_layers)
 
 
 def wide_tensor(name: str, weight: HostArray, *, head_dim: int) -> HostArray:
@@ -160,8 +167,8 @@ def random_pair(directory: Path) -> Pair:
     workload = replace(
         WORKLOADS["tiny"],
         name="random",
-        target=replace(target, head_dim=64, tie_word_embeddings=False),
-        draft=replace(draft, layer=replace(draft.layer, head_dim=64, tie_word_embeddings=False)),
+        target=replace(with_heads(target, head_dim=64), tie_word_embeddings=False),
+        draft=replace(draft, layer=with_heads(draft.layer, head_dim=64)),
         dtype="bfloat16",
     )
     return dummy_pair(workload, directory)

@@ -144,8 +144,8 @@ def start_engine(mode: str, arguments: Mapping[str, Any], record: Record) -> Any
     num_cached = sum(1 for _ in cache.rglob("*")) if named != "" else 0
     started = time.monotonic()
 
-    def progress(done: int, total: int, what: str) -> None:
-        print(f"  {time.monotonic() - started:6.1f} s compiled {done}/{total}: {what}", flush=True)
+    def progress(done: int, total: int, what: str, how: str) -> None:
+        print(f"  {time.monotonic() - started:6.1f} s {how} {done}/{total}: {what}", flush=True)
 
     print(f"starting {mode}", flush=True)
     engine = Engine(progress=progress, **arguments)
@@ -290,7 +290,8 @@ def run_child(
 
 def table(cells: Mapping[str, Cell], workload: Workload) -> str:
     """Markdown: jspec beside the better peer, and the ratio (above 1 is better)."""
-    lines = [f"source of the peers' figures: {peers.SOURCE}", ""]
+    has_peers = workload.name == peers.MODEL  # measured on this model alone
+    lines = [f"source of the peers' figures: {peers.SOURCE}", ""] if has_peers else []
     lines += ["| cell | jspec | better peer | ratio |", "|---|---|---|---|"]
     for name in workload.cells():
         if name not in cells:
@@ -298,9 +299,9 @@ def table(cells: Mapping[str, Cell], workload: Workload) -> str:
         group, size = name.split("/")
         unit, value = figure(group, cells[name])
         peer = peers.better_peer(group, size)
-        beside = "" if peer is None or workload.name == "tiny" else f"{peer[0]} {peer[1]:g}"
+        beside = "" if peer is None or not has_peers else f"{peer[0]} {peer[1]:g}"
         times = peers.ratio(group, size, value) if value is not None else None
-        ratio = "" if times is None or workload.name == "tiny" else f"{times:.2f}"
+        ratio = "" if times is None or not has_peers else f"{times:.2f}"
         why = cells[name].get("error", cells[name].get("skipped", ""))
         shown = why[:60] if value is None else f"{value:g} {unit}"
         lines.append(f"| {name} | {shown} | {beside} | {ratio} |")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+MODEL = "llama-3.1-8b"
 SOURCE = "performance.md: vLLM 0.25.0 and SGLang 0.5.15 on one NVIDIA H200"
 
 # Tokens per second by mode, peer and batch.

@@ -16,18 +16,20 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core import shapes
-from jspec.core.batch import DraftTree, Verified
+from jspec.core.batch import DraftTree, Features, Verified
+from jspec.core.model_spec import AttentionSpec
 from jspec.core.state import EngineState, take_rows
-from jspec.layers.attention import Rotation, rotate_and_split
-from jspec.layers.norm import Residual
+from jspec.layers.embedding import embed
+from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.rope import angles_of
-from jspec.models.llama import bind, trunk
-from jspec.models.paged import AttentionSettings
-from jspec.pallas_kernels.paged_attention import paged_attention
+from jspec.models.decoder import LayerSettings, run_layer, trunk
+from jspec.pallas_kernels.ops_gpu import GpuOps
+from jspec.pallas_kernels.paged_attention import AttentionCall
 from jspec.pallas_kernels.reference import new_slots
 from jspec.pallas_kernels.rotate_write_gpu import rotate_and_write
+from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.rows import AttentionRows
-from jspec.speculative.draft import RowsInStep
+from jspec.speculative.drafter import RowsInStep, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits
 from jspec.speculative.verify import choose_at_nodes, settle
@@ -38,7 +40,7 @@ COPY_BYTES_PER_SECOND = 4.3e12  # read plus written
 FLOPS_PER_SECOND = 790e12  # bfloat16 matrix products
 
 PRODUCTS, ATTENTION, KV_WRITES = "target products", "target attention", "KV writes"
-PROPOSE, EXTEND = "draft propose", "draft extend"
+PROPOSE, ADVANCE = "draft propose", "draft extend"  # the names that recorded tables have
 ACCEPT, SAMPLING = "accept and compaction", "sampling"
 ATTENTION_AND_WRITES = "target attention with KV writes"
 
@@ -83,6 +85,7 @@ def rows_of(state: EngineState, slots: jax.Array) -> RowsInStep:
         root_ids=take_rows(rows.root_ids, slots),
         seq_lens=take_rows(rows.seq_lens, slots),
         page_table=take_rows(rows.page_table, slots),
+        window_tables=take_rows(rows.window_tables, slots),
         sampling=take_rows(rows.sampling, slots),
     )
 
@@ -102,56 +105,54 @@ def parts(step: Step, state: EngineState) -> Iterator[Part]:
         yield attention_part(step, state, writes=True)
     if step.program.spec.num_steps:
         yield propose_part(step, state)
-        yield extend_part(step, state)
+        yield advance_part(step, state)
         yield accept_part(step, state)
     yield sampling_part(step)
 
 
 def has_one_kernel_for_writes(step: Step) -> bool:
     """Whether RoPE and KV writes are one kernel, which is the part KV_WRITES then."""
-    return AttentionSettings(step.program.backend, queries_per_row=None).has_gpu_kernels
+    return isinstance(step.program.ops, GpuOps)
 
 
 def products_part(step: Step) -> Part:
     """The target without attention: products, norms, activations, lm_head, and RoPE where the
     KV writes are not one kernel with it."""
-    target, config = step.program.target, step.program.target.config
+    target, ops = step.program.target, step.program.ops
+    spec = target.spec
     is_rotated_elsewhere = has_one_kernel_for_writes(step)
-    settings = AttentionSettings(
-        step.program.backend, queries_per_row=step.program.spec.num_draft_tokens
-    )
-    add_and_norm = settings.add_and_norm
+    settings = LayerSettings(ops, target.shard, step.program.spec.num_draft_tokens)
 
-    def attend(heads: jax.Array, turn: Rotation) -> jax.Array:
+    def attend(heads: jax.Array, turn: Rotation, _: jax.Array | None) -> jax.Array:
         if is_rotated_elsewhere:
-            q, k, v = jnp.split(
-                heads, (config.num_heads, config.num_heads + config.num_kv_heads), 1
-            )
+            first_v = (heads.shape[1] + turn.num_heads) // 2
+            q, k, v = jnp.split(heads, (turn.num_heads, first_v), 1)
         else:
             q, k, v = rotate_and_split(heads, turn)
         return q + jnp.repeat(k + v, q.shape[-2] // k.shape[-2], axis=-2)
 
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
         logits, _ = carry
-        model = bind(target.definition, params)
         positions = shapes.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
 
         def layer(i: int, stream: Residual) -> Residual:
-            layer_params = params["layers"][i]
-            module = bind(target.layer_definition, layer_params)
-            gated_product = settings.gated_product(
-                step.num_queries, layer_params, by_columns=target.by_columns
+            return run_layer(
+                params["layers"][i],
+                stream,
+                positions,
+                attend,
+                spec=spec.layers[i],
+                settings=settings,
             )
-            return module(stream, positions, attend, add_and_norm, gated_product)
 
-        x = nudge(model.embed(tree.tokens.reshape(-1)), logits)
-        stack = [partial(layer, i) for i in range(config.num_layers)]
+        x = nudge(embed(params["embed"], tree.tokens.reshape(-1)), logits)
+        stack = [partial(layer, i) for i in range(spec.num_layers)]
         stream, aux = trunk(stack, x, aux_layer_ids=target.aux_layer_ids)
-        _, hidden = model.norm.of_sum(stream, add_and_norm)
+        _, hidden = norm_of_sum(params["norm"], stream, eps=spec.rms_norm_eps, ops=ops)
         return target.logits(params, hidden), aux
 
     params = step.params["target"]
-    width = len(target.aux_layer_ids) * config.hidden_size
+    width = len(target.aux_layer_ids) * spec.hidden_size
     carry = (
         jnp.zeros((step.num_queries, params["lm_head"]["kernel"].shape[1]), jnp.float32),
         jnp.zeros((step.num_queries, width), params["embed"]["table"].dtype),
@@ -161,36 +162,23 @@ def products_part(step: Step) -> Part:
 
 def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
     """Attention of all layers over their own pools, with or without writing the N new rows."""
-    program, config = step.program, step.program.target.config
-    nodes = step.tree.tokens.shape[1]
+    program, spec = step.program, step.program.target.spec
+    heads = spec.one_layer.attention
+    settings = AttentionCall(queries_per_row=step.tree.tokens.shape[1], scale=heads.score_scale)
 
     def call(q: jax.Array, pages: jax.Array, where: AttentionRows) -> tuple[jax.Array, jax.Array]:
-        new = q[:, : config.num_kv_heads] if writes else None
-        return paged_attention(
-            q,
-            new,
-            new,
-            pages,
-            where.page_table,
-            where.prefix_lens,
-            where.cu_q_lens,
-            where.tail_mask,
-            where.q_positions,
-            where.tail_positions,
-            scale=config.head_dim**-0.5,
-            queries_per_row=nodes,
-            backend=program.backend,
-        )
+        new = q[:, : heads.num_kv_heads] if writes else None
+        return program.ops.attend(q, new, new, pages, where, settings)
 
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, read: Any) -> Any:
         q, kv = carry
         pools, where = list(kv or read), verified_rows(program, rows, tree)
-        for i in range(config.num_layers):
+        for i in range(spec.num_layers):
             q, pools[i] = call(q, pools[i], where)
         return q, tuple(pools) if writes else ()
 
     dtype = state.kv[0].dtype
-    q = jnp.ones((step.num_queries, config.num_heads, config.head_dim), dtype)
+    q = jnp.ones((step.num_queries, heads.num_heads, heads.head_dim), dtype)
     name = ATTENTION_AND_WRITES if writes else ATTENTION
     carry = (q, fresh(state.kv) if writes else ())
     return Part(name=name, body=body, carry=carry, arrays=() if writes else state.kv)
@@ -198,14 +186,14 @@ def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
 
 def writes_part(step: Step, state: EngineState) -> Part:
     """RoPE and the writing of the N new rows of K and V in all layers, as one kernel each."""
-    config = step.program.target.config
+    spec, ops = step.program.target.spec.one_layer.attention, step.program.ops
     nodes = step.tree.tokens.shape[1]
-    shape = (step.num_queries, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+    shape = (step.num_queries, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads = jnp.ones(shape, state.kv[0].dtype)
 
     def body(kv: Any, rows: RowsInStep, tree: DraftTree, heads: Any) -> Any:
         where = verified_rows(step.program, rows, tree)
-        cos, sin = angles_of(where.q_positions, head_dim=config.head_dim, rope=config.rope)
+        cos, sin = angles_of(where.q_positions, head_dim=spec.head_dim, rope=spec.rope)
         page, offset = new_slots(
             where, heads.shape[0], page_size=kv[0].shape[1], queries_per_row=nodes
         )
@@ -217,9 +205,9 @@ def writes_part(step: Step, state: EngineState) -> Part:
                 pages,
                 page,
                 offset,
-                num_heads=config.num_heads,
+                num_heads=spec.num_heads,
                 queries_per_row=nodes,
-                interpret=step.program.backend == "gpu_interpret",
+                interpret=isinstance(ops, GpuOps) and ops.interpret,
             )[1]
             for pages in kv
         )
@@ -258,53 +246,45 @@ def propose_part(step: Step, state: EngineState) -> Part:
     return Part(name=PROPOSE, body=body, carry=carry, arrays=(step.params["draft"], draft))
 
 
-def extend_part(step: Step, state: EngineState) -> Part:
-    """The draft over what was emitted, M rows always, with the target's features."""
+def advance_part(step: Step, state: EngineState) -> Part:
+    """The drafter over what was emitted, M rows always, with the target's features."""
     spec, batch = step.program.spec, step.batch
     most = spec.max_emitted
     emitted = min(most, round(spec.simulate_acceptance or most))
-    head = step.program.drafter.head  # type: ignore[attr-defined]
-    width = len(head.config.aux_layer_ids) * head.config.target_hidden_size
+    target: Any = step.program.target
+    width = len(target.aux_layer_ids) * target.spec.hidden_size
     draft = take_rows(state.draft, jnp.arange(1, batch + 1))
-    features = jnp.ones((batch * most, width), draft.hidden.dtype)
+    aux_hidden = jnp.ones((batch, most, width), draft.hidden.dtype)
 
     def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
-        (kv, before), (params, features) = carry, arrays
-        row = jnp.arange(most, dtype=jnp.int32)
-        where = AttentionRows(
-            page_table=rows.page_table,
-            prefix_lens=rows.seq_lens,
-            cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * emitted,
-            q_positions=shapes.extend_position(rows.seq_lens[:, None], row).reshape(-1),
+        (kv, before), (params, aux_hidden) = carry, arrays
+        verified = Verified(
+            emitted_ids=jnp.broadcast_to(before.level1_ids[:, :1], (batch, most)),
+            bonus_ids=before.level1_ids[:, 0],
+            num_accepted=jnp.full((batch,), emitted - 1, jnp.int32),
+            node_path=jnp.zeros((batch, most), jnp.int32),
+            features=Features(
+                hidden=aux_hidden[:, :, :0], aux_hidden=nudge(aux_hidden, before.hidden)
+            ),
         )
-        return step.program.drafter.extend(
-            params,
-            kv,
-            token_ids=jnp.broadcast_to(before.level1_ids[:, :1], (batch, most)).reshape(-1),
-            features=nudge(features, before.hidden),
-            rows=where,
-            queries_per_row=most,
-            last=jnp.arange(batch, dtype=jnp.int32) * most + emitted - 1,
-            next_position=shapes.chosen_position(rows.seq_lens + emitted, 0),
-            sampling=rows.sampling,
-        )
+        return step.program.drafter.advance(params, kv, before, emitted_by(verified, rows))
 
     carry = (fresh(state.draft_kv), draft)
-    return Part(name=EXTEND, body=body, carry=carry, arrays=(step.params["draft"], features))
+    return Part(name=ADVANCE, body=body, carry=carry, arrays=(step.params["draft"], aux_hidden))
 
 
 def accept_part(step: Step, state: EngineState) -> Part:
     """The walk down the tree, compaction of all pools, gathering of ids and features."""
     spec, nodes = step.program.spec, step.tree.tokens.shape[1]
-    config = step.program.target.config
-    width = len(step.program.target.aux_layer_ids) * config.hidden_size
-    hidden = jnp.ones((step.batch, nodes, width), state.kv[0].dtype)
+    target: Any = step.program.target
+    width = len(target.aux_layer_ids) * target.spec.hidden_size
+    aux_hidden = jnp.ones((step.batch, nodes, width), state.kv[0].dtype)
 
-    def body(carry: Any, rows: RowsInStep, tree: DraftTree, hidden: Any) -> Any:
+    def body(carry: Any, rows: RowsInStep, tree: DraftTree, features: Any) -> Any:
         kv, before = carry
         target_ids = jnp.where(before.emitted_ids[:, :1] < -1, 0, tree.tokens)
-        backend = step.program.backend
-        return settle(tree, target_ids, hidden, kv, rows, spec=spec, backend=backend)
+        ops = step.program.ops
+        return settle(tree, target_ids, features, kv, rows, spec=spec, ops=ops)
 
     most = spec.max_emitted
     verified = Verified(
@@ -312,9 +292,13 @@ def accept_part(step: Step, state: EngineState) -> Part:
         bonus_ids=jnp.zeros((step.batch,), jnp.int32),
         num_accepted=jnp.zeros((step.batch,), jnp.int32),
         node_path=jnp.zeros((step.batch, most), jnp.int32),
-        hidden=jnp.zeros((step.batch, most, width), hidden.dtype),
+        features=Features(
+            hidden=jnp.zeros((step.batch, most, 0), aux_hidden.dtype),
+            aux_hidden=jnp.zeros((step.batch, most, width), aux_hidden.dtype),
+        ),
     )
-    return Part(name=ACCEPT, body=body, carry=(fresh(state.kv), verified), arrays=hidden)
+    features = Features(hidden=aux_hidden[:, :, :0], aux_hidden=aux_hidden)
+    return Part(name=ACCEPT, body=body, carry=(fresh(state.kv), verified), arrays=features)
 
 
 def sampling_part(step: Step) -> Part:
@@ -332,8 +316,8 @@ def sampling_part(step: Step) -> Part:
             rows,
             spec=step.program.spec,
             prompt_lens=rows.seq_lens,
+            filtered=False,
             output_counts=None,
-            backend=step.program.backend,
         )
 
     return Part(name=SAMPLING, body=body, carry=fresh(step.tree.tokens), arrays=logits)
@@ -349,12 +333,12 @@ def fresh(tree: Any) -> Any:
 
 def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
     """Milliseconds that each part takes at least on one H200, rows of `committed` tokens."""
-    spec, config = step.program.spec, step.program.target.config
+    spec, heads = step.program.spec, step.program.target.spec.one_layer.attention
     target = step.params["target"]
-    kv_row = _row_bytes(config, target)
-    layers, rows = config.num_layers, step.num_queries
+    kv_row = _row_bytes(heads, target)
+    layers, rows = step.program.target.spec.num_layers, step.num_queries
     seen = committed + step.tree.tokens.shape[1]
-    attention_flops = 4 * rows * seen * config.num_heads * config.head_dim * layers
+    attention_flops = 4 * rows * seen * heads.num_heads * heads.head_dim * layers
     found = {
         PRODUCTS: _products_ms(target, rows),
         ATTENTION: 1e3
@@ -373,7 +357,7 @@ def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
         most = step.batch * spec.max_emitted
         body = {name: draft[name] for name in ("fc", "layer")}
         found[PROPOSE] = (spec.num_steps - 1) * forward
-        found[EXTEND] = (
+        found[ADVANCE] = (
             _products_ms(body, most)
             + _products_ms({"lm_head": draft["lm_head"]}, step.batch)
             + 1e3 * read
@@ -383,10 +367,10 @@ def floors_ms(step: Step, *, committed: int) -> dict[str, float]:
     return found
 
 
-def _row_bytes(config: Any, target: Any) -> int:
+def _row_bytes(heads: AttentionSpec, target: Any) -> int:
     """Bytes of one token's K and V in one layer."""
     itemsize = target["embed"]["table"].dtype.itemsize
-    return 2 * config.num_kv_heads * config.head_dim * itemsize
+    return 2 * heads.num_kv_heads * heads.head_dim * itemsize
 
 
 def _products_ms(params: Any, rows: int) -> float:

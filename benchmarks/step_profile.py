@@ -49,6 +49,7 @@ from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.core import sharding
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
+from jspec.core.features import ALL, PLAIN
 from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
@@ -56,6 +57,7 @@ from jspec.engine.compilation import compile_all, compiler_options, enable_persi
 from jspec.engine.dummy_weights import hashed_normal
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.programs import ProgramKey
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
 from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
@@ -98,6 +100,10 @@ class Bench:
         rows = replace(
             state.rows,
             page_table=jnp.asarray(table),
+            window_tables={  # rows may share pages there: what is read and written is as much
+                space.window: jnp.asarray(table % (space.num_pages + 1))
+                for space in self.limits.windows
+            },
             seq_lens=jnp.asarray(lens),
             root_ids=1 + jnp.arange(slots, dtype=jnp.int32),
         )
@@ -132,11 +138,11 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
     models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
     limits = resolve_limits(
         args,
-        models.target_config,
+        models.target.cache_groups + models.drafter.cache_groups,
+        max_position=models.target.spec.max_position,
         devices=devices,
         dtype=dtype,
-        draft=models.draft_layer,
-        backend=models.backend,
+        ops=models.target.ops,
     )
     limits = replace(
         limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
@@ -145,8 +151,6 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         target=models.target,
         drafter=models.drafter,
         spec=args.speculative,
-        full=False,
-        backend=models.backend,
     )
     return Bench(
         workload=workload,
@@ -165,11 +169,11 @@ def compiled(bench: Bench) -> Bench:
     program, limits = bench.program, bench.limits
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
     keys = (
-        (StepKind.PREFILL, limits.chunk_size, True),
-        (StepKind.DECODE, limits.num_slots, False),
+        ProgramKey(StepKind.PREFILL, limits.chunk_size, ALL),
+        ProgramKey(StepKind.DECODE, limits.num_slots, PLAIN),
     )
     executables = compile_all(
-        {False: program, True: replace(program, full=True)},
+        program,
         limits,
         mesh=bench.mesh,
         params=bench.models.params,
@@ -200,7 +204,7 @@ def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
     its clock to stay within its power, as it does under an engine.
     """
     batch = bench.limits.num_slots
-    key = (StepKind.DECODE, batch, False)
+    key = ProgramKey(StepKind.DECODE, batch, PLAIN)
     packed = layout_of(key, bench.limits)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
     fields["slots"][:] = np.arange(1, batch + 1)
@@ -301,7 +305,7 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
                     (StepKind.DECODE, batch, False),
                     bench.limits,
                     platform=jax.default_backend(),
-                    backend=bench.program.backend,
+                    ops=bench.program.ops,
                 ),
             )
             cell = {"ms": round(times[part.name], 4)}

@@ -1,7 +1,7 @@
 """What the H200 table runs: model shapes as config.json files, engine arguments, batch sizes.
 
-Two workloads: Llama-3.1-8B with an EAGLE-3 head of its width, and a tiny pair of the same build
-for a smoke test on a CPU. Weights are random (load_format "dummy"), so no checkpoint is needed.
+Llama-3.1-8B and Qwen3-30B-A3B, each with an EAGLE-3 head of its width, and tiny pairs of both
+builds for a smoke test on a CPU. Weights are random (load_format "dummy"): no checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jspec.core.config import Eagle3Config, RopeConfig, TransformerConfig
-from jspec.core.config_io import eagle3_config_json, transformer_config_json
+from jspec.core.config import RopeConfig
+from jspec.core.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    Eagle3Config,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    uniform_decoder,
+)
+from jspec.models.eagle3_config import eagle3_config_json
+from jspec.models.registry import family_named
 
 # S/K/N of each mode; None decodes plainly.
 MODES: Mapping[str, tuple[int, int, int] | None] = {
@@ -28,7 +38,7 @@ class Workload:
     """One model pair and what is measured on it. prefills: (prompts, tokens of each)."""
 
     name: str
-    target: TransformerConfig
+    target: ModelSpec
     draft: Eagle3Config
     dtype: str
     batches: tuple[int, ...]
@@ -48,8 +58,9 @@ class Workload:
 
     def write_configs(self, directory: Path) -> None:
         """`directory`/target and `directory`/draft, each with nothing but its config.json."""
+        target = family_named(self.target.family).to_json(self.target)
         for name, config in (
-            ("target", transformer_config_json(self.target, dtype=self.dtype)),
+            ("target", target | {"torch_dtype": self.dtype}),
             ("draft", eagle3_config_json(self.draft, dtype=self.dtype)),
         ):
             (directory / name).mkdir(parents=True, exist_ok=True)
@@ -64,6 +75,7 @@ class Workload:
             "skip_tokenizer_init": True,
             "dtype": self.dtype,
             "max_running_requests": max(self.batches),
+            "compile_at_start": "all",  # a larger program than needed would be timed else
             **self.engine,
         }
         shape = MODES[mode]
@@ -81,16 +93,22 @@ class Workload:
         }
 
 
-def _draft_of(target: TransformerConfig, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
+def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
+    """A head of the target's first layer; a mixture's head is a dense Llama layer."""
+    layer = target.layers[0]
+    if isinstance(layer.ffn, MoESpec):
+        attention = replace(layer.attention, qk_norm=False)
+        dense = DenseSpec(inner=layer.ffn.inner * layer.ffn.top_k)
+        layer = replace(layer, attention=attention, ffn=dense)
     return Eagle3Config(
-        layer=replace(target, num_layers=1),
+        layer=replace(target, layers=(layer,), family="llama"),
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layer_ids=aux,
     )
 
 
-LLAMA_8B = TransformerConfig(
+LLAMA_8B = uniform_decoder(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -102,7 +120,7 @@ LLAMA_8B = TransformerConfig(
     max_position=131072,
     eos_token_ids=(128001,),
 )
-TINY = TransformerConfig(
+TINY = uniform_decoder(
     vocab_size=320,
     hidden_size=32,
     intermediate_size=64,
@@ -113,11 +131,45 @@ TINY = TransformerConfig(
     max_position=512,
     eos_token_ids=(319,),
 )
+QWEN3_30B_A3B = ModelSpec(
+    vocab_size=151936,
+    hidden_size=2048,
+    layers=(
+        LayerSpec(
+            attention=AttentionSpec(
+                num_heads=32,
+                num_kv_heads=4,
+                head_dim=128,
+                rope=RopeConfig(theta=1000000.0),
+                qk_norm=True,
+            ),
+            ffn=MoESpec(num_experts=128, top_k=8, inner=768),
+            eps=1e-6,
+        ),
+    )
+    * 48,
+    rms_norm_eps=1e-6,
+    max_position=40960,
+    eos_token_ids=(151645,),
+    family="qwen3_moe",
+)
+TINY_MOE = replace(
+    TINY,
+    layers=tuple(
+        replace(
+            layer,
+            attention=replace(layer.attention, qk_norm=True),
+            ffn=MoESpec(num_experts=4, top_k=2, inner=32),
+        )
+        for layer in TINY.layers
+    ),
+    family="qwen3_moe",
+)
 WORKLOADS: Mapping[str, Workload] = {
     "llama-3.1-8b": Workload(
         name="llama-3.1-8b",
         target=LLAMA_8B,
-        draft=_draft_of(
+        draft=draft_of(
             LLAMA_8B,
             draft_vocab_size=32000,
             aux=Eagle3Config.default_aux_layer_ids(LLAMA_8B.num_layers),
@@ -134,7 +186,35 @@ WORKLOADS: Mapping[str, Workload] = {
     "tiny": Workload(
         name="tiny",
         target=TINY,
-        draft=_draft_of(TINY, draft_vocab_size=160, aux=(0, 2, 3)),
+        draft=draft_of(TINY, draft_vocab_size=160, aux=(0, 2, 3)),
+        dtype="float32",
+        batches=(1, 2),
+        prompt_len=24,
+        long_run=25,
+        short_run=7,
+        prefills=((1, 8), (2, 24)),
+        engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
+    ),
+    "qwen3-30b-a3b": Workload(
+        name="qwen3-30b-a3b",
+        target=QWEN3_30B_A3B,
+        draft=draft_of(
+            QWEN3_30B_A3B,
+            draft_vocab_size=32000,
+            aux=Eagle3Config.default_aux_layer_ids(QWEN3_30B_A3B.num_layers),
+        ),
+        dtype="bfloat16",
+        batches=(1, 8, 32, 64),
+        prompt_len=1024,
+        long_run=288,
+        short_run=32,
+        prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
+        engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
+    ),
+    "tiny-moe": Workload(
+        name="tiny-moe",
+        target=TINY_MOE,
+        draft=draft_of(TINY_MOE, draft_vocab_size=160, aux=(0, 2, 3)),
         dtype="float32",
         batches=(1, 2),
         prompt_len=24,

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from jspec import __version__
 from jspec.core.config import ServeLimits
-from jspec.core.config_io import load_transformer_config
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.protocols import TextStream
@@ -30,12 +29,15 @@ from jspec.core.request import Request, StreamChunk
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
+from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import resolve_paths
 from jspec.engine.memory import resolve_dtype
+from jspec.models.checkpoint import load_model_spec
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
-from jspec.scheduler.scheduler import Scheduler, SchedulerStats
+from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.stats import SchedulerStats
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
 from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
@@ -45,18 +47,17 @@ def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int,
     """Every id that ends a text: those of the model's files, then those that only the tokenizer's
     name, which may lie elsewhere and name none."""
     named = () if tokenizer is None else tokenizer.eos_token_ids
-    return tuple(dict.fromkeys((*load_transformer_config(target).eos_token_ids, *named)))
+    return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))
 
 
 class Engine:
     """One model pair, loaded and compiled, ready for requests.
 
-    Keyword arguments are those of `EngineArgs`. The engine lives on one event loop: the one that
-    first awaits it, or a background thread's if the first call is a synchronous one. Other loops
-    and threads may use it too.
+    Keyword arguments are those of `EngineArgs`. The engine lives on an event loop in a
+    thread of its own: any thread and any event loop, one asyncio.run after the other, may use it.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError and QueueFullError
-    for a request, EngineClosedError after shutdown.
+    for a request, EngineClosedError after shutdown. Ctrl-C while it starts is KeyboardInterrupt.
     """
 
     def __init__(
@@ -67,7 +68,14 @@ class Engine:
         **arguments: Any,
     ) -> None:
         started = time.monotonic()
-        self.args = EngineArgs.from_mapping(arguments)
+        with interruptible():
+            self.args = EngineArgs.from_mapping(arguments)
+            self._start(progress)
+            self._loop = EngineLoop(self._scheduler, self._runner, trace=trace)
+        self._home = HomeLoop()
+        self.startup_seconds = time.monotonic() - started
+
+    def _start(self, progress: Progress | None) -> None:
         paths = resolve_paths(self.args)
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:
@@ -83,14 +91,14 @@ class Engine:
             random_seed=self.args.random_seed,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
-        self._loop = EngineLoop(self._scheduler, runner, trace=trace)
-        self._home = HomeLoop()
-        self.startup_seconds = time.monotonic() - started
 
     def _make_stream(self, request: Request) -> TextStream:
         if self._tokenizer is None:
             return IdsOnlyStream()
-        return TokenizedStream(self._tokenizer, stop=request.sampling.stop)
+        made = request.stop_matching
+        return TokenizedStream(
+            self._tokenizer, stop=request.sampling.stop if made is None else made
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -179,9 +187,9 @@ class Engine:
 
     async def _complete(self, request: Request, stream: EngineStream) -> dict[str, Any]:
         started = time.monotonic()
-        completion = Completion(request_id=request.request_id)
+        completion = Completion(request.request_id)
         async for chunk in stream:
-            completion = completion.add(chunk)
+            completion.add(chunk)
         return completion.to_json(e2e_latency=time.monotonic() - started)
 
     async def _complete_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -212,10 +220,12 @@ class Engine:
 
     async def _stream(self, request: Request) -> AsyncGenerator[dict[str, Any]]:
         started = time.monotonic()
-        completion = Completion(request_id=request.request_id)
-        async with aclosing(self.stream_chunks(request)) as chunks:
-            async for chunk in chunks:
-                completion = completion.add(chunk)
+        completion = Completion(request.request_id)
+        (stream,) = await self.submit((request,))
+        async with aclosing(stream):
+            async for chunk in stream:
+                for each in (chunk, *stream.ready()):  # a slow reader gets fewer, longer ones
+                    completion.add(each)
                 yield completion.to_json(e2e_latency=time.monotonic() - started)
 
     async def async_generate(
@@ -337,17 +347,18 @@ class Engine:
             "speculative_eagle_topk": spec.topk,
             "speculative_num_draft_tokens": spec.num_draft_tokens,
             "dtype": jnp.dtype(resolve_dtype(self.args.dtype, device.platform)).name,
-            "attention_backend": "xla" if self._runner.backend == "xla" else "pallas",
+            "attention_backend": "xla" if self._runner.ops.name == "xla" else "pallas",
             "page_size": self._limits.page_size,
             "max_running_requests": self._limits.num_slots,
             "context_length": self._limits.context_length,
-            "max_total_tokens": self._limits.num_pages * self._limits.page_size,
+            "max_total_tokens": self._limits.max_total_tokens,
             "chunked_prefill_size": self._limits.chunk_size,
         }
         return {
             **resolved,
-            "max_total_num_tokens": self._limits.num_pages * self._limits.page_size,
+            "max_total_num_tokens": self._limits.max_total_tokens,
             "num_programs": self._runner.num_programs,
+            "num_programs_wanted": self._runner.num_programs_wanted,
             "startup_seconds": round(self.startup_seconds, 3),
             "device": str(device.device_kind),
             "version": __version__,
@@ -367,17 +378,15 @@ class Engine:
         if self._home.is_running or not self._home.is_started:
             with suppress(EngineClosedError):  # somebody else ends it at this moment
                 await self._home.call(self._loop.close())
+            self._home.stop_soon()
 
     def shutdown(self) -> None:
-        """As close, for synchronous callers; also ends the background thread.
-
-        Does nothing if the event loop that the engine lived on has ended: that closed it.
-        """
+        """As close, for synchronous callers; has ended the engine's thread when it returns."""
         self._home.start_thread()  # an engine that was never used is closed as well
         if self._home.is_running:
             with suppress(EngineClosedError):  # somebody else ends it at this moment
                 self._home.run(self._loop.close())
-            self._home.stop()
+        self._home.stop()
 
     def __enter__(self) -> Engine:
         return self

@@ -18,15 +18,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
-from jspec.core.config_io import load_default_temperature
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
+from jspec.engine.device_memory import share_for_server
+from jspec.engine.interrupts import interruptible
+from jspec.models.checkpoint import load_default_temperature
 from jspec.server.flag_table import GROUPS
-from jspec.server.flags import FlagParser, add_flags, markdown_table, parse_flags
+from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
 from jspec.server.spec_tokens import SpecToken, SpecTokenTracker
 
 if TYPE_CHECKING:
     from jspec.api import Engine
+    from jspec.engine.compilation import Progress
 
 USAGE = """usage: jspec COMMAND [flags]
 
@@ -94,7 +97,9 @@ def run_serve(argv: Sequence[str]) -> int:
     )
     add_flags(parser)
     _, settings = parse_flags(parser, argv)
-    from jspec.server.serve import serve
+    os.environ.update(share_for_server(os.environ))  # jax reads it when its backend starts
+    with interruptible():
+        from jspec.server.serve import serve
 
     serve(settings)
     return 0
@@ -220,18 +225,12 @@ def run_generate(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
-    from jspec.api import Engine
-    from jspec.engine.loading import resolve_paths
-    from jspec.server.serve import measurement_warnings
-
-    for warning in measurement_warnings(settings.engine_args):
-        print(f"jspec: warning: {warning}", file=sys.stderr)
-    if options.temperature is None:
-        paths = resolve_paths(settings.engine_args)
-        sampling = replace(sampling, temperature=load_default_temperature(paths.target))
-    if options.seed is None and settings.engine_args.random_seed is None:
-        sampling = replace(sampling, sampling_seed=secrets.randbits(SEED_BITS))
-    with Engine(progress=_show_progress(sys.stderr), **one_stream(settings.engine)) as engine:
+    os.environ.update(share_for_server(os.environ))
+    with interruptible():
+        engine, sampling = _start_one_stream(
+            settings, sampling, is_temperature_given=options.temperature is not None
+        )
+    with engine:
         style = choose_style(sys.stdout, plain_marks=options.plain_marks)
         asyncio.run(
             generate(
@@ -239,6 +238,24 @@ def run_generate(argv: Sequence[str]) -> int:
             )
         )
     return 0
+
+
+def _start_one_stream(
+    settings: Settings, sampling: SamplingParams, *, is_temperature_given: bool
+) -> tuple[Engine, SamplingParams]:
+    """An engine for one stream, and how it samples where nothing was said."""
+    from jspec.api import Engine
+    from jspec.engine.loading import resolve_paths
+    from jspec.server.serve import measurement_warnings
+
+    for warning in measurement_warnings(settings.engine_args):
+        print(f"jspec: warning: {warning}", file=sys.stderr)
+    if not is_temperature_given:
+        paths = resolve_paths(settings.engine_args)
+        sampling = replace(sampling, temperature=load_default_temperature(paths.target))
+    if sampling.sampling_seed is None and settings.engine_args.random_seed is None:
+        sampling = replace(sampling, sampling_seed=secrets.randbits(SEED_BITS))
+    return Engine(progress=_show_progress(sys.stderr), **one_stream(settings.engine)), sampling
 
 
 def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,12 +283,12 @@ def choose_style(out: Screen, *, plain_marks: bool) -> Style:
     return Style.COLOR if out.isatty() and not os.environ.get("NO_COLOR") else Style.NONE
 
 
-def _show_progress(out: Screen) -> Callable[[int, int, str], None]:
+def _show_progress(out: Screen) -> Progress:
     """One line that is rewritten on a terminal; nothing elsewhere."""
 
-    def progress(done: int, total: int, what: str) -> None:
+    def progress(done: int, total: int, what: str, how: str) -> None:
         if out.isatty():
-            out.write(f"\r\x1b[Kcompiled {done}/{total}: {what}" if done < total else "\r\x1b[K")
+            out.write(f"\r\x1b[K{how} {done}/{total}: {what}" if done < total else "\r\x1b[K")
             out.flush()
 
     return progress

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import peers
+from benchmarks import load_checkpoint, peers
 from benchmarks.environment import without_paths
 from benchmarks.h200_table import (
     Options,
@@ -31,8 +32,8 @@ from benchmarks.h200_table import (
 )
 from benchmarks.step_parts import (
     ACCEPT,
+    ADVANCE,
     ATTENTION_AND_WRITES,
-    EXTEND,
     KV_WRITES,
     PRODUCTS,
     PROPOSE,
@@ -46,11 +47,13 @@ from benchmarks.step_timing import on_mesh
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.core.batch import DraftTree
 from jspec.core.config import SpeculativeConfig
-from jspec.core.config_io import load_eagle3_config, load_transformer_config
 from jspec.core.engine_args import EngineArgs
-from jspec.layers.linear import Shard
-from jspec.models.paged import PagedLlama
-from jspec.speculative.draft import NoDrafter
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.decoder import Decoder
+from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.placement import abstract_params
+from jspec.pallas_kernels.choose import OPS
+from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +76,7 @@ def record_at(path: Path) -> Record:
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda w: w.name)
 def test_workloads_are_what_the_loaders_read(workload: Workload, tmp_path: Path) -> None:
     workload.write_configs(tmp_path)
-    target = load_transformer_config(tmp_path / "target")
+    target = load_model_spec(tmp_path / "target")
     assert target == workload.target
     assert load_eagle3_config(tmp_path / "draft", target=target) == workload.draft
     for mode, shape in MODES.items():
@@ -231,7 +234,7 @@ def test_a_step_profile(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     profile(bench, trace=False, put=lambda cell: seen.append(json.loads(json.dumps(cell))))
     last = seen[-1]
-    assert {PRODUCTS, KV_WRITES, PROPOSE, EXTEND, ACCEPT} < set(last["parts"])
+    assert {PRODUCTS, KV_WRITES, PROPOSE, ADVANCE, ACCEPT} < set(last["parts"])
     assert not [part for part, row in last["parts"].items() if "error" in row]
     assert last["whole_ms"] > 0
     assert last["engine_step_ms"] > 0
@@ -242,11 +245,10 @@ def test_a_step_profile(tmp_path: Path) -> None:
 def test_the_floor_of_a_plain_step_at_batch_1_is_known() -> None:
     """3.34 ms for the target's weights at any small batch, 2.2 ms for 64 rows of 1,168 tokens."""
     config = WORKLOADS["llama-3.1-8b"].target
-    target, abstract = PagedLlama.create(config, shard=Shard(), dtype=jnp.bfloat16)
+    target = Decoder(config, OPS["xla"])
+    abstract = abstract_params(target.table, dtype=jnp.bfloat16)
     abstract = jax.tree.map(lambda x: Sized(x.shape, x.dtype), abstract)
-    program = StepProgram(
-        target=target, drafter=NoDrafter(), spec=SpeculativeConfig.plain(), full=False
-    )
+    program = StepProgram(target=target, drafter=NoDrafter(), spec=SpeculativeConfig.plain())
     ids = jnp.zeros((64, 1), jnp.int32)
     step = Step(
         program=program,
@@ -289,3 +291,20 @@ def test_the_whole_table_as_a_command(tmp_path: Path) -> None:
     assert result["cells"]["tree/2"]["acceptance_length"] == 3.0
     assert str(tmp_path) not in json.dumps(result)
     assert "| tree/2 |" in done.stdout
+
+
+def test_a_written_checkpoint_is_loaded_in_every_way(tmp_path: Path) -> None:
+    spec = WORKLOADS["tiny"].target
+    load_checkpoint.write_random(tmp_path, spec, dtype="bfloat16", shard_mib=0)
+    assert len(load_checkpoint.weight_files(tmp_path)) > 10  # 0 MiB: a file for each tensor
+    for kind in load_checkpoint.KINDS:
+        found = load_checkpoint.measure(kind, tmp_path)
+        assert found["seconds"] > 0
+        assert found["host_mib"] >= 0
+    host, device = (load_checkpoint.KINDS[kind](tmp_path) for kind in ("host", "device"))
+    for a, b in zip(jax.tree.leaves(host), jax.tree.leaves(device), strict=True):
+        assert isinstance(b, jax.Array)
+        assert np.isfinite(a.astype(np.float32)).all()
+        np.testing.assert_array_equal(a, np.asarray(b), strict=True)
+    tensors = load_checkpoint.read_safetensors(tmp_path)
+    assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(host))

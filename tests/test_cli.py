@@ -20,10 +20,11 @@ import pytest
 
 from jspec.api import Engine
 from jspec.cli import Painter, Style, Summary, choose_style, generate, main, one_stream, read_prompt
-from jspec.core.config_io import load_default_temperature
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.loading import BUNDLED
+from jspec.models.checkpoint import load_default_temperature
+from jspec.server.serve import log_progress
 from jspec.server.spec_tokens import SpecToken
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
@@ -114,6 +115,8 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["serve", "--prot", "1"], "did you mean '--port'?"),
         (["serve", "--pp-size", "2"], "--pp-size '2' is refused"),
         (["serve", "--model-path", "nowhere"], "model_path is 'nowhere'"),
+        (["serve", "--model-path", ""], "model_path is ''; expected a directory"),
+        (["generate", "x", "--model-path="], "model_path is ''; expected a directory"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["generate", "x", "--port", "1"], "unknown flag '--port'"),
         (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
@@ -221,12 +224,20 @@ def test_the_rate_leaves_the_prompt_out() -> None:
     assert str(alone) == "1 token in 10.00 s, temperature 0"
 
 
+def test_progress_says_what_was_compiled_and_what_was_loaded() -> None:
+    lines: list[str] = []
+    progress = log_progress(lines.append)
+    progress(1, 2, "decode B=4", "loaded")
+    progress(2, 2, "prefill T=8", "compiled")
+    assert lines == ["loaded 1/2: decode B=4", "compiled 2/2: prefill T=8"]
+
+
 def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
     process = start("run_server.py", *flags, "--port", "0", "--enable-metrics")
     try:
         read_until(process.stderr, "--enable-metrics has no effect")
         read_until(process.stderr, "loading ")
-        read_until(process.stderr, "compiled 3/3: ")
+        read_until(process.stderr, " 3/3: ")
         ready = read_until(process.stderr, "ready: ")
         found = re.search(r"ready: (http://127\.0\.0\.1:\d+) after \d+\.\d s", ready)
         assert found
@@ -277,6 +288,29 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
         assert "temperature 1, seed 2\n" in errors
         assert "interrupted" in errors
         assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "moment"),
+    [
+        (["run_server.py", "--port", "0", "--trust-remote-code"], "--trust-remote-code has no"),
+        (["run_server.py", "--port", "0"], "loading "),
+        (["-m", "jspec.cli", "generate", "x", "--trust-remote-code"], "--trust-remote-code has no"),
+    ],
+)
+def test_ctrl_c_ends_a_start_at_any_moment(flags: list[str], words: list[str], moment: str) -> None:
+    process = start(*words, *flags)
+    try:
+        read_until(process.stderr, moment)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+        assert (process.returncode, out) == (130, "")
+        assert errors.endswith("jspec: interrupted\n")
+        assert "Traceback" not in errors
+        assert "ready: " not in errors
     finally:
         process.kill()
         process.communicate()

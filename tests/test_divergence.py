@@ -35,12 +35,15 @@ from benchmarks.divergence_pairs import (
     wide_config,
     wide_pair,
     wide_tensor,
+    with_heads,
 )
 from benchmarks.workloads import WORKLOADS
 from jspec import Engine
-from jspec.core.config import TransformerConfig
-from jspec.core.config_io import load_eagle3_config, load_transformer_config
-from jspec.layers.rope import apply_rope
+from jspec.core.model_spec import ModelSpec
+from jspec.layers.rope import angles_of
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.eagle3_config import load_eagle3_config
+from jspec.pallas_kernels.rotation import rotate
 
 SETTINGS = Settings(
     num_prompts=3, prompt_tokens=12, new_tokens=8, num_rows=1, num_alone=1, seconds=600
@@ -135,17 +138,17 @@ def test_full_products_are_for_float32_and_end() -> None:
 # The pairs.
 
 
-def attended(
-    x: np.ndarray, weights: dict[str, np.ndarray], config: TransformerConfig
-) -> np.ndarray:
+def attended(x: np.ndarray, weights: dict[str, np.ndarray], config: ModelSpec) -> np.ndarray:
     """Causal attention of the tokens x[T, E], from Hugging Face's projections; float32."""
+    heads = config.one_layer.attention
     q, k, v = (
-        jnp.asarray(x @ weights[f"{name}_proj.weight"].T).reshape(len(x), -1, config.head_dim)
+        jnp.asarray(x @ weights[f"{name}_proj.weight"].T).reshape(len(x), -1, heads.head_dim)
         for name in "qkv"
     )
-    q, k = (apply_rope(heads, 7 + jnp.arange(len(x)), rope=config.rope) for heads in (q, k))
-    k, v = (jnp.repeat(heads, config.num_heads // config.num_kv_heads, axis=1) for heads in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5
+    angles = angles_of(7 + jnp.arange(len(x)), head_dim=heads.head_dim, rope=heads.rope)
+    q, k = rotate(q, *angles), rotate(k, *angles)
+    k, v = (jnp.repeat(y, heads.num_heads // heads.num_kv_heads, axis=1) for y in (k, v))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * heads.head_dim**-0.5
     scores = jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf)
     out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
     return np.asarray(out.reshape(len(x), -1) @ weights["o_proj.weight"].T)
@@ -153,39 +156,38 @@ def attended(
 
 def test_wide_heads_are_the_same_function() -> None:
     config = WORKLOADS["tiny"].target
-    widths = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    own = config.one_layer.attention
+    widths = {"q": own.num_heads, "k": own.num_kv_heads, "v": own.num_kv_heads}
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
         return rng.normal(0, 0.5, shape).astype(np.float32)
 
     weights = {
-        f"{name}_proj.weight": draw(heads * config.head_dim, config.hidden_size)
+        f"{name}_proj.weight": draw(heads * own.head_dim, config.hidden_size)
         for name, heads in widths.items()
     }
-    weights["o_proj.weight"] = draw(config.hidden_size, config.num_heads * config.head_dim)
+    weights["o_proj.weight"] = draw(config.hidden_size, own.num_heads * own.head_dim)
     wide = {
-        name: wide_tensor(name, weight, head_dim=config.head_dim)
-        for name, weight in weights.items()
+        name: wide_tensor(name, weight, head_dim=own.head_dim) for name, weight in weights.items()
     }
     assert wide["q_proj.weight"].shape[0] == WIDENING * weights["q_proj.weight"].shape[0]
     x = draw(9, config.hidden_size)
     expected = attended(x, weights, config)
     np.testing.assert_allclose(attended(x, wide, wide_config(config)), expected, atol=2e-5)
-    kept = wide_config(config)
-    turned_wrongly = replace(kept, rope=config.rope)
+    turned_wrongly = with_heads(wide_config(config), rope=own.rope)
     assert np.abs(attended(x, wide, turned_wrongly) - expected).max() > 0.01
 
 
 def test_which_pairs_the_hopper_kernels_serve(tmp_path: Path) -> None:
     """Heads of 64 and 128; what is written is what the loaders read."""
-    assert {layer.head_dim for layer in bundled_pair(tmp_path).layers} == {32}
+    assert {spec.one_layer.attention.head_dim for spec in bundled_pair(tmp_path).layers} == {32}
     for make, head_dim in ((wide_pair, 128), (random_pair, 64)):
         pair = make(tmp_path / make.__name__)
-        target = load_transformer_config(Path(pair.arguments["model_path"]))
+        target = load_model_spec(Path(pair.arguments["model_path"]))
         path = Path(pair.draft_arguments["speculative_draft_model_path"])
         assert pair.layers == (target, load_eagle3_config(path, target=target).layer)
-        assert {layer.head_dim for layer in pair.layers} == {head_dim}
+        assert {spec.one_layer.attention.head_dim for spec in pair.layers} == {head_dim}
 
 
 def test_a_backend_that_does_not_serve() -> None:

@@ -52,7 +52,7 @@ SYNONYMS = {
     "verified_id": "root_ids",
     "bonus_id": "bonus token",
     "retrieve_index": "node_path",
-    "retrieve_next_token": "children_order",
+    "retrieve_next_token": "parents",
     "draft_token_num": "num_draft_tokens",
     "spec_steps": "num_steps",
     "kv_committed_len": "committed",
@@ -270,3 +270,36 @@ def test_device_data_is_frozen() -> None:
                     text = ast.unparse(decorator)
                     if text.startswith("dataclass"):
                         assert "frozen=True" in text, f"{dotted(path)}.{node.name} is not frozen"
+
+
+# Functions that only tests call, each with the reason why the package has it.
+FOR_TESTS_ALONE = {
+    "__getattr__": "Python calls it, for the public names of the package",
+    "causal_attention": "the dense reference that paged attention is held against",
+    "is_copy_free": "a promise about a pool's shape; the tests read it off the compiled text",
+}
+
+
+def test_nothing_is_there_for_tests_alone() -> None:
+    """Each function and class has a user in the package, the benchmarks or the examples."""
+    users = [
+        path
+        for name in ("jspec", "benchmarks", "examples")
+        for path in ROOT.glob(f"{name}/**/*.py")
+    ]
+    used: set[str] = set()
+    for path in users:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Name | ast.Attribute | ast.alias):
+                used.add(getattr(node, "id", "") or getattr(node, "attr", "") or node.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value)  # a name in `__all__` or in a table
+    unused = {
+        f"{dotted(path)}.{node.name}"
+        for path in modules()
+        if room_of(dotted(path)) not in OUTSIDE
+        for node in parsed(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and node.name not in used | FOR_TESTS_ALONE.keys()
+    }
+    assert not unused

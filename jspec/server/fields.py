@@ -139,12 +139,3 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int):
             raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
     return tuple(value)
-
-
-def check_stop(value: object) -> object:
-    """Stop strings must be encodable too; their types are checked by SamplingParams."""
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
-        if isinstance(text, str):
-            check_text("stop", text)
-    return value

@@ -91,6 +91,8 @@ _SGLANG_ATTENTION = (
     *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
     *("trtllm_mla", "wave"),
 )
+_NGRAM_TREE = "the tree is the continuations of the K best matches (--speculative-eagle-topk)"
+_NGRAM_LOOKUP = "every row is searched whole, and nothing is kept beside it"
 _ATTENTION = "jspec chooses its attention kernel by platform"
 
 MODEL_FLAGS = (
@@ -137,11 +139,15 @@ MODEL_FLAGS = (
 )
 
 SPECULATIVE_FLAGS = (
-    _sets("--speculative-algorithm", _TEXT, "EAGLE3 or NONE; unset: EAGLE3 for the bundled pair"),
+    _sets(
+        "--speculative-algorithm",
+        _TEXT,
+        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair",
+    ),
     _sets(
         "--speculative-draft-model-path",
         _TEXT,
-        "Directory of the EAGLE-3 head",
+        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
         "--speculative-draft-model",
     ),
     _sets("--speculative-num-steps", _INT, "S: draft levels (3)"),
@@ -156,6 +162,21 @@ SPECULATIVE_FLAGS = (
         argument="speculative_draft_noise",
         const=False,
     ),
+    _sets(
+        "--speculative-ngram-min-match-window-size",
+        _INT,
+        "Tokens at a row's end that must have occurred before, for NGRAM to propose what followed "
+        "(1)",
+    ),
+    _sets(
+        "--speculative-ngram-max-match-window-size", _INT, "Tokens that it looks for at most (12)"
+    ),
+    _sets(
+        "--speculative-ngram-external-corpus-path",
+        _TEXT,
+        "Token ids (.npy, or text) that NGRAM looks up where the row itself has nothing",
+    ),
+    _sets("--speculative-ngram-external-corpus-max-tokens", _INT, "Ids read of it (10000000)"),
     _sets(
         "--simulate-acceptance",
         _FLOAT,
@@ -179,13 +200,23 @@ SPECULATIVE_FLAGS = (
     _refused("--enable-multi-layer-eagle", _SWITCH, "multi-layer drafts are not implemented"),
     _refused("--speculative-adaptive", _SWITCH, "S/K/N are fixed at start"),
     _refused("--speculative-adaptive-config", _TEXT, "S/K/N are fixed at start"),
+    _warns("--speculative-ngram-min-bfs-breadth", _INT, _NGRAM_TREE),
+    _warns("--speculative-ngram-max-bfs-breadth", _INT, _NGRAM_TREE),
+    _warns("--speculative-ngram-match-type", _TEXT, _NGRAM_TREE),
+    _warns("--speculative-ngram-max-trie-depth", _INT, _NGRAM_LOOKUP),
+    _warns("--speculative-ngram-capacity", _INT, _NGRAM_LOOKUP),
+    _warns("--speculative-ngram-external-sam-budget", _INT, _NGRAM_LOOKUP),
     _warns("--speculative-attention-mode", _TEXT, "one kernel serves prefill and verification"),
     _warns("--speculative-draft-attention-backend", _TEXT, _ATTENTION),
 )
 
 MEMORY_FLAGS = (
     _sets("--mem-fraction-static", _FLOAT, "Share of a device's memory for weights and KV (0.85)"),
-    _sets("--max-total-tokens", _INT, "Size of the KV pool in tokens; unset: what memory allows"),
+    _sets(
+        "--max-total-tokens",
+        _INT,
+        "Tokens that the KV pool holds, drafts not counted; unset: what memory allows",
+    ),
     _sets("--page-size", _INT, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)"),
     _sets("--max-running-requests", _INT, "Sequences decoded together (8 on a CPU, else 48)"),
     _sets(
@@ -213,6 +244,11 @@ MEMORY_FLAGS = (
         _INT,
         "Verifications of one dispatched decode step, see below: the same text in lumps (1)",
     ),
+    _sets(
+        "--compile-at-start",
+        _TEXT,
+        "all, first (what serves everything; the rest while serving), or auto: all if few (auto)",
+    ),
     _warns("--disable-radix-cache", _SWITCH, "there is no prefix cache yet"),
     _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
     _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
@@ -235,7 +271,11 @@ MEMORY_FLAGS = (
     _warns("--prefill-attention-backend", _TEXT, _ATTENTION),
     _warns("--decode-attention-backend", _TEXT, _ATTENTION),
     _warns("--sampling-backend", _TEXT, "there is one sampler, the same on every platform"),
-    _warns("--enable-deterministic-inference", _SWITCH, "a seed fixes the text here anyway"),
+    _refused(
+        "--enable-deterministic-inference",
+        _SWITCH,
+        "a seed fixes the text in float32 alone: in bfloat16 rounding depends on the batch",
+    ),
     _warns("--disable-custom-all-reduce", _SWITCH, "XLA chooses the collectives"),
     _warns("--watchdog-timeout", _FLOAT, "a dead loop ends its streams with an error at once"),
     _refused("--cpu-offload-gb", _FLOAT, "weights stay on the device", neutral=("0", "0.0")),
@@ -275,7 +315,7 @@ SERVER_FLAGS = (
     _warns("--log-requests", _SWITCH, "requests are not logged"),
     _warns("--log-requests-level", _INT, "requests are not logged"),
     _warns("--show-time-cost", _SWITCH, "start-up times are always shown"),
-    _warns("--skip-server-warmup", _SWITCH, "everything is compiled before the port opens"),
+    _warns("--skip-server-warmup", _SWITCH, "nothing is compiled when a request comes"),
     _warns("--enable-cache-report", _SWITCH, "there is no prefix cache yet; cached_tokens is 0"),
     _warns("--tokenizer-worker-num", _INT, "one process tokenizes"),
     _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from jspec.core.config import ServeLimits
 from jspec.core.request import StreamChunk
-from jspec.scheduler.scheduler import SchedulerStats
+from jspec.scheduler.stats import SchedulerStats
 
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.errors import RequestError
-from jspec.core.request import FinishReason, SamplingParams
+from jspec.core.request import SAMPLING_FIELDS, FinishReason, SamplingParams
 from jspec.core.response import Completion, spec_fields
 from jspec.server.fields import (
     Hints,
@@ -22,7 +22,6 @@ from jspec.server.fields import (
     as_object,
     check_ids,
     check_rid,
-    check_stop,
     check_text,
     expand_rid,
     get_bool,
@@ -33,21 +32,7 @@ from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
-SAMPLING_NAMES: Mapping[str, str] = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "n": "n",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "ignore_eos": "ignore_eos",
-}
+SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
 COMPLETION_FIELDS = frozenset(SAMPLING_NAMES) | {
     "model",
     "prompt",
@@ -133,7 +118,6 @@ def parse_completion(body: object) -> CompletionCall:
 
 
 def _sampling(values: JsonObject) -> SamplingParams:
-    check_stop(values.get("stop"))
     given = {
         inner: values[outer]
         for outer, inner in SAMPLING_NAMES.items()

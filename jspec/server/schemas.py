@@ -5,11 +5,11 @@ It knows field names and neutral values; it does not tokenize and it asks no eng
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams
+from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
     Hints,
     JsonObject,
@@ -17,7 +17,6 @@ from jspec.server.fields import (
     as_object,
     check_ids,
     check_rid,
-    check_stop,
     check_text,
     expand_rid,
     get_bool,
@@ -56,7 +55,7 @@ NEUTRAL_GENERATE: Neutral = {
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
 }
-SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING_FIELDS)
 NEUTRAL_SAMPLING: Neutral = {
     "repetition_penalty": (1.0,),
     "stop_regex": (None, "", []),
@@ -72,13 +71,11 @@ NEUTRAL_SAMPLING: Neutral = {
 }
 # OpenAI's names for what is called otherwise here.
 SAMPLING_HINTS: Hints = {
-    "max_tokens": "'max_new_tokens'",
+    **{p.openai: repr(p.name) for p in SAMPLING_FIELDS if p.openai != p.name},
     "max_completion_tokens": "'max_new_tokens'",
-    "min_tokens": "'min_new_tokens'",
-    "seed": "'sampling_seed'",
 }
 GENERATE_HINTS: Hints = {
-    **{name: f"{name!r} in sampling_params" for name in SAMPLING_FIELDS},
+    **{name: f"{name!r} in sampling_params" for name in SAMPLING_NAMES},
     **{name: f"{meant} in sampling_params" for name, meant in SAMPLING_HINTS.items()},
     "prompt": "'text'",
 }
@@ -171,11 +168,10 @@ def sampling_params(value: object) -> SamplingParams:
     values = without_neutral(
         where,
         as_object(value, where),
-        read=SAMPLING_FIELDS,
+        read=SAMPLING_NAMES,
         neutral=NEUTRAL_SAMPLING,
         hints=SAMPLING_HINTS,
     )
-    check_stop(values.get("stop"))
     return SamplingParams.from_mapping(values)
 
 

@@ -18,6 +18,7 @@ from jspec.api import Engine
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.engine.compilation import Progress
+from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
 from jspec.server.flags import Settings
 from jspec.server.server_args import ServerArgs
@@ -75,10 +76,10 @@ def url_of(bound: socket.socket) -> str:
 
 
 def log_progress(log: Callable[[str], None]) -> Progress:
-    """A compilation's progress as lines: compiled 3/9: decode B=4."""
+    """The programs' progress as lines: compiled 3/9: decode B=4, or loaded 3/9 from the disk."""
 
-    def progress(done: int, total: int, what: str) -> None:
-        log(f"compiled {done}/{total}: {what}")
+    def progress(done: int, total: int, what: str, how: str) -> None:
+        log(f"{how} {done}/{total}: {what}")
 
     return progress
 
@@ -91,7 +92,7 @@ def describe(engine: Engine) -> str:
         shape += f" with SIMULATED acceptance {spec.simulate_acceptance:g}"
     return (
         f"{spec.algorithm.value}{shape}, {limits.num_slots} slots, "
-        f"context {limits.context_length}, KV pool {limits.num_pages * limits.page_size} tokens"
+        f"context {limits.context_length}, KV pool {limits.max_total_tokens} tokens"
     )
 
 
@@ -122,27 +123,35 @@ def serve(settings: Settings) -> None:
         logging.getLogger("jax").setLevel(logging.WARNING)  # it reports each backend it lacks
     for warning in settings.warnings:
         LOGGER.warning("%s", warning)
-    with bind(args) as bound:
-        LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
-        with Engine(progress=log_progress(LOGGER.info), **settings.engine) as engine:
+    with bind(args) as bound, contextlib.ExitStack() as stack:
+        with interruptible():
+            LOGGER.info("loading %s", settings.engine_args.model_path or "the bundled pair")
+            progress = log_progress(LOGGER.info)
+            engine = stack.enter_context(Engine(progress=progress, **settings.engine))
             LOGGER.info("%s", describe(engine))
             for warning in measurement_warnings(settings.engine_args):
                 LOGGER.warning("%s", warning)
-
-            def on_ready() -> None:
-                seconds = time.monotonic() - started
-                LOGGER.info("ready: %s after %.1f s", url_of(bound), seconds)
-
-            config = uvicorn.Config(
-                create_app(engine, args),
-                http="h11",
-                loop="asyncio",
-                log_config=None,
-                log_level="warning" if args.log_level == "info" else args.log_level,
-                access_log=args.log_level == "debug",
-                timeout_graceful_shutdown=GRACE_SECONDS,
+            server = _server(
+                engine,
+                args,
+                on_ready=lambda: LOGGER.info(
+                    "ready: %s after %.1f s", url_of(bound), time.monotonic() - started
+                ),
             )
-            # uvicorn passes the signal on once it has shut down, where it is not ignored.
-            with contextlib.suppress(KeyboardInterrupt):
-                EngineServer(config, engine=engine, on_ready=on_ready).run(sockets=[bound])
-            LOGGER.info("stopped")
+        # uvicorn passes the signal on once it has shut down, where it is not ignored.
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[bound])
+        LOGGER.info("stopped")
+
+
+def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -> EngineServer:
+    config = uvicorn.Config(
+        create_app(engine, args),
+        http="h11",
+        loop="asyncio",
+        log_config=None,
+        log_level="warning" if args.log_level == "info" else args.log_level,
+        access_log=args.log_level == "debug",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    return EngineServer(config, engine=engine, on_ready=on_ready)

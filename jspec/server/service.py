@@ -18,7 +18,7 @@ from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
-from jspec.scheduler.scheduler import SchedulerStats
+from jspec.scheduler.stats import SchedulerStats
 from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
@@ -28,7 +28,8 @@ from jspec.server.streaming import SequenceFold, close_all
 SAMPLE_SECONDS = 1.0
 PROBE_SECONDS = 20.0
 POLL_SECONDS = 0.02
-# Longer prompts are tokenized off the event loop, which would stall every stream meanwhile.
+# Longer prompts are tokenized, and more stop strings made ready, off the event loop, which would
+# stall every stream meanwhile.
 INLINE_CHARS = 16_384
 LOGGER = logging.getLogger("jspec.server")
 
@@ -100,7 +101,9 @@ class Service:
         """
         started = time.monotonic()
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
-        num_chars = sum(len(prompt.text or "") for prompt in prompts)
+        num_chars = sum(
+            len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
+        )
         if num_chars > INLINE_CHARS:
             indexed = await asyncio.to_thread(self._requests, prompts)
         else:
@@ -163,7 +166,7 @@ class Service:
             LOGGER.warning(
                 "max_new_tokens %d was cut to %d after a prompt of %d tokens: the KV pool holds "
                 "max_total_tokens %d; finish_reason says length (said once)",
-                *(wanted, most, prompt_len, budget.capacity(self.engine.limits)),
+                *(wanted, most, prompt_len, self.engine.limits.max_total_tokens),
             )
 
     def forget(self, names: Mapping[str, tuple[str, ...]]) -> None:

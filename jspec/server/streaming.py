@@ -44,12 +44,14 @@ class SequenceFold:
         self._clock = clock
         self._tracker = tracker
         self._spec_tokens: list[dict[str, Any]] = []
-        self._num_text, self._num_ids, self._num_spec = 0, 0, 0
-        self.completion = Completion(request_id=request_id)
+        self._new_texts: list[str] = []
+        self._num_ids, self._num_spec = 0, 0
+        self.completion = Completion(request_id)
 
     def add(self, chunk: StreamChunk) -> None:
         self._clock.observe(chunk)
-        self.completion = self.completion.add(chunk)
+        self.completion.add(chunk)
+        self._new_texts.append(chunk.text)
         if self._tracker is not None:
             self._spec_tokens += [piece.to_json() for piece in self._tracker.push(chunk)]
 
@@ -64,41 +66,52 @@ class SequenceFold:
 
     def to_json(self) -> dict[str, Any]:
         """SGLang's response object with everything so far."""
-        body = self.completion.to_json(e2e_latency=self._clock.elapsed)
-        if self._tracker is not None:
-            body["spec_tokens"] = list(self._spec_tokens)
-            counters = self.completion.counters
-            if counters.verify_ct:
-                num_ids = len(self.completion.output_ids)
-                body["meta_info"] |= spec_fields(counters, completion_tokens=num_ids)
-        return body
+        return self._body(self.completion.text, first_id=0, first_piece=0)
 
     def take(self, *, incremental: bool) -> dict[str, Any]:
-        """As to_json, but if `incremental` with text, ids and pieces since the last call only."""
-        body = self.to_json()
+        """As to_json, but if `incremental` with text, ids and pieces since the last call only.
+
+        An incremental one costs what is new.
+        """
         if incremental:
-            body["text"] = body["text"][self._num_text :]
-            body["output_ids"] = body["output_ids"][self._num_ids :]
-            if self._tracker is not None:
-                body["spec_tokens"] = body["spec_tokens"][self._num_spec :]
+            new = "".join(self._new_texts)
+            body = self._body(new, first_id=self._num_ids, first_piece=self._num_spec)
+        else:
+            body = self.to_json()
         self._mark()
         return body
 
     def take_text(self) -> str:
         """The text since the last call."""
-        text = self.completion.text[self._num_text :]
+        text = "".join(self._new_texts)
         self._mark()
         return text
 
+    def _body(self, text: str, *, first_id: int, first_piece: int) -> dict[str, Any]:
+        completion = self.completion
+        body: dict[str, Any] = {
+            "text": text,
+            "output_ids": completion.output_ids[first_id:],
+            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed),
+        }
+        if self._tracker is not None:
+            body["spec_tokens"] = self._spec_tokens[first_piece:]
+            counters = completion.counters
+            if counters.verify_ct:
+                num_ids = len(completion.output_ids)
+                body["meta_info"] |= spec_fields(counters, completion_tokens=num_ids)
+        return body
+
     def _mark(self) -> None:
-        self._num_text = len(self.completion.text)
+        self._new_texts.clear()
         self._num_ids = len(self.completion.output_ids)
         self._num_spec = len(self._spec_tokens)
 
 
-async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[tuple[int, StreamChunk]]:
-    """Chunks of all sources as they come, each with its source's index.
+async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int, StreamChunk]]]:
+    """Chunks of all sources, each with its source's index: all that came since the last ones.
 
+    A slow consumer gets few long lists, never empty ones.
     The first error ends all. Closing it early cancels the readers, not the sources.
     """
     queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
@@ -115,13 +128,16 @@ async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[tuple[int, Str
     try:
         num_open = len(readers)
         while num_open:
-            item = await queue.get()
-            if item is None:
-                num_open -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            chunks = [item for item in items if isinstance(item, tuple)]
+            if chunks:
+                yield chunks
+            for item in items:
+                if isinstance(item, BaseException):
+                    raise item
+            num_open -= items.count(None)
     finally:
         for reader in readers:
             reader.cancel()
@@ -131,9 +147,10 @@ async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[tuple[int, Str
 async def fold_all(sources: Sequence[ChunkSource], folds: Sequence[SequenceFold]) -> None:
     """Folds every source to its end, and closes them all, whatever happens."""
     try:
-        async with aclosing(merge(sources)) as chunks:
-            async for index, chunk in chunks:
-                folds[index].add(chunk)
+        async with aclosing(merge(sources)) as batches:
+            async for chunks in batches:
+                for index, chunk in chunks:
+                    folds[index].add(chunk)
     finally:
         await close_all(sources)
 
@@ -154,18 +171,22 @@ async def fold_events(
 ) -> AsyncGenerator[bytes]:
     """One event for each chunk, or for each `interval` ids; the last of a sequence always.
 
+    What came while a slow client read is one event a sequence, so the work is bounded by reading.
+
     `event` may return None to send nothing; `last` is sent when all are finished. An error after
     the start of the answer becomes an event of its own. The caller closes the sources.
     """
     try:
-        async with aclosing(merge(sources)) as chunks:
-            async for index, chunk in chunks:
-                fold = folds[index]
-                fold.add(chunk)
-                if fold.num_new_ids >= interval or fold.is_finished:
-                    body = event(index, fold)
-                    if body is not None:
-                        yield encode_event(body)
+        async with aclosing(merge(sources)) as batches:
+            async for chunks in batches:
+                for index, chunk in chunks:
+                    folds[index].add(chunk)
+                for index in dict.fromkeys(index for index, _ in chunks):
+                    fold = folds[index]
+                    if fold.num_new_ids >= interval or fold.is_finished:
+                        body = event(index, fold)
+                        if body is not None:
+                            yield encode_event(body)
         body = last()
         if body is not None:
             yield encode_event(body)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.request import Request, SamplingParams, choice_seed
+from jspec.text.stop_matcher import StopAutomaton
 from jspec.text.tokenizer import Tokenizer
 
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
@@ -38,6 +39,7 @@ class Intake:
         self._random_seed = random_seed
         self._arrivals = itertools.count()
         self._names = itertools.count()
+        self._latest: tuple[tuple[str, ...], StopAutomaton] = ((), StopAutomaton.from_strings(()))
 
     def requests(
         self,
@@ -59,21 +61,26 @@ class Intake:
             raise RequestError(f"stop is {sampling.stop!r}; {NO_TOKENIZER} stop_token_ids")
         name = request_id if request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
+        automaton = self._automaton(sampling.stop)
         return tuple(
-            self._request(name if i == 0 else f"{name}-{i}", ids, sampling, choice_seed(seed, i))
+            Request(
+                request_id=name if i == 0 else f"{name}-{i}",
+                prompt_ids=ids,
+                sampling=sampling,
+                seed=choice_seed(seed, i),
+                eos_token_ids=self._eos_token_ids,
+                stop_matching=automaton,
+            )
             for i in range(sampling.n)
         )
 
-    def _request(
-        self, name: str, ids: tuple[int, ...], sampling: SamplingParams, seed: int
-    ) -> Request:
-        return Request(
-            request_id=name,
-            prompt_ids=ids,
-            sampling=sampling,
-            seed=seed,
-            eos_token_ids=self._eos_token_ids,
-        )
+    def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
+        """One for all choices of a prompt, and for all prompts of a call that stop alike."""
+        latest, automaton = self._latest  # one read: other threads make requests too
+        if latest != stop:
+            automaton = StopAutomaton.from_strings(stop)
+            self._latest = stop, automaton
+        return automaton
 
     def _prompt_ids(self, prompt: str | None, input_ids: Sequence[int] | None) -> tuple[int, ...]:
         if (prompt is None) == (input_ids is None):

@@ -37,17 +37,20 @@ class TokenizedStream:
 
     Without a match the texts of all pushes and of flush add up to `tokenizer.decode(ids)`; with
     one, to that text cut before the stop string that is completed first.
+    stop: the strings, or what was made of them for several sequences.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopAutomaton = (),
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._matcher = StopMatcher(StopAutomaton.from_strings(stop))
+        if not isinstance(stop, StopAutomaton):
+            stop = StopAutomaton.from_strings(stop)
+        self._matcher = StopMatcher(stop)
         self._matched: str | None = None
         self._allow_stop = True
         self._flushed = False

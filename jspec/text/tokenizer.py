@@ -7,6 +7,7 @@ nothing about requests, streaming or chat templates.
 from __future__ import annotations
 
 import enum
+import filecmp
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from typing import Any
 import tokenizers
 
 from jspec.core.errors import CheckpointError, RequestError
+from jspec.core.json_files import MIB, read_object, read_text
 
+MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Decoders whose text for a token depends on that token and its neighbours only, in any place of
 # a sequence, and those that still do when Fuse has joined everything into one piece.
@@ -177,10 +180,11 @@ _CHAR_TO_BYTE: Mapping[str, int] = _char_to_byte()
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"{path} does not exist; expected a Hugging Face tokenizer.json")
+    text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(
             f"{path} is not a tokenizer that can be read ({error}); "
@@ -192,13 +196,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     """An optional JSON file: its object, or an empty one if the file is absent."""
     if not path.exists():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); expected JSON") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
+    return read_object(path)
 
 
 def _decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
@@ -307,3 +305,27 @@ def _bos_rule(
     if wanted is None or wanted == template_adds:
         return BosRule.AS_TEMPLATE
     return BosRule.ADD if wanted else BosRule.REMOVE
+
+
+def check_same_vocabulary(target: Path, draft: Path) -> None:
+    """Raises CheckpointError, naming both files and the first id that differs, unless
+    `target`/tokenizer.json and `draft`/tokenizer.json have the same token for every id.
+
+    A directory without the file says nothing: nothing is compared. Equal files are not parsed.
+    """
+    ours, other = target / "tokenizer.json", draft / "tokenizer.json"
+    if not (ours.exists() and other.exists()) or filecmp.cmp(ours, other, shallow=False):
+        return
+    expected, found = _tokens_by_id(ours), _tokens_by_id(other)
+    differing = [i for i in expected.keys() | found.keys() if expected.get(i) != found.get(i)]
+    if differing:
+        i = min(differing)
+        raise CheckpointError(
+            f"{other}: id {i} is {found.get(i)!r}; expected {expected.get(i)!r}, as in {ours}: a "
+            f"draft must have the target's vocabulary ({len(differing)} ids differ)"
+        )
+
+
+def _tokens_by_id(path: Path) -> dict[int, str]:
+    vocabulary = _load_backend(path).get_vocab(with_added_tokens=True)
+    return {i: token for token, i in vocabulary.items()}

@@ -49,8 +49,6 @@ def engine_arguments(
 @pytest.fixture(scope="session")
 def engine(engine_arguments: dict[str, Any]) -> Iterator[Engine]:
     with Engine(**engine_arguments) as engine:
-        # A synchronous call gives the engine a thread of its own: every test's loop may use it.
-        engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
         yield engine
 
 

@@ -56,6 +56,34 @@ def test_a_stream_that_is_closed_or_dropped_ends_the_request(engine: Engine) -> 
     wait_idle(engine)
 
 
+def test_any_number_of_event_loops_and_none_share_an_engine(
+    engine_arguments: dict[str, Any],
+) -> None:
+    prompt, few = "def fib(", {"max_new_tokens": 4, "temperature": 0}
+
+    async def stream_text(engine: Engine) -> str:
+        results = [r async for r in await engine.async_generate(prompt, few, stream=True)]
+        return str(results[-1]["text"])
+
+    with Engine(**engine_arguments) as engine:  # whose first call is an asynchronous one
+        texts = [asyncio.run(engine.async_generate(prompt, few))["text"] for _ in range(2)]
+        texts.append(engine.generate(prompt, few)["text"])
+        texts += [asyncio.run(stream_text(engine)) for _ in range(2)]
+        assert len(set(texts)) == 1
+
+        async def give_up() -> None:
+            async with asyncio.timeout(0.3):
+                await engine.async_generate(prompt, ENDLESS)
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(give_up())
+        assert engine.stats.num_aborted == 1
+        wait_idle(engine)
+        asyncio.run(engine.close())
+        with pytest.raises(EngineClosedError):
+            asyncio.run(engine.async_generate(prompt, few))
+
+
 def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any]) -> None:
     arguments = {
         **engine_arguments,

@@ -17,6 +17,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 SAMPLES = {FlagKind.INT: "1", FlagKind.FLOAT: "0.5", FlagKind.TEXT: "x", FlagKind.MANY: "x"}
 
 
+NGRAM = ("--speculative-algorithm", "NGRAM")
+
+
 def parse(*argv: str) -> Settings:
     parser = FlagParser(prog="test", allow_abbrev=False)
     add_flags(parser)
@@ -88,14 +91,38 @@ def test_accept_thresholds_must_be_one() -> None:
         (("--tensor-parallel-size", "2"), "tp_size", 2),
         (("--disable-overlap-schedule",), "overlap_depth", 0),
         (("--overlap-depth", "2"), "overlap_depth", 2),
+        (("--compile-at-start", "all"), "compile_at_start", "all"),
         (("--dtype", "half"), "dtype", "float16"),
         (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
         (("--disable-speculative-draft-noise",), "speculative_draft_noise", False),
         (("--speculative-num-steps=5",), "speculative_num_steps", 5),
+        (
+            ("--speculative-ngram-max-match-window-size", "7"),
+            "speculative_ngram_max_match_window_size",
+            7,
+        ),
     ],
 )
 def test_engine_flags(argv: tuple[str, ...], name: str, value: object) -> None:
     assert getattr(parse(*argv).engine_args, name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "shape"),
+    [
+        ((), (3, 1, 4)),
+        (("--speculative-num-draft-tokens", "8"), (7, 1, 8)),
+        (("--speculative-num-steps", "5"), (5, 1, 6)),
+        (("--speculative-eagle-topk", "2"), (3, 2, 7)),
+        (("--speculative-num-steps", "4", "--speculative-eagle-topk", "4"), (4, 4, 16)),
+    ],
+)
+def test_lookup_needs_no_draft_and_fills_in_the_shape(
+    argv: tuple[str, ...], shape: tuple[int, int, int]
+) -> None:
+    args = parse("--model", "m", "--speculative-algorithm", "NGRAM", *argv).engine_args
+    spec = args.speculative
+    assert (spec.num_steps, spec.topk, spec.num_draft_tokens) == shape
 
 
 def test_server_flags() -> None:
@@ -123,6 +150,30 @@ def test_server_flags() -> None:
         (("--speculative-algorithm", "MEDUSA"), "speculative_algorithm is 'MEDUSA'"),
         (("--speculative-algorithm", "NONE", "--speculative-num-steps", "3"), "expected it unset"),
         (("--model", "m", "--speculative-algorithm", "EAGLE3"), "speculative_draft_model_path"),
+        (
+            (*NGRAM, "--model", "m", "--speculative-draft-model-path", "d"),
+            "speculative_draft_model_path is 'd', but speculative_algorithm is NGRAM",
+        ),
+        (
+            (*NGRAM, "--speculative-ngram-min-match-window-size", "13"),
+            "speculative_ngram_min_match_window_size is 13; expected an integer from 1 to 12",
+        ),
+        (
+            (*NGRAM, "--speculative-ngram-max-match-window-size", "65"),
+            "speculative_ngram_max_match_window_size is 65; expected an integer from 1 to 64",
+        ),
+        (
+            (*NGRAM, "--speculative-ngram-external-corpus-max-tokens", "1"),
+            "speculative_ngram_external_corpus_max_tokens is 1; expected an integer from 2",
+        ),
+        (
+            ("--speculative-ngram-external-corpus-path", "c"),
+            "speculative_ngram_external_corpus_path is 'c', but speculative_algorithm is EAGLE3",
+        ),
+        (
+            (*NGRAM, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"),
+            "3/2/8: the tree has S*K = 6 candidates, so speculative_num_draft_tokens must be from",
+        ),
         (("--page-size", "0"), "page_size is 0"),
         (("--config", "missing.toml"), "config file 'missing.toml': No such file"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams
+from jspec.core.request import SamplingParams, StreamChunk
 from jspec.core.response import Completion
 from jspec.server.openai_schemas import (
     NEUTRAL_COMPLETION,
@@ -111,14 +111,21 @@ def test_a_bad_request_names_its_field(body: dict[str, Any], message: str) -> No
 
 def test_usage_counts_a_prompt_once() -> None:
     # Two prompts of 3 and 5 tokens, two choices each, of 1, 2, 3 and 4 tokens.
-    completions = [
-        Completion(request_id="r", prompt_tokens=3 if i < 2 else 5, output_ids=(0,) * (i + 1))
-        for i in range(4)
-    ]
+    completions = [Completion("r") for _ in range(4)]
+    for i, completion in enumerate(completions):
+        completion.add(
+            StreamChunk(
+                request_id="r",
+                new_ids=(0,) * (i + 1),
+                num_accepted=0,
+                text="",
+                prompt_tokens=3 if i < 2 else 5,
+            )
+        )
     usage = usage_of(completions, [0, 0, 1, 1])
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8, 10)
     assert usage["total_tokens"] == 18
 
 
 def test_no_details_without_a_verification() -> None:
-    assert spec_details([Completion(request_id="r")]) == [None]
+    assert spec_details([Completion("r")]) == [None]

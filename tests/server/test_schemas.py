@@ -17,7 +17,7 @@ from jspec.server.schemas import (
     GENERATE_FIELDS,
     NEUTRAL_GENERATE,
     NEUTRAL_SAMPLING,
-    SAMPLING_FIELDS,
+    SAMPLING_NAMES,
     parse_abort,
     parse_generate,
     sampling_params,
@@ -163,7 +163,7 @@ def test_a_bad_request_names_its_field(body: Any, message: str) -> None:
     ("parse", "body", "accepted"),
     [
         (parse_generate, {"text": "x"}, GENERATE_FIELDS),
-        (sampling_params, {}, SAMPLING_FIELDS),
+        (sampling_params, {}, SAMPLING_NAMES),
         (parse_completion, {"prompt": "x"}, COMPLETION_FIELDS),
     ],
 )
@@ -183,7 +183,7 @@ ANY_JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = sorted(GENERATE_FIELDS | COMPLETION_FIELDS | set(NEUTRAL_GENERATE) | {"abort_all"})
-PARAMS = st.dictionaries(st.sampled_from(sorted(SAMPLING_FIELDS)), ANY_JSON, max_size=3)
+PARAMS = st.dictionaries(st.sampled_from(sorted(SAMPLING_NAMES)), ANY_JSON, max_size=3)
 
 
 @given(

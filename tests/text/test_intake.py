@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jspec.core.errors import RequestError
 from jspec.text.intake import Intake
+from jspec.text.stream import TokenizedStream
+from jspec.text.tokenizer import Tokenizer
 
 VOCAB = 320
 INTAKE = Intake(None, vocab_size=VOCAB, eos_token_ids=(0,))
@@ -56,3 +58,16 @@ def test_stop_ids_are_checked_alike(stops: list[int], last: Any) -> None:
 def test_params_that_are_no_fields_are_refused(params: Any) -> None:
     with pytest.raises(RequestError, match=r"sampling_params is .*; expected fields"):
         INTAKE.requests(input_ids=[1], sampling_params=params)
+
+
+def test_all_sequences_that_stop_alike_share_what_is_made_of_the_strings(
+    byte_level: Tokenizer,
+) -> None:
+    intake = Intake(byte_level, vocab_size=10**6, eos_token_ids=(0,))
+    calls = [intake.requests(prompt="a", sampling_params={"stop": ["xy"], "n": 3}) for _ in "ab"]
+    other = intake.requests(prompt="a", sampling_params={"stop": ["z"]})[0]
+    made = [request.stop_matching for call in calls for request in call]
+    assert all(one is made[0] for one in made)
+    assert other.stop_matching is not made[0]
+    stream = TokenizedStream(byte_level, stop=made[0])
+    assert stream.push(byte_level.encode("axyb")).matched == "xy"

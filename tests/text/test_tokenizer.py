@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -153,7 +156,7 @@ def test_missing_or_corrupt_tokenizer_names_the_path(tmp_path: Path, content: st
         ("config", '{"eos_token_id": [1, -1]}', "eos_token_id"),
         ("generation_config", '{"bos_token_id": true}', "bos_token_id"),
         ("generation_config", "[]", "JSON object"),
-        ("tokenizer_config", "{", "expected JSON"),
+        ("tokenizer_config", "{", "as JSON"),
         ("tokenizer_config", '{"eos_token": "<nope>"}', "eos_token"),
         ("tokenizer_config", '{"bos_token": ["<|bos|>"]}', "bos_token"),
         ("tokenizer_config", '{"add_bos_token": "yes"}', "add_bos_token"),
@@ -202,3 +205,28 @@ def test_decoders_that_cannot_be_streamed_are_refused(
 def test_byte_tokens_are_recognised_by_their_spelling() -> None:
     assert is_byte_token("<0xE4>")
     assert not any(is_byte_token(token) for token in ("<0xE4", "<0xG0>", "a<0xE4>", "<0x123>"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_pipe_is_not_waited_for(byte_level: Tokenizer, name: str, tmp_path: Path) -> None:
+    byte_level.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    program = (
+        "import sys; from jspec.text.tokenizer import Tokenizer\n"
+        "Tokenizer.from_directory(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=20
+    )
+    assert f"{name}: cannot be read: it is not a regular file" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_brackets_without_end_are_an_error(
+    byte_level: Tokenizer, name: str, tmp_path: Path
+) -> None:
+    byte_level.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text('{"model": ' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.from_directory(tmp_path)

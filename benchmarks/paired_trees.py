@@ -1,0 +1,169 @@
+"""Two checkouts of jspec, or one under two environments, timed in turns on one held device.
+
+    git worktree add ../old COMMIT
+    python -m benchmarks.paired_trees --tree old=../old --tree new=. --out pair.json
+    python -m benchmarks.paired_trees --tree base=. --tree pdl=. \\
+        --env pdl:XLA_FLAGS=--xla_gpu_enable_pdl=true
+
+Each (tree, mode) is a process of its own with its engine, programs compiled before the first
+measurement; all stay alive, and a cell is measured in one after the other, five times round, so
+that the card's clock and temperature are the same for all. A decode cell is milliseconds a step,
+from the difference of a long and a short run; a prefill cell milliseconds of one new token. Random
+weights; the chain simulates an acceptance length of 3.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CELLS = ("plain/1", "plain/8", "plain/64", "chain/1", "chain/8", "chain/64", "prefill/1x1024")
+ROUNDS = 5
+
+
+class Child:
+    """One engine in a process of its own, asked by lines of JSON."""
+
+    def __init__(self, name: str, tree: Path, mode: str, *, options: argparse.Namespace) -> None:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = str(tree.resolve())
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        for item in options.env:
+            owner, _, setting = item.partition(":")
+            key, _, value = setting.partition("=")
+            if owner == name:
+                environment[key] = f"{environment.get(key, '')} {value}".strip()
+        self.name, self.mode = name, mode
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
+        words = ["--child", mode, "--model", options.model]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), *words],
+            cwd=tree,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Sends a line and waits for the answer. Raises RuntimeError if the child has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self._log.seek(0)
+        raise RuntimeError(f"{self.name} {self.mode} ended: {self._log.read()[-2000:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def run_child(mode: str, model: str) -> None:
+    """Builds the engine of whichever tree PYTHONPATH names, then answers questions."""
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
+    import numpy as np
+
+    from benchmarks.h200_table import timed_run
+    from benchmarks.workloads import WORKLOADS
+    from jspec import Engine
+
+    workload = WORKLOADS[model]
+    with tempfile.TemporaryDirectory() as folder:
+        workload.write_configs(Path(folder))
+        arguments = workload.arguments(mode, Path(folder), acceptance=3.0)
+        longest = workload.prompt_len + workload.long_run + 64
+        arguments |= {
+            "max_total_tokens": max(workload.batches) * longest,
+            "compilation_cache_dir": f"{folder}/programs",
+        }
+        started = time.perf_counter()
+        engine = Engine(**arguments)
+        print(json.dumps({"start_seconds": round(time.perf_counter() - started, 2)}), flush=True)
+        rng = np.random.default_rng(0)
+        for line in sys.stdin:
+            group, _, size = json.loads(line)["cell"].partition("/")
+            if group == "prefill":
+                rows, length = (int(word) for word in size.split("x"))
+                run = timed_run(engine, workload, rng, rows=rows, length=length, new_tokens=1)
+                print(json.dumps({"ms": 1e3 * run.seconds}), flush=True)
+                continue
+            shape = {"rows": int(size), "length": workload.prompt_len}
+            short = timed_run(engine, workload, rng, new_tokens=workload.short_run, **shape)
+            long = timed_run(engine, workload, rng, new_tokens=workload.long_run, **shape)
+            tokens = (long.num_tokens - short.num_tokens) / (int(size) * long.acceptance_length)
+            print(json.dumps({"ms": 1e3 * (long.seconds - short.seconds) / tokens}), flush=True)
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of every cell in every tree, and the ratio of each tree to the first one."""
+    trees = dict(item.split("=", 1) for item in options.tree)
+    modes = sorted({"plain" if c.startswith("prefill") else c.split("/")[0] for c in options.cells})
+    children = {
+        (name, mode): Child(name, Path(tree), mode, options=options)
+        for name, tree in trees.items()
+        for mode in modes
+    }
+    result: dict[str, Any] = {"start_seconds": {}, "cells": {}}
+    try:
+        for (name, mode), child in children.items():
+            result["start_seconds"][f"{name} {mode}"] = child.read()["start_seconds"]
+            print(name, mode, "is ready", result["start_seconds"][f"{name} {mode}"], flush=True)
+        for cell in options.cells:
+            group = cell.split("/")[0]
+            mode = "plain" if group == "prefill" else group
+            times: dict[str, list[float]] = {name: [] for name in trees}
+            for _ in range(ROUNDS + 1):  # the first round warms up
+                for name in trees:
+                    times[name].append(children[name, mode].ask({"cell": cell})["ms"])
+            first = next(iter(trees))
+            medians = {name: statistics.median(found[1:]) for name, found in times.items()}
+            result["cells"][cell] = {
+                "ms": {name: round(ms, 4) for name, ms in medians.items()},
+                "ratio": {name: round(ms / medians[first], 4) for name, ms in medians.items()},
+                "all_ms": {n: [round(t, 4) for t in found[1:]] for n, found in times.items()},
+            }
+            print(cell, result["cells"][cell]["ms"], result["cells"][cell]["ratio"], flush=True)
+    finally:
+        for child in children.values():
+            child.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME:KEY=VALUE")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_child(options.child, options.model)
+        return
+    found = compare(options)
+    if options.out:
+        from benchmarks.environment import describe
+
+        options.out.write_text(json.dumps({"environment": describe(), **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

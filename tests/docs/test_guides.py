@@ -1,0 +1,132 @@
+"""The guides do what they say: their blocks are run, and what they add serves tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.config import Algorithm
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.core.features import StepFeatures
+from jspec.core.model_spec import ModelSpec
+from jspec.core.plan import StepKind
+from jspec.engine.compilation import compile_all
+from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.programs import program_keys
+from jspec.engine.runner import init_state
+from jspec.models.checkpoint import load_model_spec, save_target
+from jspec.models.placement import init_params
+from jspec.models.registry import FAMILIES, table_of
+from jspec.speculative.registry import DRAFTERS
+from jspec.speculative.step import StepProgram
+from jspec.testing.tiny_models import tiny_target_config
+from tests.models.dense_forward import dense_forward
+from tests.models.test_families import attend_of
+from tests.speculative.engines import Compiled, limits_of, make_request, mesh_of, serve
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+WINDOW = 8
+
+
+def blocks_of(name: str) -> dict[str, Any]:
+    """The names that the guide's Python blocks define, run one after the other."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in blocks:
+        exec(compile(block, name, "exec", dont_inherit=True), names)
+    assert len(blocks) == 2, f"{name} has {len(blocks)} blocks; expected the file and its row"
+    return names
+
+
+def write_alternating(path: Path, family: Any, families: Any) -> ModelSpec:
+    """A tiny checkpoint of the guide's family; its spec is what the family's own reader makes."""
+    base = tiny_target_config(num_layers=2)
+    path.mkdir()
+    plain = next(f for f in families if f.name == "llama").to_json(base)
+    own = {"architectures": list(family.architectures), "sliding_window": WINDOW}
+    config = path / "config.json"
+    config.write_text(json.dumps(plain | own), encoding="utf-8")
+    spec = load_model_spec(path, families)
+    params = init_params(table_of(spec, families), seed=4)
+    save_target(path, spec, params, dtype=np.float32, families=families)
+    assert load_model_spec(path, families) == spec
+    return spec
+
+
+def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
+    limits = limits_of(args.speculative, page_size=4)
+    program = StepProgram(target=models.target, drafter=models.drafter, spec=args.speculative)
+    executables = compile_all(
+        program,
+        limits,
+        mesh=mesh_of(1),
+        params=models.params,
+        state=init_state(program, limits, shards=1, kv_dtype=jnp.float32),
+        keys=tuple(
+            key
+            for key in program_keys(limits)
+            if key.kind is StepKind.PREFILL or key.features == StepFeatures()
+        ),
+    )
+    return Compiled(limits=limits, program=program, params=models.params, executables=executables)
+
+
+def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_path: Path) -> None:
+    """Greedy text through the paged engine, drafted for by the toy, against a dense forward."""
+    of_model, of_drafter = blocks_of("add_a_model.md"), blocks_of("add_a_drafter.md")
+    path, families = tmp_path / "model", of_model["families"]
+    spec = write_alternating(path, of_model["FAMILY"], families)
+    assert [layer.attention.window for layer in spec.layers] == [None, WINDOW]
+    args = EngineArgs(
+        model_path=str(path), speculative_algorithm="NGRAM", speculative_num_draft_tokens=3
+    )
+    models = load_models(
+        args,
+        resolve_paths(args),
+        mesh=mesh_of(1),
+        dtype=jnp.float32,
+        families=families,
+        drafters=of_drafter["drafters"],
+    )
+    assert type(models.drafter) is of_drafter["RepeatDrafter"]
+    requests = [
+        make_request(i, prompt_len=5 + 9 * i, seed=30 + i, temperature=0.0, max_new_tokens=40)
+        for i in range(3)
+    ]
+    served = serve(compiled(models, args), requests, chunk_size=8)
+    for request, ids in zip(requests, served.ids, strict=True):
+        text = np.array(request.prompt_ids + ids)
+        logits, _, _ = dense_forward(
+            spec, models.params["target"], text, aux_layer_ids=(), attend_of=attend_of
+        )
+        chosen = np.asarray(jnp.argmax(logits, axis=-1))
+        first = len(request.prompt_ids) - 1
+        assert chosen[first:-1].tolist() == list(ids)
+    assert served.num_leaked_pages == 0
+    assert sum(served.counters.accept_histogram) > 0
+
+
+def test_what_the_guides_add_is_added_to_nothing_global(tmp_path: Path) -> None:
+    of_model = blocks_of("add_a_model.md")
+    assert of_model["FAMILY"] not in FAMILIES
+    write_alternating(tmp_path / "model", of_model["FAMILY"], of_model["families"])
+    with pytest.raises(ConfigError, match="architecture is 'AlternatingForCausalLM'; expected one"):
+        load_model_spec(tmp_path / "model")
+    before = DRAFTERS[Algorithm.NGRAM]
+    drafters = blocks_of("add_a_drafter.md")["drafters"]
+    assert DRAFTERS[Algorithm.NGRAM] is before is not drafters[Algorithm.NGRAM]
+
+
+def test_the_guides_are_linked() -> None:
+    for place in (DOCS / "design.md", DOCS.parent / "README.md"):
+        text = place.read_text(encoding="utf-8")
+        assert "add_a_model.md" in text
+        assert "add_a_drafter.md" in text

@@ -1,0 +1,106 @@
+"""Streams cost what is new, and a slow reader is not written to more often than it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jspec.api import Engine
+from jspec.core.request import FinishKind, FinishReason, SpecCounters, StreamChunk
+from jspec.server.streaming import SequenceFold, fold_events
+
+from .helpers import wait_idle
+
+NUM_CHUNKS = 400
+
+
+class Clock:
+    """Measures nothing."""
+
+    elapsed = 0.0
+
+    def observe(self, chunk: StreamChunk) -> None:
+        pass
+
+
+def chunk_of(index: int) -> StreamChunk:
+    is_last = index == NUM_CHUNKS - 1
+    return StreamChunk(
+        request_id="r",
+        new_ids=(index, index, index),
+        num_accepted=0,
+        text="abc",
+        finish=FinishReason(kind=FinishKind.LENGTH) if is_last else None,
+        counters=SpecCounters(),
+    )
+
+
+class Source:
+    """All chunks, one each time the event loop comes round."""
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        for index in range(NUM_CHUNKS):
+            await asyncio.sleep(0)
+            yield chunk_of(index)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]], SequenceFold]:
+    """The events that a reader sees which is away for so many turns of the loop after each."""
+    fold = SequenceFold("r", clock=Clock())  # type: ignore[arg-type]
+
+    async def run() -> list[dict[str, Any]]:
+        events = fold_events(
+            [Source()],
+            [fold],
+            interval=1,
+            event=lambda _, fold: fold.take(incremental=incremental),
+        )
+        found = []
+        async for event in events:
+            found.append(json.loads(event.removeprefix(b"data: ")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        return found
+
+    return asyncio.run(run()), fold
+
+
+def test_an_incremental_stream_builds_each_character_once() -> None:
+    events, fold = read_events(incremental=True, turns=0)
+    assert len(events) > NUM_CHUNKS // 2
+    assert "".join(event["text"] for event in events) == "abc" * NUM_CHUNKS
+    assert sum(len(event["output_ids"]) for event in events) == 3 * NUM_CHUNKS
+    assert len(fold.completion.texts) == NUM_CHUNKS  # nobody joined what was sent before
+    assert fold.completion.text == "abc" * NUM_CHUNKS
+
+
+def test_a_slow_reader_of_a_cumulative_stream_gets_few_events() -> None:
+    fast, _ = read_events(incremental=False, turns=0)
+    slow, _ = read_events(incremental=False, turns=50)
+    assert fast[-1]["text"] == slow[-1]["text"] == "abc" * NUM_CHUNKS
+    assert fast[-1]["output_ids"] == slow[-1]["output_ids"]
+    sizes = [sum(len(event["text"]) for event in events) for events in (fast, slow)]
+    assert len(slow) <= NUM_CHUNKS // 50 + 2
+    assert sizes[1] < sizes[0] / 10
+
+
+def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
+    wait_idle(engine)
+    params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = engine.generate("def fib(", params)
+    stream = engine.generate("def fib(", params, stream=True)
+    results = [next(stream)]
+    deadline = time.monotonic() + 30
+    while engine.stats.num_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    results += stream
+    assert len(results) == 2  # what was there at first, and all that came meanwhile
+    assert results[-1]["output_ids"] == whole["output_ids"]
+    assert results[-1]["text"] == whole["text"]
