@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.environment import write_result
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.block_plan import NUM_SMS
-from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.block_plan import NUM_SMS
+from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
+from jspec.pallas_kernels.attention.rows import AttentionRows
 
 READ_CEILING = 4.49e12  # bytes per second, measured on one H200
 HEADS, GROUPS, WIDTH = 32, 8, 128

@@ -34,11 +34,11 @@ from benchmarks.gpu_timing import (
     watched,
 )
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels.expert_blocks import ExpertBlocks, blocks_of
-from jspec.pallas_kernels.experts import gated, run_experts
-from jspec.pallas_kernels.experts_gpu import down_product, gate_up_product
-from jspec.pallas_kernels.experts_gpu import run_experts as run_kernels
-from jspec.pallas_kernels.experts_plan import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
+from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
+from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
+from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.experts.reference import gated, run_experts
 
 CALLS = 4  # of one program, each with tokens and experts of its own
 CHECKED = 4  # tokens

@@ -28,14 +28,14 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, sustained_seconds, watched
-from jspec.pallas_kernels.gated_matmul_gpu import (
+from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
     NARROW,
     gated_product,
     large_product,
     reference,
 )
-from jspec.pallas_kernels.tuning import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
 
 GATE_UP = "gate_up"
 SHAPES = {GATE_UP: (4096, 28672), "qkv": (4096, 6144), "o": (4096, 4096), "down": (14336, 4096)}

@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, seconds_per_call, watched
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
-from jspec.pallas_kernels.prefill_plan import plan_prefill
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
+from jspec.pallas_kernels.prefill.plan import plan_prefill
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
 SCALE = WIDTH**-0.5

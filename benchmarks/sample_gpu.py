@@ -29,7 +29,7 @@ from benchmarks.gpu_timing import (
     seconds_per_call,
     watched,
 )
-from jspec.pallas_kernels.sample_gpu import SampleTuning, reference, sample
+from jspec.pallas_kernels.sample.gpu import SampleTuning, reference, sample
 
 VOCABULARY = 128_256
 ROWS = (1, 8, 64, 256, 1024)

@@ -23,12 +23,12 @@ from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.rope import angles_of
 from jspec.models.decoder import LayerSettings, run_layer, trunk
+from jspec.pallas_kernels.attention.contract import AttentionCall
+from jspec.pallas_kernels.attention.reference import new_slots
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops_gpu import GpuOps
-from jspec.pallas_kernels.paged_attention import AttentionCall
-from jspec.pallas_kernels.reference import new_slots
-from jspec.pallas_kernels.rotate_write_gpu import rotate_and_write
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.drafter import RowsInStep, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits

@@ -19,7 +19,7 @@ from jspec.core.model_spec import AttentionSpec
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]

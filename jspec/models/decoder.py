@@ -26,10 +26,10 @@ from jspec.layers.moe import mixture
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.models.params import ParamTable
 from jspec.models.registry import table_of
+from jspec.pallas_kernels.attention.contract import AttentionCall
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.paged_attention import AttentionCall
-from jspec.pallas_kernels.rotation import Rotation
-from jspec.pallas_kernels.rows import AttentionRows
 
 Params = dict[str, Any]
 KVPool = tuple[jax.Array, ...]

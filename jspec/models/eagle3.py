@@ -35,8 +35,8 @@ from jspec.models.params import (
     product,
 )
 from jspec.models.params import norm as norm_param
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 
 LAYER = "layers.0."
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jspec.pallas_kernels.tuning import SHARED_BYTES
+from jspec.pallas_kernels.gated_mlp.plan import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
 SWIZZLE = 128  # bytes; a tile's rows of 64 bf16 are spread over the banks by it

@@ -18,11 +18,14 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels import bonus_token, experts, kv_update, reference, streaming
-from jspec.pallas_kernels.paged_attention import AttentionCall, check_call
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.rows import AttentionRows
-from jspec.pallas_kernels.sample_gpu import COLDEST
+from jspec.pallas_kernels.attention import reference, streaming
+from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.bonus_token import reference as bonus_token
+from jspec.pallas_kernels.compaction import reference as compaction
+from jspec.pallas_kernels.experts import reference as experts
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.sample.gpu import COLDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-        """Writes k_new and v_new, then attends: the contract of paged_attention.py."""
+        """Writes k_new and v_new, then attends: the contract of attention/contract.py."""
         check_call(q, kv_pages, rows, call)
         kv_pages = _written(k_new, v_new, kv_pages, rows, call)
         out = streaming.attend(
@@ -129,9 +132,9 @@ class Ops:
         node_path: Int[Array, "B M"],
         num_accepted: Int[Array, "B"],
     ) -> tuple[jax.Array, ...]:
-        """`kv_update.compact_path` of every layer's pool, in place when the pools are donated."""
+        """`compaction.compact_path` of every layer's pool, in place when the pools are donated."""
         return tuple(
-            kv_update.compact_path(pages, page_table, seq_lens, node_path, num_accepted)
+            compaction.compact_path(pages, page_table, seq_lens, node_path, num_accepted)
             for pages in kv
         )
 

@@ -10,23 +10,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels import (
-    add_norm_gpu,
-    experts_gpu,
-    fused_attention_gpu,
-    gated_matmul_gpu,
-    hopper,
-    kv_update_gpu,
-    paged_attention_gpu,
-    paged_prefill_gpu,
-    reference,
-    sample_gpu,
-)
-from jspec.pallas_kernels.experts_plan import choose_experts
+from jspec.pallas_kernels import hopper
+from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
+from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
+from jspec.pallas_kernels.attention import gpu_layer as fused_attention_gpu
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.compaction import gpu as compaction_gpu
+from jspec.pallas_kernels.experts import gpu as experts_gpu
+from jspec.pallas_kernels.experts.plan import choose_experts
+from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
+from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.paged_attention import AttentionCall, check_call
-from jspec.pallas_kernels.rotation import Rotation
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
+from jspec.pallas_kernels.sample import gpu as sample_gpu
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
 #   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
@@ -169,7 +167,7 @@ class GpuOps(Ops):
         node_path: jax.Array,
         num_accepted: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        return kv_update_gpu.compact_paths(
+        return compaction_gpu.compact_paths(
             kv, page_table, seq_lens, node_path, num_accepted, interpret=self.interpret
         )
 

@@ -9,16 +9,14 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels import (
-    bonus_token_tpu,
-    experts_tpu,
-    kv_update_tpu,
-    paged_attention_tpu,
-    paged_prefill_tpu,
-)
+from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
+from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
+from jspec.pallas_kernels.compaction import tpu as compaction_tpu
+from jspec.pallas_kernels.experts import tpu as experts_tpu
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.paged_attention import AttentionCall, check_call
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
 
 LANES = 128
 
@@ -97,7 +95,7 @@ class TpuOps(Ops):
         node_path: jax.Array,
         num_accepted: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        return kv_update_tpu.compact_paths(
+        return compaction_tpu.compact_paths(
             kv, page_table, seq_lens, node_path, num_accepted, interpret=self.interpret
         )
 

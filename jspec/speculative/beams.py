@@ -19,7 +19,7 @@ from jspec.core import shapes
 from jspec.core.batch import DraftTree
 from jspec.core.config import SpeculativeConfig
 from jspec.core.pytree import pytree
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.speculative.drafter import RowsInStep
 from jspec.speculative.target import KVPool
 from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits

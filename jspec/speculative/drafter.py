@@ -26,7 +26,7 @@ from jspec.core.drafting import Drafting
 from jspec.core.pytree import pytree, static
 from jspec.core.state import SamplingRows
 from jspec.models.params import ParamTable
-from jspec.pallas_kernels.rows import AttentionRows, QueryIndex, index_queries
+from jspec.pallas_kernels.attention.rows import AttentionRows, QueryIndex, index_queries
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import root_only
 

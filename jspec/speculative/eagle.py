@@ -32,8 +32,8 @@ from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import check_eagle3, load_eagle3
 from jspec.models.params import ParamTable
 from jspec.models.stored import Place
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import (

@@ -32,8 +32,8 @@ from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.layout import output_columns
 from jspec.core.state import EngineState, RowState, SamplingRows, take_rows
 from jspec.models.params import ParamTable
+from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows, index_queries
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import count_emitted, penalize
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by

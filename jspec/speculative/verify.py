@@ -21,8 +21,8 @@ from jspec.core.batch import DraftTree, Features, Verified
 from jspec.core.cache_groups import CacheGroup, windows_of_layers
 from jspec.core.config import SpeculativeConfig
 from jspec.core.state import SamplingRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import path_tokens, penalize

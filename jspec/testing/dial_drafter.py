@@ -28,7 +28,7 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
 from jspec.models.eagle3 import Eagle3Head
 from jspec.models.params import ParamTable, prefixed
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.speculative.eagle import EagleDrafter
 
 

@@ -24,8 +24,8 @@ from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm
 from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 from jspec.training.data import TokenStream
 from jspec.training.dense import lm_logits
 

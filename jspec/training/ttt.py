@@ -35,8 +35,8 @@ from jspec.core.model_spec import Eagle3Config, ModelSpec
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
 from jspec.models.eagle3 import Eagle3Head, run_head_layer
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
 from jspec.training.dense import (
     attention_backend,
     causal_attend,

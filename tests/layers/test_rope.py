@@ -17,7 +17,7 @@ from jspec.core.config import RopeConfig, YarnConfig
 from jspec.core.json_files import Fields
 from jspec.core.rope_io import read_rope
 from jspec.layers.rope import angles_of, inverse_frequencies
-from jspec.pallas_kernels.rotation import rotate
+from jspec.pallas_kernels.kv_write.rotation import rotate
 
 YARN = np.load(Path(__file__).parents[1] / "golden" / "yarn.npz")
 LLAMA31 = RopeConfig(

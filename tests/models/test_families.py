@@ -33,9 +33,9 @@ from jspec.layers.attention import Attend
 from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Decoder, Params
 from jspec.models.registry import FAMILIES, family_named
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
 

@@ -43,8 +43,8 @@ from jspec.models.mxfp4 import E2M1, pair_table, unpack
 from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
 from jspec.models.stored import check_names, on_host, param_reads, stored_tensors
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.rows import AttentionRows
 from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"

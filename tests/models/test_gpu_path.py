@@ -24,15 +24,15 @@ from jspec.models.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.gated_matmul_gpu import (
+from jspec.pallas_kernels.gated_mlp.gpu import (
     LEAST_TOKENS,
     LEAST_TOKENS_OF_PROMPTS,
     gated_product,
 )
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
-from jspec.pallas_kernels.tuning import GatedTuning
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 pytestmark = needs_mosaic_gpu

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels.experts import run_experts
+from jspec.pallas_kernels.experts.reference import run_experts
 
 XLA = jax.jit(run_experts, static_argnames="gate")
 

@@ -15,8 +15,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels.experts_gpu import run_experts
-from jspec.pallas_kernels.experts_plan import choose_experts
+from jspec.pallas_kernels.experts.gpu import run_experts
+from jspec.pallas_kernels.experts.plan import choose_experts
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 # Experts, E, I, top k, whether there are biases; the last as a shard of two has them.

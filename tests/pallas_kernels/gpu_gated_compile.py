@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
-from jspec.pallas_kernels.gated_matmul_gpu import DEFAULT, NARROW, gated_product
-from jspec.pallas_kernels.tuning import GatedTuning, Shared
-from jspec.pallas_kernels.tuning import Layout as WeightLayout
+from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, NARROW, gated_product
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Shared
+from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 K, N = 4096, 14336  # Llama-3.1-8B

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.add_norm_gpu import add_and_norm
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 

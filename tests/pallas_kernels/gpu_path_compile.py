@@ -1,6 +1,6 @@
 """Compiles the compaction of all layers for an H200 that is not there; in a process of its own.
 
-Run by test_kv_update_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip
+Run by test_compaction_gpu.py. Needs the jax-cuda13 plugin, which accepts a description of the chip
 in place of it, and ptxas. Prints one JSON line a shape: seconds, launches, pools and how many of
 them the launches write in place, lines that copy a pool, and the bytes of what lies beside them.
 """
@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.pallas_kernels.kv_update_gpu import compact_paths
+from jspec.pallas_kernels.compaction.gpu import compact_paths
 from tests.engine.pool_copies import pool_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 ROWS = 16

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.kv_update import compact_path
+from jspec.pallas_kernels.compaction.reference import compact_path
 
 Pools = tuple[jax.Array, ...]
 Compact = Callable[..., Pools]  # (pools, table, seq_lens, path, num_accepted) -> pools

@@ -23,10 +23,10 @@ from jspec.layers.norm import Residual, norm, norm_of_sum
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.add_norm_gpu import add_and_norm, num_warps, reference
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps, reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.testing.tiny_models import tiny_target_config
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.block_plan import (
+from jspec.pallas_kernels.attention.block_plan import (
     MAX_SPLITS,
     NUM_SMS,
     TILE_ROWS,
@@ -20,7 +20,7 @@ from jspec.pallas_kernels.block_plan import (
     num_edge_blocks,
     plan_blocks,
 )
-from jspec.pallas_kernels.rows import AttentionRows, visible_keys
+from jspec.pallas_kernels.attention.rows import AttentionRows, visible_keys
 
 
 def seen_by_plan(plan: BlockPlan, b: int, *, num_rows: int, block: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.bonus_token import gather_bonus, gather_path
+from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 
 B, N, M = 3, 7, 4
 _gather_path, _gather_bonus = jax.jit(gather_path), jax.jit(gather_bonus)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels import bonus_token, bonus_token_tpu
+from jspec.pallas_kernels.bonus_token import reference as bonus_token
+from jspec.pallas_kernels.bonus_token import tpu as bonus_token_tpu
 
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 gather_reference = jax.jit(bonus_token.gather_emitted)

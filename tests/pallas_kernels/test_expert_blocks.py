@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.expert_blocks import ExpertBlocks, blocks_of, num_blocks, weighted_sum
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, num_blocks, weighted_sum
 from tests.pallas_kernels.expert_cases import Mixture, draw
 
 SHAPES = ((1, 1, 1), (1, 2, 5), (7, 2, 3), (7, 3, 3), (33, 2, 6))  # T, k, X

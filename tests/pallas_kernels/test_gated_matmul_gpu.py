@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.pallas_kernels import gated_matmul_gpu
-from jspec.pallas_kernels.gated_matmul_gpu import (
+from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
+from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
     LEAST_TOKENS,
     LEAST_TOKENS_BY_COLUMNS,
@@ -27,8 +27,8 @@ from jspec.pallas_kernels.gated_matmul_gpu import (
     large_product,
     reference,
 )
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
-from jspec.pallas_kernels.tuning import GatedTuning, Layout, Shared
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 

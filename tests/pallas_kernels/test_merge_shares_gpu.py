@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.merge_shares_gpu import NOTHING, in_order, merge_shares, reference
-from jspec.pallas_kernels.query_tiles import tiles_of
+from jspec.pallas_kernels.attention.gpu_merge import NOTHING, in_order, merge_shares, reference
+from jspec.pallas_kernels.attention.query_tiles import tiles_of
 from tests.pallas_kernels.chips import needs_gpu
 
 SHAPES = {  # parts, rows, queries, heads, kv heads

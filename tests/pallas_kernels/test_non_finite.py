@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.kv_update import LARGE, finite, pool_rows
+from jspec.pallas_kernels.kv_write.reference import LARGE, finite, pool_rows
 from tests.pallas_kernels.test_paged_attention import (
     CASES,
     Case,

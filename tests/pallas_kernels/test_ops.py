@@ -14,13 +14,13 @@ from jspec.core.config import RopeConfig, YarnConfig
 from jspec.core.engine_args import ATTENTION_BACKENDS
 from jspec.core.errors import ConfigError
 from jspec.layers.rope import angles_of
+from jspec.pallas_kernels.attention.contract import AttentionCall
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
+from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
-from jspec.pallas_kernels.paged_attention import AttentionCall
-from jspec.pallas_kernels.rotation import Rotation
-from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.packed_plan import (
+from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
+from jspec.pallas_kernels.prefill.key_ranges import (
     NEW_FIRST,
     NEW_LAST,
     POOL_FIRST,
@@ -18,7 +19,6 @@ from jspec.pallas_kernels.packed_plan import (
     BlockSizes,
     plan_packed,
 )
-from jspec.pallas_kernels.rows import AttentionRows, index_queries, visible_keys
 from tests.pallas_kernels.packed_rows import row_lengths
 
 _plan = jax.jit(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.pallas_kernels.attention.contract import AttentionCall
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.paged_attention import AttentionCall
-from jspec.pallas_kernels.rows import AttentionRows
 
 ATTEND = {name: jax.jit(OPS[name].attend, static_argnames="call") for name in ("reference", "xla")}
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.paged_attention_gpu import Tuning, attend_rows
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 from tests.pallas_kernels.test_paged_attention import (
     Case,

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.paged_attention_tpu import attend_rows, is_copy_free
-from jspec.pallas_kernels.paged_attention_tpu_kernel import split_pair
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.tpu import attend_rows, is_copy_free
+from jspec.pallas_kernels.attention.tpu_kernel import split_pair
 
 NOWHERE = 1 << 20  # a page id that no pool has
 SCALE = 0.3

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
-from jspec.pallas_kernels.prefill_plan import PrefillPlan
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
+from jspec.pallas_kernels.prefill.plan import PrefillPlan
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 from tests.pallas_kernels.packed_rows import row_lengths
 from tests.pallas_kernels.test_paged_prefill_tpu import Case, draw

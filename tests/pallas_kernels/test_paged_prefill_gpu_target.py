@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.paged_prefill_gpu import Tuning, attend_packed
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 from tests.pallas_kernels.gpu_prefill_compile import llama_shapes

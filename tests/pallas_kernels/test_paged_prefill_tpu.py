@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.pallas_kernels import reference
-from jspec.pallas_kernels.packed_plan import BlockSizes
-from jspec.pallas_kernels.paged_prefill_tpu import attend_packed
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.key_ranges import BlockSizes
+from jspec.pallas_kernels.prefill.tpu import attend_packed
 from tests.pallas_kernels.packed_rows import row_lengths
 
 # Interpret mode takes a second an example: a failing one is shown as it is, not made smaller.

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jspec.pallas_kernels.prefill_plan import (
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.plan import (
     BEGIN,
     END,
     KEYS,
@@ -20,7 +21,6 @@ from jspec.pallas_kernels.prefill_plan import (
     packed_heads,
     plan_prefill,
 )
-from jspec.pallas_kernels.rows import AttentionRows
 from tests.pallas_kernels.packed_rows import row_lengths
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.block_plan import TILE_ROWS
-from jspec.pallas_kernels.query_tiles import MAX_PLACED, can_place, tiles_of
+from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
+from jspec.pallas_kernels.attention.query_tiles import MAX_PLACED, can_place, tiles_of
 
 
 @given(st.integers(1, 64), st.integers(1, 64))

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jspec.core import noise
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels import sample_gpu
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.sample_gpu import SampleTuning, choose_tuning, reference, sample
+from jspec.pallas_kernels.sample import gpu as sample_gpu
+from jspec.pallas_kernels.sample.gpu import SampleTuning, choose_tuning, reference, sample
 from jspec.sampling.choose import choose
 from jspec.sampling.filters import threshold
 from tests.pallas_kernels.chips import needs_gpu

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.paged_attention_tpu import attend_rows, is_copy_free
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.attention.tpu import attend_rows, is_copy_free
 from tests.engine.pool_copies import pool_copies
 
 

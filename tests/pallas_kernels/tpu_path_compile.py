@@ -28,8 +28,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.pallas_kernels.bonus_token_tpu import gather_emitted
-from jspec.pallas_kernels.kv_update_tpu import compact_paths
+from jspec.pallas_kernels.bonus_token.tpu import gather_emitted
+from jspec.pallas_kernels.compaction.tpu import compact_paths
 from tests.engine.pool_copies import pool_copies
 
 i32, bf16 = jnp.int32, jnp.bfloat16

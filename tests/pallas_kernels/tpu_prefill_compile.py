@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.pallas_kernels.paged_prefill_tpu import attend_packed
-from jspec.pallas_kernels.rows import AttentionRows
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.prefill.tpu import attend_packed
 from tests.engine.pool_copies import pool_copies
 
 NUM_PAGES, BATCH, CONTEXT = 4096, 8, 8192

@@ -21,7 +21,7 @@ from jspec.core import shapes
 from jspec.core.batch import DraftTree
 from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
-from jspec.pallas_kernels.bonus_token import gather_bonus, gather_path
+from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose

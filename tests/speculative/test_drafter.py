@@ -17,8 +17,8 @@ from jspec.core.errors import ConfigError
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.drafter import (
     Drafter,
     Emitted,

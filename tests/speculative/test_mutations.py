@@ -17,7 +17,8 @@ import pytest
 from jspec.core import shapes
 from jspec.core.features import StepFeatures
 from jspec.core.request import Request
-from jspec.pallas_kernels import bonus_token, kv_update
+from jspec.pallas_kernels.bonus_token import reference as bonus_token
+from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.speculative import ngram
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 from tests.speculative.test_draft_consistency import check_paths
@@ -108,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "compaction source",
-        kv_update,
+        compaction,
         "compact_path",
         lambda f: lambda pages, table, lens, path, n: f(pages, table, lens, path + 1, n),
         check_identity,
@@ -122,7 +123,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scratch slot",
-        kv_update,
+        compaction,
         "page_slots",
         lambda f: (
             lambda table, row, slot, valid, page_size: f(

@@ -20,8 +20,8 @@ from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
 from jspec.models.placement import init_params
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.testing.dial_drafter import dial_params
 from tests.speculative.engines import (
     CONTEXT,

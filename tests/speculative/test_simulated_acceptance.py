@@ -21,8 +21,8 @@ from jspec.core.errors import ConfigError, RequestError
 from jspec.core.features import StepFeatures
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import RowState, SamplingRows, empty_sampling
-from jspec.pallas_kernels.bonus_token import gather_emitted
-from jspec.pallas_kernels.kv_update import compact_path
+from jspec.pallas_kernels.bonus_token.reference import gather_emitted
+from jspec.pallas_kernels.compaction.reference import compact_path
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.speculative.drafter import RowsInStep

@@ -33,8 +33,8 @@ from jspec.models.checkpoint import load_target, save_target
 from jspec.models.decoder import Decoder, Params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
+from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.rows import AttentionRows
 from jspec.speculative.drafter import Emitted
 from jspec.speculative.standalone import StandaloneDrafter
 from jspec.testing.tiny_models import tiny_tokenizer

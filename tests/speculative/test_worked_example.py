@@ -12,9 +12,10 @@ import pytest
 from jspec.core import shapes
 from jspec.core.batch import DraftTree
 from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.pallas_kernels.bonus_token import gather_bonus, gather_path
-from jspec.pallas_kernels.kv_update import compact_path, page_slots
-from jspec.pallas_kernels.rows import index_queries
+from jspec.pallas_kernels.attention.rows import index_queries
+from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
+from jspec.pallas_kernels.compaction.reference import compact_path
+from jspec.pallas_kernels.kv_write.reference import page_slots
 from jspec.sampling.accept import accept_tree
 from jspec.speculative.tree import Level, ancestors, build_tree, pack_bits
 

@@ -1,0 +1,68 @@
+"""Paged attention: the contract that every program of `Ops.attend` fulfils.
+
+    q[T, H, D], k_new, v_new [T, G, D] (or None: nothing is written), kv_pages[NP, S, 2G, D]
+    rows.page_table[B, P], rows.prefix_lens[B]: KV rows before this call's first new row, always
+    rows.cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
+
+Queries lie packed, row after row, unless `queries_per_row` R is given: then row b's queries are
+q[b * R], ..., and those behind its length are padding, whose K and V go to the dummy page.
+
+Which keys query j of row b sees:
+  - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);
+  - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and of the tail, which is the last W
+    slots through this call's last new row, those w whose bit w is set (W from tail_positions).
+  - window w: only keys with q_position - key_position < w; a tail key's position is
+    tail_positions[b, w], any other key's position is its slot.
+
+`sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to
+c * tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
+
+What is not finite in k_new or v_new is made so when it is written (kv_write), so the rows
+of a pool that anybody wrote are finite. Slots that nobody wrote may hold anything. The kernels of
+TPUs and GPUs rely on both: they replace what nobody wrote, and multiply a row that only some of
+their queries see by a weight of 0. The reference and XLA let no row reach a query that does not
+see it, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jspec.pallas_kernels.attention.rows import AttentionRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """The static half of a call. queries_per_row: None for the chunks of prompts, packed."""
+
+    queries_per_row: int | None
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every program takes by name."""
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+
+def check_call(q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, call: AttentionCall) -> None:
+    """Raises ValueError, while tracing, for shapes that contradict each other."""
+    batch = rows.page_table.shape[0]
+    if q.shape[1] % (kv_pages.shape[2] // 2):
+        raise ValueError(
+            f"{q.shape[1]} query heads over {kv_pages.shape[2] // 2} kv heads; expected a multiple"
+        )
+    if q.shape[2] > kv_pages.shape[3]:
+        raise ValueError(f"q is {q.shape[2]} wide, the pool {kv_pages.shape[3]}; expected at most")
+    if call.queries_per_row is not None and q.shape[0] != batch * call.queries_per_row:
+        raise ValueError(f"{q.shape[0]} queries; expected {batch} rows of {call.queries_per_row}")
+    if (rows.tail_mask is None) != (rows.tail_positions is None):
+        raise ValueError("tail_mask and tail_positions come together or not at all")
+    if rows.tail_mask is not None and rows.tail_positions is not None:
+        words = -(-rows.tail_positions.shape[1] // 32)
+        if rows.tail_mask.shape != (q.shape[0], words):
+            raise ValueError(f"tail_mask is {rows.tail_mask.shape}; expected {(q.shape[0], words)}")

@@ -1,0 +1,600 @@
+"""Paged attention for Hopper GPUs: rows of equal length, bf16 or f16 pools (Pallas Mosaic GPU).
+
+One program of the grid serves one row, one kv head, up to 64 packed queries (group x R, the rows
+of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
+into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
+softmax in float32 registers. Shares are merged by a small second kernel (gpu_merge.py);
+one that is a row's whole keys is written to its place in the result, and nothing runs behind it.
+
+    splits     shares of a row's keys, so that few rows still fill the chip
+    consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
+    loader     "self": a consumer refills the slot that it has just emptied;
+               "producer": one more warpgroup does nothing but issue copies
+
+The mask is bits (block_plan.py), read only in the row's last blocks; blocks before them are seen
+whole, but for a window's lower bound. The slots behind the last written row may hold anything, NaN
+included: their scores are replaced and their V rows zeroed in shared memory, so that garbage never
+reaches a product.
+
+It knows nothing about packed prefill, float32 pools or how K and V are written; the XLA path
+serves those. Rounding: P is cast to the pool's type before the second product, and each share's
+result before the merge. Needs jax 0.11 (GPU interpret mode), or says so.
+
+It is launched before the kernel ahead of it has ended, and waits for it inside: that hides the
+launch. benchmarks/attention_gpu.py has the speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.pallas_kernels.attention import block_plan
+from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
+from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
+from jspec.pallas_kernels.attention.query_tiles import can_place, pack_queries, tiles_of
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.hopper import (
+    LOG2E,
+    NOTHING,
+    capped,
+    check_attention,
+    interpret_options,
+)
+
+MAX_QUERIES = 64  # R
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What changes the speed and nothing else. `splits` None: chosen by `choose_splits`."""
+
+    block_tokens: int = 64  # keys of one step: 64 or 128
+    stages: int = 2  # blocks in a consumer's ring
+    consumers: int = 1
+    loader: Literal["self", "producer"] = "self"
+    weights: Literal["registers", "shared"] = "registers"  # where P is for the second product
+    splits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_tokens not in (64, 128):
+            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
+        if self.stages < 1 or self.consumers < 1:
+            raise ValueError(f"stages {self.stages}, consumers {self.consumers}; expected >= 1")
+        if self.splits is not None and self.splits < 1:
+            raise ValueError(f"splits is {self.splits}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """Everything static about one kernel."""
+
+    batch: int
+    num_kv: int
+    width: int  # D
+    page_size: int
+    queries: int  # R
+    group: int  # heads of a kv head
+    tiles: int
+    stored: int  # rows of a tile that exist, rounded up to 8
+    splits: int
+    tuning: Tuning
+    dtype: Any
+    scale: float
+    soft_cap: float | None
+    windowed: bool
+    has_sinks: bool
+    interpreted: bool
+
+    @property
+    def copies(self) -> int:
+        """Of one block: a page each, or one where a block is part of a page."""
+        return max(self.tuning.block_tokens // self.page_size, 1)
+
+    @property
+    def num_words(self) -> int:
+        """Of mask bits, of one query and block."""
+        return self.tuning.block_tokens // 32
+
+    @property
+    def parts(self) -> int:
+        return self.splits * self.tuning.consumers
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a program's result is final, and the program puts it in its place."""
+        return self.parts == 1 and not self.has_sinks and can_place(self.queries, self.group)
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tuning.consumers + (self.tuning.loader == "producer")
+
+
+def attend_rows(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    queries_per_row: int,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    packed_heads: int | None = None,
+    tuning: Tuning | None = None,
+    plan: BlockPlan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """out[T, H, D] as reference.attend gives it, for T = B * R queries.
+
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
+    made once for all layers; it must come from the same rows, window and block_tokens.
+    packed_heads: H, where q comes as query_tiles.pack_queries lays it, in the pool's D and dtype.
+    Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
+    """
+    tuning = tuning or Tuning()
+    if interpret:  # its matrix product takes no operand from registers
+        tuning = replace(tuning, weights="shared")
+    num_queries, num_heads = rows.page_table.shape[0] * queries_per_row, packed_heads or q.shape[1]
+    shape = _shape_of(
+        (num_queries if packed_heads else q.shape[0], num_heads, q.shape[2]),
+        kv_pages,
+        rows,
+        queries_per_row=queries_per_row,
+        tuning=tuning,
+        scale=scale,
+        soft_cap=soft_cap,
+        windowed=window is not None,
+        has_sinks=sinks is not None,
+        interpreted=interpret,
+    )
+    if plan is None:
+        plan = block_plan.plan_blocks(
+            rows,
+            queries_per_row=queries_per_row,
+            group=shape.group,
+            window=window,
+            block_tokens=tuning.block_tokens,
+        )
+    if plan.words.shape[3] != shape.num_words:
+        raise ValueError(f"the plan has {plan.words.shape[3]} words; expected {shape.num_words}")
+    if packed_heads is None:
+        size = (shape.batch, shape.num_kv, queries_per_row)
+        q = pack_queries(q.astype(shape.dtype), *size, width=shape.width)
+    packed = q.reshape(-1, shape.stored, shape.width)
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
+    results = _launch(packed, pool, rows.page_table, plan, shape=shape)
+    if shape.is_direct:
+        return results[0].reshape(num_queries, num_heads, shape.width)
+    parts, heights = results
+    sizes = {"num_heads": num_heads, "num_kv": shape.num_kv}
+    if shape.parts > 1 or sinks is not None:
+        out = merge_shares(parts, heights, plan.valid, sinks, **sizes, interpret=interpret)
+    else:
+        out = in_order(parts[0], plan.valid, **sizes)
+    return out.astype(q.dtype)
+
+
+def _shape_of(
+    q: tuple[int, int, int],  # T, H, Dq
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    queries_per_row: int,
+    tuning: Tuning,
+    **fixed: Any,  # scale, soft_cap, windowed, has_sinks, interpreted
+) -> _Shape:
+    """Checks what is static, and chooses the splits."""
+    _, page_size, two_g, width = kv_pages.shape
+    batch, block = rows.page_table.shape[0], tuning.block_tokens
+    used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
+    used += tuning.consumers * TILE_ROWS * block * 2 * (tuning.weights == "shared")
+    limits = {name: fixed[name] for name in ("scale", "soft_cap")}
+    check_attention(q, kv_pages, block_tokens=block, shared_bytes=used, **limits)
+    if not 1 <= queries_per_row <= MAX_QUERIES or q[0] != batch * queries_per_row:
+        raise ValueError(
+            f"{q[0]} queries, {queries_per_row} per row, {batch} rows; "
+            f"expected the product, and at most {MAX_QUERIES} per row"
+        )
+    group = q[1] // (two_g // 2)
+    tiles, stored = tiles_of(queries_per_row * group)
+    splits = tuning.splits or block_plan.choose_splits(
+        programs=batch * (two_g // 2) * tiles,
+        max_blocks=-(-rows.page_table.shape[1] * page_size // block),
+    )
+    return _Shape(
+        batch=batch,
+        num_kv=two_g // 2,
+        width=width,
+        page_size=page_size,
+        queries=queries_per_row,
+        group=group,
+        tiles=tiles,
+        stored=stored,
+        splits=splits,
+        tuning=tuning,
+        dtype=kv_pages.dtype,
+        **fixed,
+    )
+
+
+# ---- the kernel ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _launch(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    plan: BlockPlan,
+    *,
+    shape: _Shape,
+) -> list[jax.Array]:
+    """[out[B, R, H, D]] if direct, else [parts, heights]. Compiled once, however many layers."""
+    tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
+    array: Any = jax.ShapeDtypeStruct
+    results = [
+        array((shape.parts, programs, shape.stored, shape.width), shape.dtype),
+        array((shape.parts, programs, TILE_ROWS), jnp.float32),
+    ]
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    rings = tuning.consumers * tuning.stages
+    scratch: dict[str, Any] = {
+        "ring": plgpu.SMEM(
+            (rings, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=swizzled
+        ),
+        "queries": plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=swizzled
+        ),
+        "arrived": plgpu.Barrier(num_barriers=tuning.consumers),
+        "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=rings),
+    }
+    if tuning.weights == "shared":
+        scratch["weights"] = plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
+        )
+    if tuning.loader == "producer":
+        scratch["emptied"] = plgpu.Barrier(num_barriers=rings)
+    if shape.is_direct:
+        num_heads = shape.num_kv * shape.group
+        results = [array((shape.batch, shape.queries, num_heads, shape.width), shape.dtype)]
+        # The result lies in tiles that can be cut between any two queries. It takes the queries'
+        # place: two programs could not share a multiprocessor if it had its own.
+        cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), swizzled[1])
+        mean = plgpu.SMEM((1, TILE_ROWS, shape.width), shape.dtype, transforms=cut)
+        scratch["queries"] = plgpu.RefUnion(scratch["queries"], mean)
+    kernel = plgpu.kernel(
+        functools.partial(_attend, shape),
+        out_type=results,
+        scratch_types=scratch,
+        # The last axis varies fastest: the heads of one page are read at the same time.
+        grid=(shape.batch * shape.splits, shape.tiles, shape.num_kv),
+        grid_names=("share", "tile", "head"),
+        num_threads=shape.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_rows",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
+        ),
+        **interpret_options(shape.interpreted),
+    )
+    return list(kernel(q, pool, page_table, plan.bounds, plan.words, plan.lowest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Where one program is: scalars that its warpgroups share."""
+
+    row: Any
+    head: Any
+    tile: Any
+    split: Any
+    begin: Any  # blocks [begin, end) of the row are this share's
+    end: Any
+    edge: Any  # first block that needs the mask
+    keys: Any  # written slots of the row
+    valid: Any  # queries of the row that are
+    program: Any  # index of (row, head, tile) in the packed queries and the results
+
+
+def _locate(shape: _Shape, bounds: Any) -> _Work:
+    share, tile, head = (lax.axis_index(name) for name in ("share", "tile", "head"))
+    row, split = lax.div(share, shape.splits), lax.rem(share, shape.splits)
+    first, edge, last, keys, valid = (bounds[row, i] for i in range(5))
+    blocks = last - first
+    return _Work(
+        row=row,
+        head=head,
+        tile=tile,
+        split=split,
+        begin=first + lax.div(blocks * split, shape.splits),
+        end=first + lax.div(blocks * (split + 1), shape.splits),
+        edge=edge,
+        keys=keys,
+        valid=valid,
+        program=(row * shape.num_kv + head) * shape.tiles + tile,
+    )
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """Inputs, results, shared memory and barriers."""
+
+    q: Any
+    pool: Any
+    page_table: Any
+    bounds: Any
+    words: Any
+    lowest: Any
+    results: tuple[Any, ...]  # of `_launch`
+    ring: Any  # [consumers * stages, block, 2 D]
+    queries: Any  # [consumers, 64, D]
+    arrived: Any  # the queries are here
+    filled: Any  # a slot of a ring is
+    emptied: Any = None  # a slot may be filled again (producer)
+    weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
+    mean: Any = None  # [1, 64, D], in the queries' place (direct)
+
+
+def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
+    """The kernel's body, run by every warpgroup of a program."""
+    if shape.is_direct:
+        scratch["queries"], scratch["mean"] = scratch["queries"]
+    scratch["results"] = args[6:]
+    refs = _Refs(*args[:6], **scratch)
+    warpgroup = lax.axis_index("warpgroup")
+    if not shape.interpreted:
+        # It is launched before the program ahead of it has ended, whose results it waits for here.
+        plgpu.griddepcontrol_wait()
+    work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
+    if shape.tuning.loader == "self":
+        _consume(shape, refs, work, warpgroup)
+        return
+    # Two consumers and a producer cannot all have the registers that a consumer wants.
+    rebalance = consumers == 2
+
+    @pl.when(warpgroup < consumers)
+    def _consumer() -> None:
+        if rebalance:
+            plgpu.set_max_registers(232, action="increase")
+        _consume(shape, refs, work, warpgroup)
+
+    @pl.when(warpgroup == consumers)
+    def _producer() -> None:
+        if rebalance:
+            plgpu.set_max_registers(40, action="decrease")
+        _produce(shape, refs, work)
+
+
+def _pages_of(shape: _Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
+    """Page ids of a block. Pages behind the last written one are that one again: always loaded,
+    never seen, so that every block is the same number of bytes and no index is out of bounds."""
+    last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
+    first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
+    return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
+
+
+def _load(shape: _Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
+    """Starts the copies of one block into slot `slot` of the rings."""
+    tokens = min(shape.page_size, shape.tuning.block_tokens)
+    offset: Any = 0
+    if shape.page_size > tokens:
+        offset = lax.rem(block, shape.page_size // tokens) * tokens
+    columns = pl.ds(work.head * (2 * shape.width), 2 * shape.width)
+    for i, page in enumerate(pages):
+        plgpu.copy_gmem_to_smem(
+            refs.pool.at[page, pl.ds(offset, tokens), columns],
+            refs.ring.at[slot, pl.ds(i * tokens, tokens)],
+            refs.filled.at[slot],
+        )
+
+
+def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
+    """Fills all rings, block by block, each slot as soon as its consumer has emptied it."""
+    consumers, stages = shape.tuning.consumers, shape.tuning.stages
+
+    @pl.loop(0, work.end - work.begin)
+    def _step(i: Any) -> None:
+        block, step = work.begin + i, lax.div(i, consumers)
+        slot = lax.rem(i, consumers) * stages + lax.rem(step, stages)
+        pages = _pages_of(shape, refs, work, block)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(refs.emptied.at[slot]))
+        _load(shape, refs, work, block, slot, pages)
+
+
+def _consume(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
+    """One consumer: its blocks, its online softmax, its part of the result."""
+    consumers, stages = shape.tuning.consumers, shape.tuning.stages
+    refills = shape.tuning.loader == "self"
+    num_steps = lax.div(work.end - work.begin - warpgroup + (consumers - 1), consumers)
+    num_whole = lax.div(work.edge - work.begin - warpgroup + (consumers - 1), consumers)
+    num_whole = lax.max(lax.min(num_whole, num_steps), 0)
+    plgpu.copy_gmem_to_smem(
+        refs.q.at[work.program],
+        refs.queries.at[warpgroup, pl.ds(0, shape.stored)],
+        refs.arrived.at[warpgroup],
+    )
+
+    def block_of(step: Any) -> Any:
+        return work.begin + step * consumers + warpgroup
+
+    def slot_of(step: Any) -> Any:
+        return warpgroup * stages + lax.rem(step, stages)
+
+    if refills:
+        for i in range(stages):
+
+            @pl.when(i < num_steps)
+            def _prime(i: int = i) -> None:
+                block = block_of(i)
+                pages = _pages_of(shape, refs, work, block)
+                _load(shape, refs, work, block, warpgroup * stages + i, pages)
+
+    plgpu.barrier_wait(refs.arrived.at[warpgroup])
+
+    def step(i: Any, carry: Any, *, masked: bool) -> Any:
+        slot, block = slot_of(i), block_of(i + stages)
+        # What comes from global memory is asked for early: by the time of its use it is here.
+        pages = _pages_of(shape, refs, work, block) if refills else []
+        rule = _rule(shape, refs, work, block_of(i), masked=masked)
+        plgpu.barrier_wait(refs.filled.at[slot])
+        if masked:
+            _clean(shape, refs, work, slot, block_of(i))
+        carry = _absorb(shape, refs, warpgroup, slot, block_of(i), rule, carry, masked=masked)
+
+        @pl.when(i + stages < num_steps)
+        def _release() -> None:
+            if refills:
+                _load(shape, refs, work, block, slot, pages)
+            else:
+                plgpu.barrier_arrive(refs.emptied.at[slot])
+
+        return carry
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), NOTHING, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS, shape.width), jnp.float32), plgpu.Layout.WGMMA),
+    )
+    carry = lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
+    carry = lax.fori_loop(num_whole, num_steps, functools.partial(step, masked=True), carry)
+    (_place if shape.is_direct else _store)(shape, refs, work, warpgroup, carry)
+
+
+def _store(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+    """Mean and height of this part; the queries' shared memory is free to stage them."""
+    top, total, mixed = carry
+    parts, heights = refs.results
+    safe = jnp.maximum(total, 1e-30)
+    mean = mixed / lax.broadcast_in_dim(safe, mixed.shape, [0])
+    refs.queries[warpgroup] = mean.astype(shape.dtype)
+    plgpu.commit_smem()
+    part = work.split * shape.tuning.consumers + warpgroup
+    height = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, NOTHING)
+    heights[part, work.program] = height  # few bytes: straight to global memory
+    plgpu.copy_smem_to_gmem(
+        refs.queries.at[warpgroup, pl.ds(0, shape.stored)], parts.at[part, work.program]
+    )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _place(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+    """The mean, zero where a query is not valid, to its queries and heads of the result.
+
+    In:  R = 16, group 4, 3 valid queries    Out: rows 12 to 63 are zero; a copy for every 4 rows
+    In:  R = 40, group 4, tile 2             Out: its rows 0 to 31 are queries 32 to 39
+    """
+    _, total, mixed = carry
+    group, full = shape.group, TILE_ROWS // shape.group  # queries of a full tile
+    mean = mixed / lax.broadcast_in_dim(jnp.maximum(total, 1e-30), mixed.shape, [0])
+    row = plgpu.broadcasted_iota(jnp.int32, mean.shape, 0, layout=plgpu.Layout.WGMMA)
+    is_valid = row < work.valid * group - work.tile * TILE_ROWS
+    refs.mean[warpgroup] = jnp.where(is_valid, mean, 0.0).astype(shape.dtype)
+    plgpu.commit_smem()
+
+    def copy(num_queries: int) -> None:
+        for i in range(num_queries):
+            place = (work.row, work.tile * full + i, pl.ds(work.head * group, group))
+            plgpu.copy_smem_to_gmem(
+                refs.mean.at[warpgroup, pl.ds(i * group, group)], refs.results[0].at[place]
+            )
+
+    if shape.tiles > 1:
+        pl.when(work.tile < shape.tiles - 1)(lambda: copy(full))
+    last = shape.queries - (shape.tiles - 1) * full
+    pl.when(work.tile == shape.tiles - 1)(lambda: copy(last))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _absorb(
+    shape: _Shape,
+    refs: _Refs,
+    warpgroup: Any,
+    slot: Any,
+    block: Any,
+    rule: list[Any],
+    carry: Any,
+    *,
+    masked: bool,
+) -> Any:
+    """One block of keys into the online softmax; the maxima are of log2-scaled scores."""
+    top, total, mixed = carry
+    tokens, width = shape.tuning.block_tokens, shape.width
+    keys = refs.ring.at[slot, :, pl.ds(0, width)]
+    values = refs.ring.at[slot, :, pl.ds(width, width)]
+
+    def score(acc: Any) -> Any:
+        plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
+        return acc[...]
+
+    scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
+    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
+    scores = _mask(shape, block, scores, rule, masked=masked)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    fade = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+    total = total * fade + jnp.sum(weights, axis=1)
+    operand = weights.astype(shape.dtype)
+    if shape.tuning.weights == "shared":
+        refs.weights[warpgroup] = operand
+        plgpu.commit_smem()
+        operand = refs.weights.at[warpgroup]
+
+    def mix(acc: Any) -> Any:
+        plgpu.wgmma(acc, operand, values)
+        return acc[...]
+
+    added = pl.run_scoped(mix, plgpu.WGMMAAccumulatorRef((TILE_ROWS, width), jnp.float32))
+    return new_top, total, mixed * lax.broadcast_in_dim(fade, mixed.shape, [0]) + added
+
+
+def _clean(shape: _Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
+    """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN."""
+    tokens, width = shape.tuning.block_tokens, shape.width
+    written = work.keys - block * tokens
+
+    @pl.when(written < tokens)
+    def _ragged() -> None:
+        values = refs.ring.at[slot, :, pl.ds(width, width)]
+        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+        token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+
+def _rule(shape: _Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:
+    """What a block's mask is made from, one number a query: words of bits, or the lowest slot."""
+    load: Any = plgpu.load
+    if masked:
+        edge = block - work.edge
+        words = [refs.words.at[work.row, work.tile, edge, w] for w in range(shape.num_words)]
+    else:
+        words = [refs.lowest.at[work.row, work.tile]] if shape.windowed else []
+    return [load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in words]
+
+
+def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
+    """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
+    if not rule:
+        return scores
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    spread = [lax.broadcast_in_dim(x, scores.shape, [0]) for x in rule]
+    if masked:
+        bits = spread[0]
+        for w, word in enumerate(spread[1:], start=1):
+            bits = jnp.where(column < 32 * w, bits, word)
+        seen = (lax.shift_right_logical(bits, column & 31) & 1) != 0
+    else:
+        seen = column + block * shape.tuning.block_tokens >= spread[0]
+    return jnp.where(seen, scores, -jnp.inf)

@@ -1,0 +1,84 @@
+"""A layer's attention on a Hopper GPU from projected heads to mixed ones, in two kernels.
+
+kv_write/gpu.py rotates q and k, writes K and V, and lays q as the second kernel reads it;
+gpu.py (rows of equal length) or prefill/gpu.py (packed rows) attends.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
+from jspec.pallas_kernels.attention.reference import new_slots
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
+from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
+
+
+def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
+    """Whether the kernels take heads[T, H + 2G, D] and this pool."""
+    fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
+    few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
+    return fits and few and heads.dtype == kv_pages.dtype
+
+
+def rotate_write_and_attend(
+    heads: Float[Array, "T heads D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "NP S G2 D"],
+    rows: AttentionRows,
+    *,
+    num_heads: int,
+    queries_per_row: int | None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """What contract.py's contract asks for q and k rotated by (cos, sin), and v.
+
+    heads are q, then k, then v.
+    """
+    tokens = heads.shape[0]
+    page, offset = new_slots(
+        rows, tokens, page_size=kv_pages.shape[1], queries_per_row=queries_per_row
+    )
+    q, kv_pages = rotate_write_gpu.rotate_and_write(
+        heads,
+        cos,
+        sin,
+        kv_pages,
+        page,
+        offset,
+        num_heads=num_heads,
+        queries_per_row=queries_per_row,
+        interpret=interpret,
+    )
+    if queries_per_row is None:
+        out = paged_prefill_gpu.attend_packed(
+            q,
+            kv_pages,
+            rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            interpret=interpret,
+        )
+        return out, kv_pages
+    out = paged_attention_gpu.attend_rows(
+        q,
+        kv_pages,
+        rows,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        queries_per_row=queries_per_row,
+        packed_heads=num_heads,
+        interpret=interpret,
+    )
+    return out, kv_pages

@@ -1,0 +1,112 @@
+"""Which query belongs to which row, and which keys it sees: the index arithmetic of attention.
+
+Shared by the reference and the streaming path, so that a mask rule is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core.pytree import pytree
+
+
+@pytree
+class AttentionRows:
+    """Everything about one call that is the same for all layers of a page space.
+
+    page_table is the full space's; window_tables, by window, are those of the other spaces
+    (i32[B, P] each). A kernel reads page_table alone (`of_window`).
+    """
+
+    page_table: jax.Array  # i32[B, P]
+    prefix_lens: jax.Array  # i32[B]
+    cu_q_lens: jax.Array  # i32[B + 1], starts at 0, ascends
+    q_positions: jax.Array  # i32[T], RoPE positions
+    tail_mask: jax.Array | None = None  # u32[T, ceil(W / 32)], bits past W are 0
+    tail_positions: jax.Array | None = None  # i32[B, W]
+    window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def of_window(self, window: int | None) -> AttentionRows:
+        """The rows as layers with this window see them: with the page table of their space.
+
+        A window without a space of its own lies in the full one.
+        """
+        table = self.page_table
+        if window is not None:
+            table = self.window_tables.get(window, table)
+        return dataclasses.replace(self, page_table=table, window_tables={})
+
+
+@pytree
+class QueryIndex:
+    """row_idx[t], within[t] = j (query j of its row), valid[t]: not padding."""
+
+    row_idx: jax.Array  # i32[T], in [0, B)
+    within: jax.Array  # i32[T], >= 0
+    valid: jax.Array  # bool[T]
+
+
+def index_queries(
+    cu_q_lens: jax.Array, num_queries: int, *, queries_per_row: int | None
+) -> QueryIndex:
+    """Locates each of T queries; see contract.py for the two layouts.
+
+    In:  cu_q_lens = [0, 3, 4], T = 6, packed
+    Out: row_idx = [0 0 0 1 1 1], within = [0 1 2 0 1 2], valid = [T T T T F F]
+    """
+    batch = cu_q_lens.shape[0] - 1
+    t = jnp.arange(num_queries, dtype=jnp.int32)
+    if queries_per_row is not None:
+        row_idx, within = t // queries_per_row, t % queries_per_row
+        lens = cu_q_lens[1:] - cu_q_lens[:-1]
+        valid = within < jnp.take(lens, row_idx, mode="clip")
+        return QueryIndex(row_idx=row_idx, within=within, valid=valid)
+    row_idx = jnp.sum(t[:, None] >= cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)
+    row_idx = jnp.minimum(row_idx, batch - 1)
+    within = t - jnp.take(cu_q_lens, row_idx, mode="clip")
+    return QueryIndex(row_idx=row_idx, within=within, valid=t < cu_q_lens[-1])
+
+
+def mask_bits(tail_mask: jax.Array, tail_idx: jax.Array) -> jax.Array:
+    """bool, bit `tail_idx` of each query's words: tail_mask [..., words], tail_idx [..., C]."""
+    safe = jnp.clip(tail_idx, 0, tail_mask.shape[-1] * 32 - 1)
+    word = jnp.take_along_axis(tail_mask, safe // 32, axis=-1, mode="clip")
+    return ((word >> (safe % 32).astype(jnp.uint32)) & 1).astype(bool)
+
+
+def visible_keys(
+    slot: jax.Array,
+    *,
+    within: jax.Array,
+    prefix_len: jax.Array,
+    q_len: jax.Array,
+    q_position: jax.Array,
+    tail_mask: jax.Array | None,
+    tail_positions: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    """bool[..., Q, C]: does query q see the key in slot c of its own row?
+
+    slot i32[..., C]; within, q_position i32[..., Q]; prefix_len, q_len i32[...] per row;
+    tail_mask u32[..., Q, words]; tail_positions i32[..., W].
+    """
+    key = slot[..., None, :]
+    if tail_mask is None or tail_positions is None:
+        seen = key <= (prefix_len[..., None] + within)[..., None]
+        position = key
+    else:
+        width = tail_positions.shape[-1]
+        start = (prefix_len + q_len - width)[..., None, None]
+        tail_idx = jnp.broadcast_to(key - start, (*within.shape, slot.shape[-1]))
+        in_tail = (tail_idx >= 0) & (tail_idx < width)
+        seen = (key < start) | (in_tail & mask_bits(tail_mask, tail_idx))
+        flat_idx = jnp.clip(slot - start[..., 0], 0, width - 1)
+        tail_position = jnp.take_along_axis(tail_positions, flat_idx, axis=-1, mode="clip")
+        position = jnp.where(in_tail, tail_position[..., None, :], key)
+    seen = seen & (key >= 0)
+    if window is not None:
+        seen = seen & (q_position[..., None] - position < window)
+    return seen

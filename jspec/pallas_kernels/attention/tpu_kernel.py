@@ -1,0 +1,541 @@
+"""The body of the TPU's row-wise attention kernel: one Mosaic program on one core.
+
+It knows packed queries, rows' scalars and the pool; how they are made, and the contract, is the
+business of tpu.py.
+
+A grid step owns a few rows. A producer walks (row, block of pages) ahead of the consumer and copies
+pages from HBM into a ring of buffers, NUM_BUFFERS - 1 blocks ahead and across rows, so the memory
+is not idle at a row's end; it copies only pages that hold keys some query may see. Page tables stay
+in HBM: the producer fetches one row's slice at a time into SMEM, so P has no limit worth naming.
+New rows go from HBM to HBM, in runs of powers of two within a page. The queries of this call see
+them because they are laid over the block in VMEM, not because they were written first: no read
+waits for a write.
+
+What a query may see is computed for the R queries of a row, then spread over the heads of a group
+by a product with a 0/1 matrix. A block that all queries see whole skips all that.
+
+    In:  R = 2, group = 3
+    Out: packed rows 0 1 2 | 3 4 5 belong to queries 0 0 0 | 1 1 1; padded to 8 rows, which see
+         nothing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+NUM_BUFFERS = 4
+# Not tuned on a chip: a block is at least what HBM delivers during one DMA's latency.
+BLOCK_BYTES, MAX_BLOCK_BYTES = 512 * 1024, 2 * 1024 * 1024
+MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 1024
+MAX_SCORES = 128 * 1024
+ROWS_BYTES, MAX_ROWS_PER_STEP = 2 * 1024 * 1024, 8
+# Running maxima start at LOW; a key that is not seen scores UNSEEN, so that its weight is exactly 0
+# even in a row that has seen nothing.
+LOW, UNSEEN = -1e30, -3e38
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsPlan:
+    """What is static in one call."""
+
+    batch: int
+    queries: int  # R
+    group: int
+    page_size: int
+    two_g: int
+    width: int  # the pool's D
+    pages_per_row: int
+    tail: int  # W, 0 without a tail mask
+    dtype: Any  # of the pool
+    writes: bool
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    interpret: bool
+
+    @property
+    def packed(self) -> int:
+        """Rows of one kv head's products: R * group, whole sublanes."""
+        return -(-self.queries * self.group // 8) * 8
+
+    @property
+    def query_rows(self) -> int:
+        return -(-self.queries // 8) * 8
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.tail // 32)
+
+    @property
+    def has_query_info(self) -> bool:
+        return self.tail > 0 or self.window is not None
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of one buffer: a power of two of keys, in whole vectors of lanes."""
+        key_bytes = self.two_g * max(self.width, LANES) * self.dtype.itemsize
+        keys = min(MIN_BLOCK_KEYS, MAX_BLOCK_BYTES // key_bytes)
+        keys = min(max(keys, BLOCK_BYTES // key_bytes), MAX_BLOCK_KEYS)
+        keys = min(keys, MAX_SCORES // self.packed, self.pages_per_row * self.page_size)
+        keys = max(1 << keys.bit_length() - 1, LANES)
+        return max(keys // self.page_size, 1)
+
+    @property
+    def block_keys(self) -> int:
+        return self.block_pages * self.page_size
+
+    @property
+    def num_splits(self) -> int:
+        """Chips with two cores run one half of the rows on each."""
+        return 2 if self.batch % 2 == 0 else 1
+
+    @property
+    def rows_per_step(self) -> int:
+        row_bytes = self.two_g * max(self.width, LANES) * (self.packed + self.queries) * 4
+        share = self.batch // self.num_splits
+        most = min(max(ROWS_BYTES // row_bytes, 1), MAX_ROWS_PER_STEP)
+        return max(n for n in range(1, most + 1) if share % n == 0)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What to ask of VMEM: twice what is held, for the products' temporaries, and some."""
+        width = max(self.width, LANES)
+        buffers = NUM_BUFFERS * self.block_keys * self.two_g * width * self.dtype.itemsize
+        partial = self.two_g // 2 * self.packed * (2 * LANES + width) * 4
+        windows = 2 * self.rows_per_step * self.two_g * (self.packed + self.queries) * width * 4
+        return max(2 * (buffers + partial + windows) + (8 << 20), 16 << 20)
+
+    @property
+    def has_strided_heads(self) -> bool:
+        """Can one head's K and V be loaded as every G-th row of 32-bit words?
+
+        The interpreter knows no view of a buffer; the compiler wants whole tiles and 128 lanes.
+        """
+        sublanes = self.two_g * self.dtype.itemsize // 4
+        whole = sublanes in {1, 2, 4} or sublanes % 8 == 0
+        return whole and self.width <= LANES and not self.interpret
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsMemory:
+    """The kernel's memory; `row` counts the batch, `i` the rows of one grid step (N of them)."""
+
+    prefix_lens: Any  # SMEM i32[B]
+    limits: Any  # SMEM i32[B], keys of the row, this call's included
+    firsts: Any  # SMEM i32[B], first key that any of its queries may see
+    q: Any  # VMEM [N, G, packed, D]
+    table: Any  # HBM i32[B, 1, P]
+    pages: Any  # HBM [NP, S, 2G, D], where pages are read
+    out: Any  # VMEM [N, G, packed, D]
+    buffers: Any  # VMEM [NUM_BUFFERS, block_keys, 2G, D]
+    table_ring: Any  # SMEM i32[2, 1, P]
+    state: Any  # SMEM i32[4], see the constants below
+    top: Any  # VMEM f32[G, packed, LANES]
+    total: Any  # VMEM f32[G, packed, LANES]
+    mixed: Any  # VMEM f32[G, packed, D]
+    page_sems: Any  # DMA[NUM_BUFFERS]
+    table_sem: Any  # DMA
+    write_sem: Any  # DMA
+    tail_positions: Any = None  # SMEM i32[B, W]
+    query_info: Any = None  # VMEM i32[N, query_rows, words + 1]: mask words, position
+    sinks: Any = None  # VMEM f32[G, packed, 1]
+    new: Any = None  # VMEM [N, R, 2G, D]
+    new_source: Any = None  # HBM [B, R, 2G, D]
+    pages_out: Any = None  # HBM, the pool again, where new rows are written
+
+
+# Places in RowsMemory.state: the producer's next (row, block), and how many blocks were produced
+# and consumed.
+ROW, BLOCK, PRODUCED, CONSUMED = range(4)
+
+
+def attend_kernel(plan: RowsPlan, order: list[str], *memory: Any) -> None:
+    refs = RowsMemory(**dict(zip(order, memory, strict=True)))
+    share = plan.batch // plan.num_splits
+    first_row = pl.program_id(0) * share
+    last_row = first_row + share  # one past this core's rows
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        refs.state[ROW] = first_row
+        refs.state[PRODUCED] = refs.state[CONSUMED] = 0
+        _copy_table(refs, first_row).start()
+        _enter_row(plan, refs, first_row, last_row)
+        _skip_finished_rows(plan, refs, last_row)
+
+        def start(_: jax.Array, carry: None) -> None:
+            _produce(plan, refs, last_row)
+            return carry
+
+        lax.fori_loop(0, NUM_BUFFERS - 1, start, None)
+
+    def consume(i: jax.Array, carry: None) -> None:
+        row = first_row + pl.program_id(1) * plan.rows_per_step + i
+        _attend_row(plan, refs, i, row, last_row)
+        return carry
+
+    lax.fori_loop(0, plan.rows_per_step, consume, None)
+
+
+# The producer: page tables, new rows and pages, all by DMA.
+
+
+def _blocks_of(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row's blocks [first, last)."""
+    return (
+        lax.div(refs.firsts[row], plan.block_keys),
+        lax.div(refs.limits[row] + plan.block_keys - 1, plan.block_keys),
+    )
+
+
+def _pages_of(
+    plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Which pages [first, last) of the row are copied for a block: those that hold old keys."""
+    held = jnp.minimum(refs.prefix_lens[row], refs.limits[row]) if plan.writes else refs.limits[row]
+    last = lax.div(held + plan.page_size - 1, plan.page_size)
+    start = block * plan.block_pages
+    first = jnp.maximum(lax.div(refs.firsts[row], plan.page_size), start)
+    return first, jnp.minimum(last, start + plan.block_pages)
+
+
+def _copy_table(refs: RowsMemory, row: jax.Array) -> Any:
+    return pltpu.make_async_copy(
+        refs.table.at[row], refs.table_ring.at[lax.rem(row, 2)], refs.table_sem
+    )
+
+
+def _copy_page(
+    plan: RowsPlan, refs: RowsMemory, page: jax.Array, buffer: jax.Array, place: Any
+) -> Any:
+    """One page into the `place`-th page of a buffer."""
+    target = refs.buffers.at[buffer, pl.ds(place * plan.page_size, plan.page_size)]
+    return pltpu.make_async_copy(refs.pages.at[page], target, refs.page_sems.at[buffer])
+
+
+def _enter_row(plan: RowsPlan, refs: RowsMemory, row: jax.Array, last_row: jax.Array) -> None:
+    """The row's table is there; the next one's is fetched, and the row's K and V are written."""
+    _copy_table(refs, row).wait()
+
+    @pl.when(row + 1 < last_row)
+    def _() -> None:
+        _copy_table(refs, row + 1).start()
+
+    refs.state[BLOCK] = _blocks_of(plan, refs, row)[0]
+    if plan.writes:
+        _start_writes(plan, refs, row)
+
+
+def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
+    """Moves the producer to the next row that has blocks left, or to last_row."""
+
+    def is_finished(row: jax.Array) -> jax.Array:
+        # Short-circuit by index: last_row itself may lie behind the arrays.
+        there = jnp.minimum(row, last_row - 1)
+        return (row < last_row) & (refs.state[BLOCK] >= _blocks_of(plan, refs, there)[1])
+
+    def advance(row: jax.Array) -> jax.Array:
+        pl.when(row + 1 < last_row)(lambda: _enter_row(plan, refs, row + 1, last_row))
+        return row + 1
+
+    refs.state[ROW] = lax.while_loop(is_finished, advance, refs.state[ROW])
+
+
+def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
+    """Starts the copies of the next block, if any is left."""
+    row, block = refs.state[ROW], refs.state[BLOCK]
+
+    @pl.when(row < last_row)
+    def _() -> None:
+        buffer = lax.rem(refs.state[PRODUCED], NUM_BUFFERS)
+        first, last = _pages_of(plan, refs, row, block)
+        start = block * plan.block_pages
+
+        def copy(place: jax.Array, carry: None) -> None:
+            page = refs.table_ring[lax.rem(row, 2), 0, start + place]
+            _copy_page(plan, refs, page, buffer, place).start()
+            return carry
+
+        # A whole block has a static trip count, which the compiler can unroll and schedule.
+        whole = last - first == plan.block_pages
+
+        @pl.when(whole)
+        def _() -> None:
+            lax.fori_loop(0, plan.block_pages, copy, None, unroll=not plan.interpret)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            lax.fori_loop(first - start, last - start, copy, None)
+
+        refs.state[PRODUCED] += 1
+        refs.state[BLOCK] = block + 1
+        _skip_finished_rows(plan, refs, last_row)
+
+
+def _await_block(
+    plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, buffer: Any
+) -> None:
+    """A DMA semaphore counts bytes: a whole block is awaited at once."""
+    first, last = _pages_of(plan, refs, row, block)
+    whole = last - first == plan.block_pages
+    all_keys = refs.buffers.at[buffer]
+
+    @pl.when(whole)
+    def _() -> None:
+        pltpu.make_async_copy(all_keys, all_keys, refs.page_sems.at[buffer]).wait()
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        def wait(_: jax.Array, carry: None) -> None:
+            _copy_page(plan, refs, jnp.int32(0), buffer, 0).wait()
+            return carry
+
+        lax.fori_loop(first, last, wait, None)
+
+
+def _runs(most: int, count: jax.Array, act: Any) -> None:
+    """Calls act(offset, size) under a condition for each power of two in `count`, largest first.
+
+    In:  most = 6, count = 5
+    Out: act(0, 4), act(4, 1)
+    """
+    for bit in reversed(range(most.bit_length())):
+        size = 1 << bit
+        offset = count & ~(2 * size - 1)
+        pl.when((count & size) != 0)(functools.partial(act, offset, size))
+
+
+def _start_writes(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> None:
+    """Copies the row's new K and V to their pages; past the page table nothing is written."""
+    prefix, size = refs.prefix_lens[row], plan.page_size
+
+    def write(index: jax.Array, carry: None) -> None:
+        page = refs.table_ring[lax.rem(row, 2), 0, index]
+        start = jnp.maximum(prefix, index * size)
+        end = jnp.minimum(refs.limits[row], index * size + size)
+
+        def act(offset: jax.Array, count: int) -> None:
+            source = refs.new_source.at[row, pl.ds(start - prefix + offset, count)]
+            slot = start - index * size + offset
+            target = refs.pages_out.at[page, pl.ds(slot, count)]
+            pltpu.make_async_copy(source, target, refs.write_sem).start()
+
+        _runs(min(plan.queries, size), end - start, act)
+        return carry
+
+    last = lax.div(refs.limits[row] + size - 1, size)
+    lax.fori_loop(lax.div(prefix, size), last, write, None)
+
+
+def _await_writes(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> None:
+    def act(_: jax.Array, count: int) -> None:
+        rows = refs.new_source.at[0, pl.ds(0, count)]
+        pltpu.make_async_copy(rows, rows, refs.write_sem).wait()
+
+    _runs(plan.queries, jnp.maximum(refs.limits[row] - refs.prefix_lens[row], 0), act)
+
+
+# The consumer: one row's online softmax over its blocks.
+
+
+def _attend_row(
+    plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, last_row: Any
+) -> None:
+    heads = plan.two_g // 2
+    if refs.sinks is None:
+        refs.top[...] = jnp.full_like(refs.top, LOW)
+        refs.total[...] = jnp.zeros_like(refs.total)
+    else:  # a sink is a key without a value
+        sink = jnp.broadcast_to(refs.sinks[...], refs.top.shape)
+        refs.top[...] = jnp.maximum(sink, LOW)
+        refs.total[...] = jnp.exp(sink - jnp.maximum(sink, LOW))
+    refs.mixed[...] = jnp.zeros_like(refs.mixed)
+    # Keys before this slot are in the pool, and every query of the row sees them.
+    prefix = refs.prefix_lens[row]
+    seen_by_all = jnp.minimum(jnp.minimum(prefix, refs.limits[row]), _tail_start(plan, prefix))
+
+    def absorb(block: jax.Array, carry: None) -> None:
+        buffer = lax.rem(refs.state[CONSUMED], NUM_BUFFERS)
+        refs.state[CONSUMED] += 1
+        _await_block(plan, refs, row, block, buffer)
+        _produce(plan, refs, last_row)
+        end = (block + 1) * plan.block_keys
+        whole = end <= seen_by_all if plan.window is None else jnp.bool_(False)
+
+        @pl.when(whole)
+        def _() -> None:
+            for head in range(heads):
+                _absorb(plan, refs, i, head, buffer, None, None)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            if plan.writes:
+                _lay_new_rows(plan, refs, i, row, block, buffer)
+            seen = _seen(plan, refs, i, row, block)
+            held = _held(plan, refs, row, block)
+            for head in range(heads):
+                _absorb(plan, refs, i, head, buffer, seen, held)
+
+        return carry
+
+    lax.fori_loop(*_blocks_of(plan, refs, row), absorb, None)
+    for head in range(heads):
+        total = jnp.maximum(refs.total[head][:, :1], 1e-30)
+        refs.out[i, head] = (refs.mixed[head] / total).astype(refs.out.dtype)
+    if plan.writes:
+        _await_writes(plan, refs, row)
+
+
+def _tail_start(plan: RowsPlan, prefix: jax.Array) -> jax.Array:
+    return prefix + (plan.queries - plan.tail if plan.tail else 1)
+
+
+def _lay_new_rows(
+    plan: RowsPlan,
+    refs: RowsMemory,
+    i: jax.Array,
+    row: jax.Array,
+    block: jax.Array,
+    buffer: jax.Array,
+) -> None:
+    """Puts the new rows of this block where the pool's copy will have them."""
+    prefix, start = refs.prefix_lens[row], block * plan.block_keys
+
+    def lay(j: jax.Array, carry: None) -> None:
+        refs.buffers[buffer, prefix + j - start] = refs.new[i, j]
+        return carry
+
+    end = jnp.minimum(start + plan.block_keys, refs.limits[row])
+    lax.fori_loop(jnp.maximum(start - prefix, 0), end - prefix, lay, None)
+
+
+def _seen(
+    plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array
+) -> jax.Array:
+    """bool[packed, block_keys]: see contract.py for the rules."""
+    shape = (plan.query_rows, plan.block_keys)
+    slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
+    prefix = refs.prefix_lens[row]
+    start = _tail_start(plan, prefix)
+    if plan.tail:
+        tail_idx = slot - start
+        word = jnp.zeros(shape, jnp.int32)
+        for w in range(plan.num_words):
+            word = jnp.where(tail_idx >> 5 == w, refs.query_info[i, :, w : w + 1], word)
+        seen = (tail_idx < 0) | ((word >> (tail_idx & 31)) & 1 == 1)
+    else:
+        seen = slot <= prefix + lax.broadcasted_iota(jnp.int32, shape, 0)
+    seen = seen & (slot < refs.limits[row])
+    if plan.window is not None:
+        position = _positions(plan, refs, row, slot[:1], start)
+        own = refs.query_info[i, :, plan.num_words : plan.num_words + 1]
+        seen = seen & (own - position < plan.window)
+    weight = seen.astype(jnp.float32)
+    if plan.queries == 1:
+        return jnp.broadcast_to(weight[:1], (plan.packed, plan.block_keys)) > 0.5
+    # Query of each packed row; products with 0 and 1 are exact.
+    spread = (plan.packed, plan.query_rows)
+    packed_row = lax.broadcasted_iota(jnp.int32, spread, 0)
+    query = lax.broadcasted_iota(jnp.int32, spread, 1)
+    low = query * plan.group
+    owns = (packed_row >= low) & (packed_row < low + plan.group) & (query < plan.queries)
+    return jnp.dot(owns.astype(jnp.float32), weight, preferred_element_type=jnp.float32) > 0.5
+
+
+def _positions(
+    plan: RowsPlan, refs: RowsMemory, row: jax.Array, slot: jax.Array, start: jax.Array
+) -> jax.Array:
+    """A key's position is its slot, but for the tail, whose first slot is `start`."""
+    if not plan.tail:
+        return slot
+
+    def place(w: jax.Array, position: jax.Array) -> jax.Array:
+        return jnp.where(slot == start + w, refs.tail_positions[row, w], position)
+
+    return lax.fori_loop(0, plan.tail, place, slot)
+
+
+def _held(plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array) -> jax.Array:
+    """bool[block_keys, D]: was this key copied or laid? Anything else in the buffer may be NaN."""
+    shape = (plan.block_keys, plan.width)
+    slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 0)
+    first = lax.div(refs.firsts[row], plan.page_size) * plan.page_size
+    return (slot >= first) & (slot < refs.limits[row])
+
+
+def _load_head(
+    plan: RowsPlan, refs: RowsMemory, buffer: jax.Array, head: int, held: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """K and V [block_keys, D] of one head; V is 0 where not held."""
+
+    def clean(v: jax.Array) -> jax.Array:
+        return v if held is None else jnp.where(held, v, jnp.zeros_like(v))
+
+    keys, two_g = plan.block_keys, plan.two_g
+    if not plan.has_strided_heads:
+        k = refs.buffers[buffer, :, 2 * head, :]
+        v = refs.buffers[buffer, :, 2 * head + 1, :].astype(jnp.float32)
+        return k, clean(v).astype(plan.dtype)
+    flat = refs.buffers.at[buffer].reshape(keys * two_g, plan.width)
+    if plan.dtype.itemsize == 4:
+        k = flat[pl.ds(2 * head, keys, stride=two_g), :]
+        return k, clean(flat[pl.ds(2 * head + 1, keys, stride=two_g), :])
+    words = flat.bitcast(jnp.uint32)
+    pair = words[pl.ds(head, keys, stride=two_g // 2), :] if two_g > 2 else words[...]
+    k, v = split_pair(pair)
+    return k.astype(plan.dtype), clean(v).astype(plan.dtype)
+
+
+def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V in float32 from words of 32 bits that hold bfloat16 of two heads, 2g and 2g + 1.
+
+    The even head is the low half. bfloat16 in the high half of a word is that number in float32.
+    """
+    k = pltpu.bitcast(pair << 16, jnp.float32)
+    return k, pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _absorb(
+    plan: RowsPlan,
+    refs: RowsMemory,
+    i: jax.Array,
+    head: int,
+    buffer: jax.Array,
+    seen: jax.Array | None,
+    held: jax.Array | None,
+) -> None:
+    """One head of one block into the online softmax."""
+    k, v = _load_head(plan, refs, buffer, head, held)
+    q = refs.q[i, head]
+    precision = None
+    if q.dtype != k.dtype or q.dtype == jnp.float32:
+        k, v, precision = k.astype(jnp.float32), v.astype(jnp.float32), lax.Precision.HIGHEST
+    contract_last = (((1,), (1,)), ((), ()))
+    scores = lax.dot_general(
+        q, k, contract_last, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = scores * plan.scale
+    if plan.soft_cap is not None:
+        scores = plan.soft_cap * jnp.tanh(scores / plan.soft_cap)
+    if seen is not None:
+        scores = jnp.where(seen, scores, UNSEEN)
+    before = refs.top[head][:, :1]
+    top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    fade = jnp.exp(before - top)
+    total = refs.total[head][:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+    mixed = jnp.dot(
+        weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
+    refs.top[head] = jnp.broadcast_to(top, (plan.packed, LANES))
+    refs.total[head] = jnp.broadcast_to(total, (plan.packed, LANES))
+    refs.mixed[head] = refs.mixed[head] * fade + mixed

@@ -1,0 +1,86 @@
+"""Moving an accepted tree path to the front of its row, where committed K and V lie.
+
+Pools, page 0 and indices are those of kv_write/reference.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.pallas_kernels.kv_write.reference import page_slots, write_rows
+
+
+def path_moves(
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    page_size: int,
+) -> tuple[
+    tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
+    tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
+    Bool[Array, "B M1"],
+]:
+    """((from page, offset), (to page, offset), valid) of nodes 1.. of each path, [B, M - 1].
+
+    What is not valid, behind num_accepted, goes from the dummy page to the dummy page.
+    """
+    batch, num_path = node_path.shape
+    step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
+    row_idx = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], step.shape)
+    valid = step <= num_accepted[:, None]
+    source = seq_lens[:, None] + jnp.where(valid, node_path[:, 1:], 0)
+    target = seq_lens[:, None] + step
+    from_slots = page_slots(page_table, row_idx, source, valid, page_size=page_size)
+    return from_slots, page_slots(page_table, row_idx, target, valid, page_size=page_size), valid
+
+
+def flat_moves(
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
+    """(source, target, moves), i32[B, M - 1]: rows of a pool seen as [NP * S, 2G, D].
+
+    `moves` is 0 for what lies behind the path, is in its place already or would go to page 0.
+
+    In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
+    Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
+    """
+    (from_page, from_offset), (to_page, to_offset), valid = path_moves(
+        page_table, seq_lens, node_path, num_accepted, page_size=page_size
+    )
+    source = from_page * page_size + from_offset
+    target = to_page * page_size + to_offset
+    moves = valid & (source != target) & (to_page > 0)
+    return source, target, moves.astype(jnp.int32)
+
+
+def compact_path(
+    pages: Float[Array, "NP S G2 D"],
+    page_table: Int[Array, "B P"],
+    seq_lens: Int[Array, "B"],
+    node_path: Int[Array, "B M"],
+    num_accepted: Int[Array, "B"],
+) -> Float[Array, "NP S G2 D"]:
+    """Moves the KV of the accepted nodes to the slots right behind the root.
+
+    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All rows are read before any is
+    written, so an overlap of sources and destinations cannot matter.
+
+    In:  L = 7, node_path = [0, 1, 3], num_accepted = 2
+    Out: slot 8 -> 8, slot 10 -> 9
+    """
+    (from_page, from_offset), (to_page, to_offset), _ = path_moves(
+        page_table, seq_lens, node_path, num_accepted, page_size=pages.shape[1]
+    )
+    moved = pages.at[from_page, from_offset].get(mode="promise_in_bounds")
+    # The barrier orders the reads before the write, so XLA never keeps a copy of the pool.
+    moved = jax.lax.optimization_barrier(moved)
+    return write_rows(pages, to_page, to_offset, moved)

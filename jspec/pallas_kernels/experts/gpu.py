@@ -1,0 +1,227 @@
+"""A mixture's experts for few tokens on an NVIDIA GPU (Triton): each weight is read where it lies.
+
+At few tokens the time is that of reading the experts' weights. Two kernels, one program for each
+(block of pairs of one expert, tile of columns): the first multiplies by gate and up and applies the
+gate, the second multiplies by down. A program asks a table for its expert and reads that expert's
+columns from the stack of all experts; nothing gathers weights. The blocks of one expert are
+neighbours in the grid, so that the second finds the first's weights in the L2 cache. Blocks without
+pairs end at once.
+
+Rounded where run_experts rounds: each product, summed in float32, to x's dtype, the bias added, and
+the gated result. What is between the roundings is computed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, tokens_of, weighted_sum
+from jspec.pallas_kernels.experts.plan import ExpertsTuning
+from jspec.pallas_kernels.experts.reference import gated
+
+
+def run_experts(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    params: dict[str, jax.Array],
+    *,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "T E"]:
+    """As experts.run_experts. interpret: on any platform, for tests.
+
+    Raises ValueError without tokens, and for tiles that do not divide E and I.
+    """
+    num_experts, inner, size = params["down"].shape
+    if problem := tuning.problem(size, inner):
+        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
+    blocks = blocks_of(ids, num_experts=num_experts, tile_m=tuning.tile_m)
+    mixed = gate_up_product(
+        x, params, blocks, top_k=ids.shape[1], gate=gate, tuning=tuning, interpret=interpret
+    )
+    out = down_product(mixed, params["down"], blocks, tuning=tuning, interpret=interpret)
+    return weighted_sum(out, blocks, weights)
+
+
+def gate_up_product(
+    x: Float[Array, "T E"],
+    params: dict[str, jax.Array],
+    blocks: ExpertBlocks,
+    *,
+    top_k: int,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "rows I"]:
+    """Each pair's gated inner row, at its place in its block; padding rows are not written."""
+    inner = params["down"].shape[1]
+    operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs]
+    operands.append(tokens_of(blocks, top_k=top_k))
+    if "gate_up_bias" in params:
+        operands.append(params["gate_up_bias"])
+    return _call(
+        functools.partial(_gate_up, gate=gate, tuning=tuning),
+        operands,
+        columns=inner,
+        tile_n=tuning.gate_up_n,
+        blocks=blocks,
+        tuning=tuning,
+        interpret=interpret,
+        name="experts_gate_up",
+    )
+
+
+def down_product(
+    inner_rows: Float[Array, "rows I"],
+    down: Float[Array, "X I E"],
+    blocks: ExpertBlocks,
+    *,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "rows E"]:
+    """Each pair's row times its expert's `down`; padding rows are neither read nor written."""
+    return _call(
+        functools.partial(_down, tuning=tuning),
+        [inner_rows, down, blocks.expert, blocks.num_pairs],
+        columns=down.shape[2],
+        tile_n=tuning.down_n,
+        blocks=blocks,
+        tuning=tuning,
+        interpret=interpret,
+        name="experts_down",
+    )
+
+
+def _call(
+    body: Callable[..., None],
+    operands: list[jax.Array],
+    *,
+    columns: int,
+    tile_n: int,
+    blocks: ExpertBlocks,
+    tuning: ExpertsTuning,
+    interpret: bool,
+    name: str,
+) -> jax.Array:
+    """The grid runs through the blocks first: those of one expert follow on each other."""
+    num_blocks = blocks.expert.shape[0]
+    shape = (num_blocks * tuning.tile_m, columns)
+    out: jax.Array = pl.pallas_call(
+        body,
+        grid=(num_blocks, columns // tile_n),
+        out_shape=jax.ShapeDtypeStruct(shape, operands[0].dtype),
+        compiler_params=plt.CompilerParams(
+            num_warps=tuning.num_warps, num_stages=tuning.num_stages
+        ),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+    return out
+
+
+def _gate_up(
+    x_ref: Any,
+    gate_up_ref: Any,
+    expert_ref: Any,
+    num_pairs_ref: Any,
+    token_ref: Any,
+    *bias_and_out: Any,
+    gate: Gate,
+    tuning: ExpertsTuning,
+) -> None:
+    """One block's rows of one tile of inner columns; gate and up lie `inner` columns apart."""
+    *bias_ref, out_ref = bias_and_out
+    inner, tile_n, dtype = out_ref.shape[1], tuning.gate_up_n, out_ref.dtype
+    block, start = pl.program_id(0), pl.program_id(1) * tile_n
+    num_pairs = plt.load(num_pairs_ref.at[block])
+
+    @pl.when(num_pairs > 0)
+    def _() -> None:
+        expert = plt.load(expert_ref.at[block])
+        lane = jnp.arange(tuning.tile_m, dtype=jnp.int32)
+        row, is_pair = block * tuning.tile_m + lane, lane < num_pairs
+        token = plt.load(token_ref.at[row])
+        column = start + jnp.arange(tile_n, dtype=jnp.int32)
+        sums = _products(
+            x_ref,
+            token,
+            is_pair,
+            gate_up_ref,
+            expert,
+            (column, inner + column),
+            tile_k=tuning.gate_up_k,
+        )
+        wide = [total.astype(dtype).astype(jnp.float32) for total in sums]
+        if bias_ref:
+            added = [plt.load(bias_ref[0].at[expert, column + shift]) for shift in (0, inner)]
+            wide = [
+                (total + bias.astype(jnp.float32)[None]).astype(dtype).astype(jnp.float32)
+                for total, bias in zip(wide, added, strict=True)
+            ]
+        result = gated(wide[0], wide[1], gate=gate).astype(dtype)
+        plt.store(out_ref.at[row[:, None], column[None]], result, mask=is_pair[:, None])
+
+
+def _down(
+    inner_ref: Any,
+    down_ref: Any,
+    expert_ref: Any,
+    num_pairs_ref: Any,
+    out_ref: Any,
+    *,
+    tuning: ExpertsTuning,
+) -> None:
+    """One block's rows of one tile of output columns."""
+    block, start = pl.program_id(0), pl.program_id(1) * tuning.down_n
+    num_pairs = plt.load(num_pairs_ref.at[block])
+
+    @pl.when(num_pairs > 0)
+    def _() -> None:
+        expert = plt.load(expert_ref.at[block])
+        lane = jnp.arange(tuning.tile_m, dtype=jnp.int32)
+        row, is_pair = block * tuning.tile_m + lane, lane < num_pairs
+        column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
+        (total,) = _products(
+            inner_ref, row, is_pair, down_ref, expert, (column,), tile_k=tuning.down_k
+        )
+        plt.store(
+            out_ref.at[row[:, None], column[None]],
+            total.astype(out_ref.dtype),
+            mask=is_pair[:, None],
+        )
+
+
+def _products(
+    rows_ref: Any,
+    row: jax.Array,
+    is_pair: jax.Array,
+    weights_ref: Any,
+    expert: jax.Array,
+    columns: tuple[jax.Array, ...],
+    *,
+    tile_k: int,
+) -> tuple[jax.Array, ...]:
+    """rows[row] @ weights[expert, :, c] for each c of `columns`, f32. Rows of no pair are 0."""
+    step = jnp.arange(tile_k, dtype=jnp.int32)
+
+    def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = k * tile_k + step
+        left = plt.load(rows_ref.at[row[:, None], at[None]], mask=is_pair[:, None], other=0.0)
+        right = (plt.load(weights_ref.at[expert, at[:, None], c[None]]) for c in columns)
+        parts = (jnp.dot(left, w, preferred_element_type=jnp.float32) for w in right)
+        return tuple(total + part for total, part in zip(sums, parts, strict=True))
+
+    zeros = tuple(jnp.zeros((row.shape[0], c.shape[0]), jnp.float32) for c in columns)
+    whole: tuple[jax.Array, ...] = jax.lax.fori_loop(0, rows_ref.shape[1] // tile_k, add, zeros)
+    return whole

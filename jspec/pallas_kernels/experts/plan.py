@@ -1,0 +1,105 @@
+"""The static shape of the experts' GPU kernels, and where they are used: integers, no device.
+
+Nothing here has been timed yet. Assumed: a decode or verification step is bound by reading the
+weights of the experts that it touches, which wants at least two programs a multiprocessor, each
+with some 64 KiB on their way. benchmarks/experts_gpu.py measures it.
+
+Seen in programs compiled for an H200 (jax 0.12): XLA makes of its grouped product a dense one, of
+[R, X * E], a copy of x that is 0 but for each row's expert, and [X * E, N]. So one token reads the
+weights of all experts, and 2,048 tokens of Qwen3-30B-A3B do 128 times the arithmetic, with 8.6 GB
+beside the arguments. Hence the kernels serve prompts, too, in larger blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jspec.pallas_kernels.experts.blocks import num_blocks
+from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
+
+LEAST = 16  # of every side of a tile: the tensor cores' own
+PROGRAMS = 2 * NUM_BLOCKS  # that keep the memory busy
+MOST_ELEMENTS = 2**31 - 1  # of one array of weights: the kernels count in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTuning:
+    """Tiles of the two products. Sizes are elements.
+
+    tile_m: pairs of a block. gate_up_n: columns of the gated result (a tile has as many gate and
+    as many up columns); down_n: of the second product's. gate_up_k, down_k: inputs of one round.
+    """
+
+    tile_m: int = LEAST
+    gate_up_n: int = 64
+    gate_up_k: int = 64
+    down_n: int = 64
+    down_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that the larger of the two products may take, at 2 bytes an element."""
+        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n)
+        down = self.down_k * (self.tile_m + self.down_n)
+        return 2 * self.num_stages * max(gate_up, down)
+
+    def problem(self, size: int, inner: int) -> str | None:
+        """Why these tiles cannot serve experts of E = size and I = inner, or None."""
+        tiles = {
+            "gate_up_k": (self.gate_up_k, "E", size),
+            "gate_up_n": (self.gate_up_n, "I", inner),
+            "down_k": (self.down_k, "I", inner),
+            "down_n": (self.down_n, "E", size),
+        }
+        for name, tile in (("tile_m", self.tile_m), *((n, t[0]) for n, t in tiles.items())):
+            if tile < LEAST or tile & (tile - 1):
+                return f"{name} is {tile}; expected a power of two from {LEAST}"
+        for name, (tile, what, length) in tiles.items():
+            if length % tile:
+                return f"{name} {tile} does not divide {what} {length}"
+        if self.shared_bytes > SHARED_BYTES:
+            return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
+        return None
+
+
+def choose_experts(
+    num_pairs: int, *, num_experts: int, size: int, inner: int
+) -> ExpertsTuning | None:
+    """Tiles for so many (token, expert) pairs, E = size and I = inner; None: XLA's products.
+
+    None for sizes that no tile divides, and without pairs. A block is about as long as an expert's
+    rows on average, up to 128.
+    """
+    if not num_pairs or size % LEAST or inner % LEAST:
+        return None
+    if num_experts * size * 2 * inner > MOST_ELEMENTS:
+        return None
+    rows = -(-num_pairs // num_experts)
+    tile_m = min(max(1 << (rows - 1).bit_length(), LEAST), 128)
+    is_large = tile_m == 128
+    blocks = num_blocks(num_pairs, num_experts, tile_m)
+    tuning = ExpertsTuning(
+        tile_m=tile_m,
+        gate_up_n=_columns(inner, blocks, most=64),
+        gate_up_k=_largest(size, most=64),
+        down_n=_columns(size, blocks, most=128),
+        down_k=_largest(inner, most=64),
+        num_warps=8 if is_large else 4,
+        num_stages=3 if is_large else 4,
+    )
+    return tuning if tuning.problem(size, inner) is None else None
+
+
+def _largest(length: int, *, most: int) -> int:
+    """The largest power of two, up to `most`, that divides `length`."""
+    return min(length & -length, most)
+
+
+def _columns(length: int, blocks: int, *, most: int) -> int:
+    """As wide as keeps the memory busy, but not below 32 where that divides."""
+    tile = _largest(length, most=most)
+    while tile > 2 * LEAST and blocks * (length // tile) < PROGRAMS:
+        tile //= 2
+    return tile

@@ -1,0 +1,153 @@
+"""A mixture's experts for few tokens on a TPU (Mosaic): each weight is read where it lies, once.
+
+One grouped product, used for gate and up and then for down: a grid step multiplies one block of
+pairs of one expert (blocks.py) by one tile of that expert's columns, all inputs at once. A
+table in scalar memory tells the pipeline which expert's tile comes next. The columns are the outer
+axis of the grid, so that neighbouring blocks of one expert ask for the tile that is there already,
+which the pipeline then does not copy again; blocks without pairs ask for the last one's, and stop.
+
+XLA keeps weights on a TPU as [X, N, K] where that pads less (`lies_turned`); the kernel reads them
+so too, since a copy of them all would cost more than the product.
+
+The tokens of a block lie gathered in memory, and the gate between the products is XLA's: beside the
+weights both are small.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import Gate
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, tokens_of, weighted_sum
+from jspec.pallas_kernels.experts.reference import gated
+
+# Rows that an expert has on average, up to which the kernel is used, and XLA's product from there.
+# Assumed, not measured: so many rows still wait for the weights on every chip.
+MOST_ROWS_AN_EXPERT = 64
+LEAST_ROWS = 16  # of a block: a packed tile of bfloat16
+LANES = 128
+TILE_BYTES = 3 << 20  # of weights, of which two are in vector memory; 16 MiB is its default limit
+
+
+def choose_tile_m(num_pairs: int, num_experts: int) -> int | None:
+    """Pairs of a block; None: XLA's grouped product."""
+    rows = -(-num_pairs // num_experts)
+    if not 0 < rows <= MOST_ROWS_AN_EXPERT:
+        return None
+    return max(LEAST_ROWS, pl.next_power_of_2(rows))
+
+
+def run_experts(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    params: dict[str, jax.Array],
+    *,
+    gate: Gate,
+    tile_m: int,
+    interpret: bool = False,
+) -> Float[Array, "T E"]:
+    """As experts.run_experts. interpret: on any platform, for tests.
+
+    Raises ValueError without tokens.
+    """
+    blocks = blocks_of(ids, num_experts=params["down"].shape[0], tile_m=tile_m)
+    rows = jnp.take(x, tokens_of(blocks, top_k=ids.shape[1]), axis=0, mode="clip")
+    wide = grouped_product(rows, params["gate_up"], blocks, interpret=interpret)
+    if "gate_up_bias" in params:
+        expert = jnp.repeat(blocks.expert, tile_m)
+        wide = wide + jnp.take(params["gate_up_bias"], expert, axis=0, mode="clip")
+    inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
+    out = grouped_product(inner, params["down"], blocks, interpret=interpret)
+    return weighted_sum(out, blocks, weights)
+
+
+def grouped_product(
+    rows: Float[Array, "rows K"],
+    weights: Float[Array, "X K N"],
+    blocks: ExpertBlocks,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "rows N"]:
+    """Each block's rows times its expert's weights, summed in float32, in x's dtype.
+
+    Rows of blocks without pairs are not written.
+    """
+    _, size, columns = weights.shape
+    tile_m, tile_n = blocks.tile_m, _tile_columns(size, columns, weights.dtype.itemsize)
+    turned = lies_turned(size, columns)
+
+    def used(block: Any, num_used: Any) -> Any:
+        return jnp.minimum(block, num_used[0] - 1)
+
+    weights_spec = pl.BlockSpec((1, size, tile_n), lambda n, b, expert, _: (expert[b], 0, n))
+    if turned:
+        weights = jnp.swapaxes(weights, 1, 2)  # as they lie: nothing moves
+        weights_spec = pl.BlockSpec((1, tile_n, size), lambda n, b, expert, _: (expert[b], n, 0))
+    out: jax.Array = pl.pallas_call(
+        partial(_product, turned=turned),
+        out_shape=jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(pl.cdiv(columns, tile_n), blocks.expert.shape[0]),
+            in_specs=[
+                pl.BlockSpec((tile_m, size), lambda _n, b, _, num_used: (used(b, num_used), 0)),
+                weights_spec,
+            ],
+            out_specs=pl.BlockSpec(
+                (tile_m, tile_n), lambda n, b, _, num_used: (used(b, num_used), n)
+            ),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="experts_product",
+    )(blocks.expert, blocks.num_used[None], rows, weights)
+    return out
+
+
+def lies_turned(size: int, columns: int) -> bool:
+    """Whether XLA keeps [X, size, columns] with `size` as the last axis in memory: it pads the last
+    one to whole vectors of 128, and takes the axis that loses less. As compiled, not documented.
+
+    In: 2880, 1440      Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
+    """
+    padded_size, padded_columns = (pl.cdiv(n, LANES) * LANES for n in (size, columns))
+    return padded_columns * size > padded_size * columns
+
+
+def _tile_columns(size: int, columns: int, itemsize: int) -> int:
+    """Whole vectors, as many as TILE_BYTES hold, spread evenly; all columns where they are few."""
+    if columns <= LANES:
+        return columns
+    most = max(TILE_BYTES // (size * itemsize * LANES), 1)
+    vectors = pl.cdiv(columns, LANES)
+    return pl.cdiv(vectors, pl.cdiv(vectors, most)) * LANES
+
+
+def _product(
+    expert_ref: Any,  # the index maps' alone
+    num_used_ref: Any,
+    rows_ref: Any,
+    weights_ref: Any,
+    out_ref: Any,
+    *,
+    turned: bool,
+) -> None:
+    del expert_ref
+
+    @pl.when(pl.program_id(1) < num_used_ref[0])
+    def _() -> None:
+        total = jax.lax.dot_general(
+            rows_ref[...],
+            weights_ref[0],
+            (((1,), (1 if turned else 0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        out_ref[...] = total.astype(out_ref.dtype)

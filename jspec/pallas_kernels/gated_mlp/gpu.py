@@ -1,0 +1,435 @@
+"""The first half of a gated MLP for many tokens on Hopper GPUs: silu(x @ gate) * (x @ up).
+
+XLA writes both halves of the product to memory and reads them back in a second kernel. Here a tile
+of the result is made from the same columns of gate and of up, side by side in one accumulator, so
+that only the result is written. A producer warpgroup copies tiles by TMA into a ring of shared
+memory, two consumers multiply; blocks are persistent, and the ring runs on across tiles.
+
+The epilogue costs no time of its own: the sums of a tile are rounded to bf16, which halves their
+registers, and are turned into results piece by piece while the first steps of the next tile are
+being multiplied. Rounding is that of a bf16 product followed by an activation in float32: gate and
+up to bf16, then one more at the end.
+
+`large_product` is the same program without the gate: x @ w. It knows nothing of layers or sharding;
+`reference` is the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16
+
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.hopper import (
+    LOG2E,
+    MEMBER,
+    SWIZZLE,
+    each,
+    has_mosaic_gpu,
+    require_mosaic_gpu,
+    ring_barriers,
+    swizzled,
+)
+
+DEFAULT = GatedTuning(piece=64)
+# 256 tokens of an 8B target are 2 x 112 of these tiles, which 132 multiprocessors take in two turns
+# at 85%; tiles of 112 columns are 2 x 128, two turns at 97%. Only OUT_IN can be cut like that. In
+# pieces of 16 an epilogue during the next tile spills registers, and is no faster.
+NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
+# In decoding, from here on it was measured to be faster in a step; by rows at 256 tokens alone, by
+# 2%. A prompt takes it from 128 tokens however its weights lie: every layout and tile adds up in
+# one order, so that engines that draft and others do not keep two roundings of its K and V.
+LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
+MOST_NARROW = 512
+
+
+def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16[Array, "M N"]:
+    """silu(x @ w[:, :N]) * (x @ w[:, N:]): products rounded to x's type, the rest in float32."""
+    product = jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def choose_gated(
+    m: int, k: int, n2: int, *, dtype: DTypeLike, by_columns: bool, of_prompts: bool
+) -> GatedTuning | None:
+    """The program that a layer should use for [m, k] @ [k, n2], or None: XLA's.
+
+    by_columns: the memory of the weights holds [n2, k] (models.placement.param_places).
+    """
+    if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
+        return None
+    least = LEAST_TOKENS_BY_COLUMNS if by_columns else LEAST_TOKENS
+    if m < (LEAST_TOKENS_OF_PROMPTS if of_prompts else least):
+        return None
+    tuning = replace(DEFAULT, layout=Layout.OUT_IN if by_columns else Layout.IN_OUT)
+    if by_columns and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:
+        tuning = NARROW
+    if m % (tuning.tile_m * tuning.cluster) != 0:
+        tuning = replace(tuning, cluster=1)
+    fits = m % tuning.tile_m == 0 and tuning.problem(m, k, n2) is None
+    return tuning if fits else None
+
+
+def gated_product(
+    x: BFloat16[Array, "M K"],
+    w: BFloat16[Array, "K N2"],
+    *,
+    tuning: GatedTuning = DEFAULT,
+    interpret: Any = None,
+) -> BFloat16[Array, "M N"]:
+    """silu(x @ w[:, :N]) * (x @ w[:, N:]), for M from 128 on.
+
+    M need not fill the last tiles, but then the result is copied once more. tuning: static; with
+    Layout.OUT_IN w is read as w.T, which costs nothing where its memory is ordered so. interpret:
+    parameters of the GPU interpreter. Raises ValueError where `tuning` does not fit.
+    """
+    return _launch(x, w, halves=2, tuning=tuning, interpret=interpret)
+
+
+def large_product(
+    x: BFloat16[Array, "M K"],
+    w: BFloat16[Array, "K N"],
+    *,
+    tuning: GatedTuning = DEFAULT,
+    interpret: Any = None,
+) -> BFloat16[Array, "M N"]:
+    """x @ w, otherwise as `gated_product`; a tile has 2 * tile_n columns."""
+    return _launch(x, w, halves=1, tuning=tuning, interpret=interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a kernel body needs to know, all static."""
+
+    tuning: GatedTuning
+    halves: int  # of the weights' columns that meet in a tile: gate and up, or 1
+    m: int
+    k: int
+    width: int  # of the result
+    interpreted: bool
+
+    @property
+    def columns(self) -> int:
+        """Of the result in one tile."""
+        return 2 * self.tuning.tile_n // self.halves
+
+    @property
+    def k_tiles(self) -> int:
+        return self.k // self.tuning.tile_k
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """What clusters compute, down M and across the result. Without clusters: tiles."""
+        down, across = self.tuning.cluster_tiles
+        return -(-self.m // (self.tuning.tile_m * down)), self.width // (self.columns * across)
+
+    @property
+    def rows(self) -> int:
+        """Of the result, with the last tile's padding."""
+        return self.grid[0] * self.tuning.cluster_tiles[0] * self.tuning.tile_m
+
+    @property
+    def num_blocks(self) -> int:
+        """Persistent clusters; no more than there is work."""
+        return min(self.tuning.num_blocks // self.tuning.cluster, self.grid[0] * self.grid[1])
+
+    @property
+    def weight_tile(self) -> tuple[int, int]:
+        """Of a stage: all columns of a tile by tile_k, in the order of the weights."""
+        across, deep = 2 * self.tuning.tile_n, self.tuning.tile_k
+        return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
+
+    def cut(self, w: jax.Array) -> jax.Array:
+        """The weights [K, halves * width] as the kernel reads them: gate and up apart."""
+        if self.tuning.layout is Layout.IN_OUT:
+            return w.reshape(self.k, self.halves, self.width)
+        return w.T.reshape(self.halves, self.width, self.k)
+
+    @property
+    def pieces(self) -> int:
+        """In which an epilogue makes a consumer's results."""
+        return self.columns // self.tuning.piece
+
+    @property
+    def num_buffers(self) -> int:
+        """Of pieces, in turns: an odd number would begin with the one that it ended with."""
+        return 1 if self.pieces % 2 else 2
+
+    def turns(self, block: jax.Array) -> jax.Array:
+        """How many tiles a block computes: every num_blocks-th."""
+        return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
+
+    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(row tile, column tile) of a turn of this block.
+
+        A group of rows is swept column by column, so what the blocks compute at a time is nearly a
+        square, and the weights are read from memory once a group.
+
+        In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
+        """
+        rows, columns = self.grid
+        group = max(1, min(rows, self.tuning.group // self.tuning.cluster_tiles[0]))
+        tile = block + turn * self.num_blocks
+        first = tile // (group * columns) * group
+        height: Any = jnp.minimum(group, rows - first) if rows % group else group
+        inner = tile - first * columns
+        row, column = first + lax.rem(inner, height), lax.div(inner, height)
+        if self.tuning.cluster > 1:
+            down, across = self.tuning.cluster_tiles
+            member = lax.axis_index(MEMBER)
+            row, column = row * down, column * across
+            row, column = (row + member, column) if down > 1 else (row, column + member)
+        return row, column
+
+
+@partial(jax.jit, static_argnames=("halves", "tuning", "interpret"), inline=False)
+def _launch(
+    x: jax.Array, w: jax.Array, *, halves: int, tuning: GatedTuning, interpret: Any
+) -> jax.Array:
+    """An inner jit: however many layers call it, it is lowered once, which takes a second."""
+    require_mosaic_gpu()
+    (m, k), columns = x.shape, w.shape[1]
+    problem = tuning.problem(m, k, columns)
+    if problem is not None:
+        raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
+    if m % 8:  # a copy may reach outside, but not in the middle of a swizzled tile
+        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    plan = _Plan(tuning, halves, m, k, columns // halves, interpreted=interpret is not None)
+
+    def gated_product_gpu(*refs: Any, **scratch: Any) -> None:  # the name that profiles show
+        _body(plan, *refs, **scratch)
+
+    out = plgpu.kernel(
+        gated_product_gpu,
+        out_type=jax.ShapeDtypeStruct((plan.rows, plan.width), jnp.bfloat16),
+        scratch_types=_scratch(plan),
+        grid=(plan.num_blocks,),
+        grid_names=("block",),
+        cluster=(tuning.cluster,) if tuning.cluster > 1 else (),
+        cluster_names=(MEMBER,) if tuning.cluster > 1 else (),
+        num_threads=tuning.num_consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(x, plan.cut(w))
+    return out if plan.rows == m else out[:m]
+
+
+def _scratch(plan: _Plan) -> dict[str, Any]:
+    """The ring, its barriers, and the pieces that an epilogue stages.
+
+    One copy brings gate and up: of weights [K, 2, N] it takes [tile_k, 2, tile_n], and tiles of
+    8 x 1 x 64 leave that in the very order of a [tile_k, 2 * tile_n] in tiles of 8 x 64, which is
+    what the instruction takes; of [2, N, K] likewise, in tiles of 1 x 8 x 64. The interpreter
+    cannot take one for the other: there gate and up are copied one by one.
+    """
+    tuning, stages = plan.tuning, plan.tuning.num_stages
+    ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)
+    split, tiling = (tuning.tile_k, plan.halves, plan.columns), (8, 1, 64)
+    if tuning.layout is Layout.OUT_IN:
+        split, tiling = (plan.halves, plan.columns, tuning.tile_k), (1, 8, 64)
+    piece = (tuning.num_consumers, plan.num_buffers, tuning.rows_per_consumer, tuning.piece)
+    return {
+        "x_smem": ring((stages, tuning.tile_m, tuning.tile_k), transforms=swizzled(jnp.bfloat16)),
+        "w_smem": ring((stages, *plan.weight_tile))
+        if plan.interpreted
+        else ring(
+            (stages, *split),
+            transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(SWIZZLE)),
+        ),
+        "staged": ring(piece, transforms=swizzled(jnp.bfloat16, 2 * tuning.piece)),
+        **ring_barriers(
+            stages,
+            copies=1 + (plan.halves if plan.interpreted else 1),
+            consumers=tuning.num_consumers,
+            cluster=tuning.cluster,
+        ),
+    }
+
+
+def _body(plan: _Plan, x: Any, w: Any, out: Any, **scratch: Any) -> None:
+    lax.cond(
+        lax.axis_index("warpgroup") == plan.tuning.num_consumers,
+        lambda: _produce(plan, x, w, **scratch),
+        lambda: _consume(plan, out, **scratch),
+    )
+
+
+def _produce(
+    plan: _Plan, x: Any, w: Any, *, x_smem: Any, w_smem: Any, full: Any, empty: Any, **_: Any
+) -> None:
+    """Keeps the ring full: weights first, as they depend on no earlier program."""
+    tuning, k_tiles = plan.tuning, plan.k_tiles
+    plgpu.set_max_registers(24, action="decrease")
+    block = lax.axis_index("block")
+    turns = plan.turns(block)
+    total = turns * k_tiles
+    first = jnp.minimum(total, tuning.num_stages)
+    shared = (tuning.shared if tuning.cluster > 1 else None, MEMBER)
+
+    def copy_weights(step: jax.Array, column: jax.Array, k: jax.Array) -> None:
+        stage = lax.rem(step, tuning.num_stages)
+        depth = pl.ds(k * tuning.tile_k, tuning.tile_k)
+        columns = pl.ds(column * plan.columns, plan.columns)
+        axes = MEMBER if shared[0] is Shared.WEIGHTS else None
+        turned = tuning.layout is Layout.OUT_IN
+        if not plan.interpreted:
+            source = w.at[:, columns, depth] if turned else w.at[depth, :, columns]
+            plgpu.copy_gmem_to_smem(source, w_smem.at[stage], full.at[stage], collective_axes=axes)
+            return
+        for half in range(plan.halves):
+            source = w.at[half, columns, depth] if turned else w.at[depth, half, columns]
+            part = pl.ds(half * plan.columns, plan.columns)
+            target = w_smem.at[stage, part] if turned else w_smem.at[stage, :, part]
+            plgpu.copy_gmem_to_smem(source, target, full.at[stage], collective_axes=axes)
+
+    def copy_tokens(step: jax.Array, row: jax.Array, k: jax.Array) -> None:
+        stage = lax.rem(step, tuning.num_stages)
+        # Rows from M on lie outside: zeros on a chip. Their results are cut off.
+        tile = x.at[
+            pl.ds(row * tuning.tile_m, tuning.tile_m), pl.ds(k * tuning.tile_k, tuning.tile_k)
+        ]
+        axes = MEMBER if shared[0] is Shared.TOKENS else None
+        plgpu.copy_gmem_to_smem(tile, x_smem.at[stage], full.at[stage], collective_axes=axes)
+
+    def first_weights(step: jax.Array) -> None:
+        _, column = plan.place(block, step // k_tiles)
+        copy_weights(step, column, step % k_tiles)
+
+    def first_tokens(step: jax.Array) -> None:
+        row, _ = plan.place(block, step // k_tiles)
+        copy_tokens(step, row, step % k_tiles)
+
+    def tile(turn: jax.Array) -> None:
+        row, column = plan.place(block, turn)
+        if tuning.early_release and not plan.interpreted:
+
+            @pl.when(turn == turns - 1)
+            def _() -> None:
+                plgpu.griddepcontrol_launch_dependents()
+
+        def refill(k: jax.Array) -> None:
+            step = turn * k_tiles + k
+            _await_release(empty, step, tuning)
+            copy_weights(step, column, k)
+            copy_tokens(step, row, k)
+
+        each(jnp.clip(first - turn * k_tiles, 0, k_tiles), k_tiles, refill)
+
+    each(0, first, first_weights)
+    if tuning.early_start and not plan.interpreted:
+        plgpu.griddepcontrol_wait()
+    each(0, first, first_tokens)
+    each(0, turns, tile)
+    each(total - first, total, partial(_await_release, empty, tuning=tuning))
+
+
+def _await_release(empty: Any, step: jax.Array, tuning: GatedTuning) -> None:
+    """Until all consumers are done with what the stage of `step` holds."""
+    plgpu.barrier_wait(empty.at[lax.rem(step, tuning.num_stages)])
+
+
+def _consume(
+    plan: _Plan, out: Any, *, x_smem: Any, w_smem: Any, staged: Any, full: Any, empty: Any
+) -> None:
+    """Multiplies tile after tile, and makes each one's results during the next."""
+    tuning, k_tiles = plan.tuning, plan.k_tiles
+    plgpu.set_max_registers(240, action="increase")
+    if tuning.early_start and not plan.interpreted:
+        plgpu.griddepcontrol_wait()  # `out` may still be read by an earlier program
+    block = lax.axis_index("block")
+    turns = plan.turns(block)
+    rows = tuning.rows_per_consumer
+    own = pl.ds(lax.axis_index("warpgroup") * rows, rows)
+
+    def multiply(turn: Any, behind: Callable[[int], None] | None = None) -> jax.Array:
+        """The sums of a tile, rounded; behind(i) runs while the product of step i does."""
+        first = turn * k_tiles
+
+        def accumulate(acc: Any) -> jax.Array:
+            def step(k: Any) -> None:
+                position = first + k
+                stage = lax.rem(position, tuning.num_stages)
+                plgpu.barrier_wait(full.at[stage])
+                weights = w_smem.at[stage]
+                if not plan.interpreted:
+                    weights = weights.reshape(*plan.weight_tile)
+                if tuning.layout is Layout.OUT_IN:
+                    weights = weights.T
+                plgpu.wgmma(acc, x_smem.at[stage, own], weights)
+                plgpu.wgmma_wait(1)  # all but the last product are done with their stages
+                if not isinstance(k, int) or k > 0:
+                    plgpu.barrier_arrive(empty.at[lax.rem(position - 1, tuning.num_stages)])
+
+            head = 1 if behind is None else min(plan.pieces, k_tiles)
+            for k in range(head):
+                step(k)
+                if behind is not None:
+                    for piece in range(k * plan.pieces // head, (k + 1) * plan.pieces // head):
+                        behind(piece)
+            each(head, k_tiles, step)
+            return acc[...]
+
+        shape = plgpu.WGMMAAccumulatorRef((rows, 2 * tuning.tile_n), jnp.float32)
+        sums = pl.run_scoped(accumulate, shape)
+        plgpu.barrier_arrive(empty.at[lax.rem(first + k_tiles - 1, tuning.num_stages)])
+        return sums.astype(jnp.bfloat16)
+
+    def write(turn: Any, sums: jax.Array, piece: int) -> None:
+        _write(plan, out, staged, plan.place(block, turn), sums, piece)
+
+    def tile(turn: jax.Array, sums: jax.Array) -> jax.Array:
+        behind = partial(write, turn - 1, sums)
+        if tuning.overlaps:
+            return multiply(turn, behind)
+        for piece in range(plan.pieces):
+            behind(piece)
+        return multiply(turn)
+
+    sums = lax.fori_loop(1, turns, tile, multiply(0))
+    for piece in range(plan.pieces):
+        write(turns - 1, sums, piece)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _write(
+    plan: _Plan,
+    out: Any,
+    staged: Any,
+    place: tuple[jax.Array, jax.Array],
+    sums: jax.Array,
+    piece: int,
+) -> None:
+    """One piece of a tile's results: staged in shared memory, the copy going on behind."""
+    tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
+    consumer = lax.axis_index("warpgroup")
+    first = piece * tuning.piece
+    values = sums[:, first : first + tuning.piece]
+    if plan.halves == 2:
+        values = _gated(values, sums[:, plan.columns + first : plan.columns + first + tuning.piece])
+    buffer = staged.at[consumer, piece % plan.num_buffers]
+    plgpu.wait_smem_to_gmem(plan.num_buffers - 1, wait_read_only=True)
+    buffer[...] = values
+    plgpu.commit_smem()
+    row, column = place
+    own = pl.ds(row * tuning.tile_m + consumer * rows, rows)
+    plgpu.copy_smem_to_gmem(buffer, out.at[own, pl.ds(column * plan.columns + first, tuning.piece)])
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up. 1 / y is made as rsqrt(y) twice: one instruction, where a division is ten;
+    where exp2 overflows, rsqrt gives 0."""
+    wide = gate.astype(jnp.float32)
+    root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
+    return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

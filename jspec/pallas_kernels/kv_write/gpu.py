@@ -1,0 +1,179 @@
+"""Pallas-Triton kernel: rotates q and k (RoPE) and writes K and V into their pages, in one launch.
+
+A token's heads lie as the projection left them: q, then k, then v. A program takes up to 16 heads
+of one token, so that one token already keeps a few multiprocessors busy; a thread holds 16 bytes
+of each half of a head. It knows no rows and no lengths: each token comes with its page and offset,
+padding with the dummy page 0, where several may write at once and nobody reads. What goes to the
+pool is made finite on its way (kv_write.reference.finite), as everywhere.
+
+Worked example, H = 2, G = 1: heads 0 and 1 go to q, head 2 is K_0, pool head 0, and head 3 is V_0,
+pool head 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from jspec.pallas_kernels.attention.query_tiles import tiles_of
+from jspec.pallas_kernels.kv_write.reference import finite, pool_rows, write_rows
+
+HEADS_PER_PROGRAM = 16
+VECTOR_BYTES, WARP = 16, 32  # what one thread loads at once; threads
+
+
+def serves(head_dim: int, pool_width: int) -> bool:
+    """Whether the kernel can be used: heads have halves, and fill the pool's D."""
+    return head_dim % 2 == 0 and head_dim == pool_width
+
+
+def rotate_and_write(
+    heads: Float[Array, "T heads D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "NP S G2 D"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    *,
+    num_heads: int,
+    queries_per_row: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
+    """(q rotated, the pool with each token's rotated K and its V at [page, offset]).
+
+    q is [T, H, D]; with queries_per_row it lies as query_tiles.pack_queries would lay it, [B * G,
+    rows, D], its padding not written.
+
+    heads are q (num_heads of them), then k, then v; cos and sin f32, half a head wide. The pool is
+    written in place where it is donated. Raises ValueError for heads that do not fit the pool.
+    """
+    tokens, total, width = heads.shape
+    _check(heads, cos, kv_pages, num_heads=num_heads)
+    block = min(HEADS_PER_PROGRAM, pl.next_power_of_2(total))
+    half = pl.next_power_of_2(width // 2)
+    threads = block * half * heads.dtype.itemsize // VECTOR_BYTES
+    num_kv = (total - num_heads) // 2
+    q_shape: tuple[int, ...] = (tokens, num_heads, width)
+    if queries_per_row is not None:
+        tiles, stored = tiles_of(num_heads // num_kv * queries_per_row)
+        q_shape = (tokens // queries_per_row * num_kv, tiles * stored, width)
+    q, pool = pl.pallas_call(
+        functools.partial(
+            _rotate_and_write,
+            num_heads=num_heads,
+            queries_per_row=queries_per_row,
+            block=block,
+            half=half,
+        ),
+        grid=(tokens, pl.cdiv(total, block)),
+        out_shape=(
+            jax.ShapeDtypeStruct(q_shape, heads.dtype),
+            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        ),
+        input_output_aliases={5: 1},
+        compiler_params=plt.CompilerParams(num_warps=min(max(threads // WARP, 1), 8), num_stages=1),
+        interpret=interpret,
+        name="rotate_and_write",
+    )(heads, cos, sin, page, offset, kv_pages)
+    return q, pool
+
+
+def reference(
+    heads: Float[Array, "T heads D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    kv_pages: Float[Array, "NP S G2 D"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    *,
+    num_heads: int,
+) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
+    """The definition of `rotate_and_write`, step by step."""
+    _check(heads, cos, kv_pages, num_heads=num_heads)
+    num_kv = (heads.shape[1] - num_heads) // 2
+    first, second = jnp.split(heads[:, : num_heads + num_kv].astype(jnp.float32), 2, axis=-1)
+    halves = _turn(first, second, cos[:, None], sin[:, None])
+    rotated = jnp.concatenate(halves, axis=-1).astype(heads.dtype)
+    q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + num_kv :]
+    values = pool_rows(k, v, width=kv_pages.shape[3], dtype=kv_pages.dtype)
+    return q, write_rows(kv_pages, page, offset, values)
+
+
+def _check(heads: jax.Array, cos: jax.Array, kv_pages: jax.Array, *, num_heads: int) -> None:
+    two_g, width = kv_pages.shape[2:]
+    if heads.shape[1:] != (num_heads + two_g, width) or width % 2:
+        raise ValueError(
+            f"heads are {heads.shape[1:]}, the pool's {(two_g, width)}; expected"
+            f" {(num_heads + two_g, width)} and an even width"
+        )
+    if cos.shape[1] != width // 2:
+        raise ValueError(f"cos is {cos.shape[1]} wide; expected {width // 2}")
+
+
+def _turn(
+    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _rotate_and_write(
+    heads_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    page_ref: Any,
+    offset_ref: Any,
+    _: Any,  # the pool as it came: the same memory as pool_ref
+    q_ref: Any,
+    pool_ref: Any,
+    *,
+    num_heads: int,
+    queries_per_row: int | None,
+    block: int,
+    half: int,
+) -> None:
+    total, width = heads_ref.shape[1:]
+    num_kv = (total - num_heads) // 2
+    token = pl.program_id(0)
+    head = (pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32))[:, None]
+    lane = jnp.arange(half, dtype=jnp.int32)
+    inside = lane < width // 2
+    cos = plt.load(cos_ref.at[token, lane], mask=inside, other=0.0)[None]
+    sin = plt.load(sin_ref.at[token, lane], mask=inside, other=0.0)[None]
+    column, inside = lane[None], inside[None]
+
+    # A head that is not written to the pool gets an index outside of it: an interpreter would
+    # write the old value back to any other, perhaps over a head that is written.
+    # In:  H = 2, G = 1, head = [0 1 2 3 4], of which 4 is padding
+    # Out: pool_head = [2 3 0 1 3]: K_0 and V_0 go to 0 and 1, all else to 2G = 2 or beyond
+    is_query, is_key = head < num_heads, head < num_heads + num_kv
+    key = 2 * (head - num_heads)
+    pool_head = jnp.where(is_query, 2 * num_kv + head, jnp.where(is_key, key, key - 2 * num_kv + 1))
+    page, offset = plt.load(page_ref.at[token]), plt.load(offset_ref.at[token])
+
+    q_outer, q_inner = token, head
+    if queries_per_row is not None:  # for other heads again an index outside
+        group = num_heads // num_kv
+        q_outer = token // queries_per_row * num_kv + head // group
+        q_outer = jnp.where(is_query, q_outer, q_ref.shape[0])
+        q_inner = token % queries_per_row * group + head % group
+
+    loaded = [
+        plt.load(heads_ref.at[token, head, column + start], mask=(head < total) & inside, other=0.0)
+        for start in (0, width // 2)
+    ]
+    first, second = (x.astype(jnp.float32) for x in loaded)
+    turned = _turn(first, second, cos, sin)
+    for plain, rotated, start in zip(loaded, turned, (0, width // 2), strict=True):
+        value = jnp.where(is_key, rotated.astype(plain.dtype), plain)
+        plt.store(q_ref.at[q_outer, q_inner, column + start], value, mask=is_query & inside)
+        plt.store(
+            pool_ref.at[page, offset, pool_head, column + start],
+            finite(value.astype(pool_ref.dtype)),
+            mask=(head >= num_heads) & (head < total) & inside,
+        )

@@ -1,0 +1,75 @@
+"""Writing K and V into pages.
+
+A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the
+dummy: whatever must not be written anywhere else is written there. No index is ever negative.
+
+What is written is finite (`finite`): a masked weight of 0 times NaN would be NaN, and one row's
+overflow would reach every query whose product takes that row in, seen or not. The GPU's kernel
+that writes (gpu.py) calls the same function.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+# What an infinity becomes: the largest number of float16. In the wider types their own largest
+# would only overflow in the next product.
+LARGE = 65504.0
+
+
+def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """x with NaN as 0 and an infinity as LARGE of its sign; what is finite keeps its bits.
+
+    In:  1.5  inf    -inf    NaN
+    Out: 1.5  65504  -65504  0
+    """
+    wide = x.astype(jnp.float32)
+    stand_in = jnp.where(wide > 0, LARGE, jnp.where(wide < 0, -LARGE, 0.0))
+    return jnp.where(jnp.abs(wide) < jnp.inf, x, stand_in.astype(x.dtype))
+
+
+def interleave_kv(
+    k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int
+) -> Float[Array, "T G2 D"]:
+    """[K_0, V_0, K_1, V_1, ...] along heads; K and V are zero-padded to the pool's `width`."""
+    pairs = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (k, v)]
+    return jnp.stack(pairs, axis=2).reshape(k.shape[0], 2 * k.shape[1], width)
+
+
+def pool_rows(
+    k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int, dtype: DTypeLike
+) -> Float[Array, "T G2 D"]:
+    """What a pool of `width` and `dtype` is given to hold: interleaved, rounded and finite."""
+    return finite(interleave_kv(k, v, width=width).astype(dtype))
+
+
+def page_slots(
+    page_table: Int[Array, "B P"],
+    row_idx: Int[Array, "*n"],
+    slot: Int[Array, "*n"],
+    valid: Bool[Array, "*n"],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+    """(page, offset) of slot `slot` of row `row_idx`; the dummy page where not valid.
+
+    In:  page_table = [[5, 9]], row_idx = [0, 0, 0], slot = [1, 4, 7], valid = [T, T, F], size 4
+    Out: page = [5, 9, 0], offset = [1, 0, 3]
+    """
+    width = page_table.shape[1]
+    inside = valid & (slot >= 0) & (slot < width * page_size)
+    index = jnp.where(inside, slot // page_size, 0)
+    page = page_table.at[row_idx, index].get(mode="promise_in_bounds")
+    return jnp.where(inside, page, 0), jnp.where(slot >= 0, slot % page_size, 0)
+
+
+def write_rows(
+    pages: Float[Array, "NP S G2 D"],
+    page: Int[Array, "*n"],
+    offset: Int[Array, "*n"],
+    values: Float[Array, "*n G2 D"],
+) -> Float[Array, "NP S G2 D"]:
+    """pages[page, offset] = values, in place when the pool is donated."""
+    return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")

@@ -1,0 +1,42 @@
+"""Turning heads by their token's angles (RoPE, Su et al., 2021; half-split as in Llama).
+
+The definition; on a Hopper GPU gpu.py does it while it writes K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """What is still to be done to heads[*b, H + 2G, D]: q, then k, then v, none rotated yet."""
+
+    cos: jax.Array  # f32[*b, half]
+    sin: jax.Array  # f32[*b, half]
+    num_heads: int = field(metadata={"static": True})  # H
+
+
+def rotate(
+    x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
+) -> Float[Array, "*b H D"]:
+    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def rotate_and_split(
+    heads: Float[Array, "*b heads D"], rotation: Rotation
+) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
+    """(q rotated, k rotated, v)."""
+    first_k = rotation.num_heads
+    first_v = (heads.shape[-2] + first_k) // 2
+    q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+    return rotate(q, rotation.cos, rotation.sin), rotate(k, rotation.cos, rotation.sin), v

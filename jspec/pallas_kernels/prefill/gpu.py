@@ -1,0 +1,585 @@
+"""Paged attention for packed prefill on Hopper GPUs: bf16 or f16 pools (Pallas Mosaic GPU).
+
+The packed layout of attention/contract.py without a tail mask. The KV write is done before,
+outside: all keys are read from the pool. What the kernel does:
+
+  - A task is one block of packed queries, whoever they belong to, and up to eight query heads of
+    one kv head. Queries x heads fill the 64 rows of a warpgroup's matrix product, and two consumers
+    share what a producer reads: each block of keys serves 128 rows. As many programs run as there
+    are multiprocessors; they are dealt the tasks from heavy to light, and a producer already reads
+    for the next task while the consumers end the last.
+  - The producer copies whole pages by TMA into a ring of shared memory, both heads K_g and V_g of
+    a token in one box. Rows of the batch are walked one after the other, each from the first to
+    the last block of keys that some query of the task sees; the ring does not stop in between.
+  - Blocks that every query sees take no mask. In the others (the diagonal, a window's lower end,
+    blocks of queries of several rows) a query sees a range of slots, and none of another row's.
+  - With `takes_turns` one consumer multiplies while the other is in its softmax.
+  - Queries and results are read and written where they lie: nothing is transposed.
+
+Slots behind the last written row may hold anything, NaN included: their scores are replaced and
+their V rows zeroed in shared memory by the first consumer, so that garbage reaches no product.
+
+It knows nothing about tail masks, float32 pools or how K and V are written. Rounding: P is cast to
+the pool's type before the second product. Needs jax 0.11, or says so.
+
+Interpret mode takes no operand from registers and no running accumulator: there P passes through
+shared memory and is added apart. benchmarks/prefill_gpu.py has the speed on a chip.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.pallas_kernels.attention.block_plan import NUM_SMS, TILE_ROWS
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.hopper import (
+    LOG2E,
+    NOTHING,
+    capped,
+    check_attention,
+    interpret_options,
+)
+from jspec.pallas_kernels.prefill.plan import (
+    NUM_COLUMNS,
+    OFFSET,
+    PrefillPlan,
+    packed_heads,
+    plan_prefill,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What changes the speed and nothing else."""
+
+    block_tokens: int = 128  # keys of one step: 64 or 128
+    stages: int = 3  # blocks in the ring
+    consumers: int = 2  # warpgroups that compute, with 64 rows each
+    takes_turns: bool = True  # of two consumers, one multiplies at a time
+    programs: int = NUM_SMS  # that run; each takes one task after the other
+
+    def __post_init__(self) -> None:
+        if self.block_tokens not in (64, 128):
+            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
+        if self.stages < 1 or self.consumers not in (1, 2, 3):
+            raise ValueError(
+                f"stages {self.stages}, consumers {self.consumers}; expected >= 1 and 1 to 3"
+            )
+        if self.programs < 1:
+            raise ValueError(f"programs is {self.programs}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """Everything static about one kernel."""
+
+    num_queries: int  # a multiple of `block_queries`
+    num_heads: int
+    num_kv: int
+    heads: int  # of a program
+    width: int  # D
+    page_size: int
+    tuning: Tuning
+    dtype: Any
+    scale: float
+    soft_cap: float | None
+    windowed: bool
+    sinks: bool
+    interpreted: bool
+
+    @property
+    def tile_queries(self) -> int:
+        return TILE_ROWS // self.heads
+
+    @property
+    def block_queries(self) -> int:
+        return self.tile_queries * self.tuning.consumers
+
+    @property
+    def copies(self) -> int:
+        """Of one block of keys: a page each, or one where a block is part of a page."""
+        return max(self.tuning.block_tokens // self.page_size, 1)
+
+    @property
+    def head_tiles(self) -> int:
+        return self.num_heads // self.heads
+
+    @property
+    def tasks(self) -> int:
+        return self.num_queries // self.block_queries * self.head_tiles
+
+    @property
+    def programs(self) -> int:
+        return min(self.tuning.programs, self.tasks)
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.tuning.takes_turns and self.tuning.consumers == 2
+
+
+def attend_packed(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    tuning: Tuning | None = None,
+    plan: PrefillPlan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """out[T, H, D] as reference.attend gives it with queries_per_row None; padding queries zeros.
+
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
+    made once for all layers; it must come from the same rows, window and tuning.
+    Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
+    """
+    tuning = tuning or Tuning()
+    _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
+    num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
+    group = q.shape[1] // num_kv
+    heads = packed_heads(group)
+    block = TILE_ROWS // heads * tuning.consumers
+    shape = _Shape(
+        num_queries=-(-q.shape[0] // block) * block,
+        num_heads=q.shape[1],
+        num_kv=num_kv,
+        heads=heads,
+        width=width,
+        page_size=kv_pages.shape[1],
+        tuning=tuning,
+        dtype=kv_pages.dtype,
+        scale=scale,
+        soft_cap=soft_cap,
+        windowed=window is not None,
+        sinks=sinks is not None,
+        interpreted=interpret,
+    )
+    if plan is None:
+        plan = plan_prefill(
+            rows,
+            q.shape[0],
+            group=group,
+            page_size=shape.page_size,
+            window=window,
+            block_tokens=tuning.block_tokens,
+            consumers=tuning.consumers,
+        )
+    blocks = shape.num_queries // block
+    if plan.bounds.shape != (blocks, 4):
+        raise ValueError(f"the plan has {plan.bounds.shape[0]} blocks; expected {blocks}")
+    packed = q.astype(shape.dtype)
+    padding = ((0, shape.num_queries - q.shape[0]), (0, 0), (0, width - q.shape[2]))
+    packed = jnp.pad(packed, padding).reshape(shape.num_queries, -1)
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
+    heights = jnp.zeros(q.shape[1]) if sinks is None else sinks.astype(jnp.float32) * LOG2E
+    heights = jnp.repeat(heights, shape.tile_queries).reshape(-1, TILE_ROWS)
+    out = _launch(packed, pool, rows.page_table, plan, heights, shape=shape)
+    return out[: q.shape[0]].reshape(*q.shape[:2], width).astype(q.dtype)
+
+
+def _check(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    tuning: Tuning,
+    scale: float,
+    soft_cap: float | None,
+) -> None:
+    block, width = tuning.block_tokens, kv_pages.shape[3]
+    used = (tuning.stages * block * 2 + tuning.consumers * TILE_ROWS) * width * 2
+    check_attention(
+        (q.shape[0], q.shape[1], q.shape[2]),
+        kv_pages,
+        block_tokens=block,
+        shared_bytes=used,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
+    if rows.tail_mask is not None:
+        raise ValueError("the packed kernel takes no tail mask; expected None")
+
+
+# ---- the kernel ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _launch(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    plan: PrefillPlan,
+    heights: jax.Array,
+    *,
+    shape: _Shape,
+) -> jax.Array:
+    """out[T, H * D]. An inner jit: however many layers call it, it is compiled once."""
+    tuning = shape.tuning
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch: dict[str, Any] = {
+        "ring": plgpu.SMEM(
+            (tuning.stages, tuning.block_tokens, 2 * shape.width), shape.dtype, transforms=swizzled
+        ),
+        "queries": plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, shape.width), shape.dtype, transforms=swizzled
+        ),
+        "arrived": plgpu.Barrier(num_arrivals=shape.heads, num_barriers=tuning.consumers),
+        "filled": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=tuning.stages),
+        "emptied": plgpu.Barrier(num_arrivals=tuning.consumers, num_barriers=tuning.stages),
+        "cleaned": plgpu.Barrier(num_barriers=tuning.stages),
+    }
+    if shape.takes_turns:
+        scratch["turn"] = plgpu.Barrier(num_arrivals=2)
+    if shape.interpreted:
+        scratch["weights"] = plgpu.SMEM(
+            (tuning.consumers, TILE_ROWS, tuning.block_tokens), shape.dtype, transforms=swizzled
+        )
+    kernel = plgpu.kernel(
+        functools.partial(_attend, shape),
+        out_type=jax.ShapeDtypeStruct(q.shape, shape.dtype),
+        scratch_types=scratch,
+        grid=(shape.programs,),
+        grid_names=("program",),
+        num_threads=tuning.consumers + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_packed",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
+        ),
+        **interpret_options(shape.interpreted),
+    )
+    out: jax.Array = kernel(q, pool, page_table, plan.bounds, plan.walks, plan.lines, heights)
+    return out
+
+
+@dataclass(frozen=True)
+class _Refs:
+    """Inputs, result, shared memory and barriers, in the order in which the kernel gets them."""
+
+    q: Any  # [T, H * D]
+    pool: Any  # [NP, S, 2 G * D]
+    page_table: Any
+    bounds: Any
+    walks: Any
+    lines: Any
+    heights: Any  # f32[H / heads, 64], log2 of what a head's sink adds
+    out: Any  # [T, H * D]
+    ring: Any  # [stages, block, 2 D]
+    queries: Any  # [consumers, 64, D]
+    arrived: Any  # a consumer's queries are here
+    filled: Any  # a slot of the ring is
+    emptied: Any  # a slot may be filled again
+    cleaned: Any  # the unwritten rows of a slot are zeros
+    turn: Any = None  # the other consumer may multiply
+    weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A block of queries and a tile of heads: what a program's warpgroups share, all scalars."""
+
+    line: Any  # of the plan
+    head: Any  # its query heads are head * heads, ...
+    done: Any  # steps of the program before this task
+    block: Any  # of queries; from here on the plan's bounds
+    first_row: Any
+    last_row: Any
+    steps: Any  # blocks of keys over all rows
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A row's blocks of keys, as one program walks them: a row number, then the plan's columns."""
+
+    row: Any
+    begin: Any
+    whole_begin: Any
+    whole_end: Any
+    end: Any
+    offset: Any
+    keys: Any
+
+
+def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -> Any:
+    """Serves the program's tasks and returns its steps. Tasks are dealt from heavy to light, and
+    every other round backwards, so that no program gets the heaviest of each.
+
+    In:  8 tasks, 3 programs    Out: tasks 0 5 6 | 1 4 7 | 2 3
+    """
+    program, programs = lax.axis_index("program"), shape.programs
+
+    def place_in(turn: Any) -> Any:
+        return jnp.where(lax.rem(turn, 2) == 0, program, programs - 1 - program)
+
+    def run(turn: Any, done: Any) -> Any:
+        number = turn * programs + place_in(turn)
+        line = lax.div(number, shape.head_tiles)  # the heads of one page are read close together
+        bounds = [refs.bounds[line, i] for i in range(4)]
+        task = _Task(line, lax.rem(number, shape.head_tiles), done, *bounds)
+        serve(task)
+        return done + task.steps
+
+    full, rest = divmod(shape.tasks, programs)
+    turns = full + (place_in(jnp.int32(full)) < rest).astype(jnp.int32)
+    return lax.fori_loop(0, turns, run, jnp.int32(0))
+
+
+def _walk_of(refs: _Refs, task: _Task, row: Any) -> _Walk:
+    line = [refs.walks[task.line, row, i] for i in range(NUM_COLUMNS)]
+    line[OFFSET] += task.done
+    return _Walk(row, *line)
+
+
+def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
+    """The kernel's body, run by every warpgroup of a program."""
+    refs, consumers = _Refs(*args, **scratch), shape.tuning.consumers
+    warpgroup = lax.axis_index("warpgroup")
+    # 64 Ki registers: the producer needs few, and the consumers want what they can get.
+    registers = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
+
+    @pl.when(warpgroup < consumers)
+    def _consumer() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="increase")
+        _for_each_task(shape, refs, functools.partial(_consume, shape, refs, warpgroup))
+
+    @pl.when(warpgroup == consumers)
+    def _producer() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        steps = _for_each_task(shape, refs, functools.partial(_produce, shape, refs))
+
+        @pl.loop(0, lax.min(steps, shape.tuning.stages))
+        def _hear_the_last(slot: Any) -> None:  # no announcement may stay unheard
+            plgpu.barrier_wait(refs.emptied.at[slot])
+
+
+def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
+    """Fills the ring, row by row and block by block, each slot as soon as it is empty."""
+    tokens, width = min(shape.page_size, shape.tuning.block_tokens), shape.width
+    per_kv_head = shape.head_tiles // shape.num_kv
+    kv_head = lax.div(task.head, per_kv_head) if per_kv_head > 1 else task.head
+    columns = pl.ds(kv_head * (2 * width), 2 * width)
+
+    @pl.loop(task.first_row, task.last_row)
+    def _row(row: Any) -> None:
+        walk = _walk_of(refs, task, row)
+        # Pages behind the last written one are that one again: always loaded, never seen, so that
+        # every block is the same number of bytes and no index is out of bounds.
+        last_page = lax.max(lax.div(walk.keys - 1, shape.page_size), 0)
+
+        @pl.loop(walk.begin, walk.end)
+        def _block(block: Any) -> None:
+            step = walk.offset + block
+            slot = lax.rem(step, shape.tuning.stages)
+            first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
+            pages = [
+                refs.page_table[row, lax.min(first + i, last_page)] for i in range(shape.copies)
+            ]
+            offset: Any = 0
+            if shape.page_size > tokens:
+                offset = lax.rem(block, shape.page_size // tokens) * tokens
+            pl.when(step >= shape.tuning.stages)(lambda: plgpu.barrier_wait(refs.emptied.at[slot]))
+            for i, page in enumerate(pages):
+                plgpu.copy_gmem_to_smem(
+                    refs.pool.at[page, pl.ds(offset, tokens), columns],
+                    refs.ring.at[slot, pl.ds(i * tokens, tokens)],
+                    refs.filled.at[slot],
+                )
+
+
+def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
+    """One consumer: its queries, their online softmax over all rows' walks, their result."""
+    boxes = _boxes(shape, task, warpgroup)
+    for rows, at in boxes:
+        plgpu.copy_gmem_to_smem(
+            refs.q.at[at], refs.queries.at[warpgroup, rows], refs.arrived.at[warpgroup]
+        )
+    plgpu.barrier_wait(refs.arrived.at[warpgroup])
+    if shape.takes_turns:
+        pl.when(warpgroup == 1)(lambda: _pass_turn(refs))
+
+    def step(walk: _Walk, masked: bool, block: Any, carry: Any) -> Any:
+        slot = lax.rem(walk.offset + block, shape.tuning.stages)
+        # What comes from global memory is asked for early: by the time of its use it is here.
+        rule = _rule(shape, refs, task, walk, warpgroup) if masked else []
+        plgpu.barrier_wait(refs.filled.at[slot])
+        if masked:
+            _clean(shape, refs, walk, warpgroup, slot, block)
+        return _absorb(shape, refs, warpgroup, slot, block, rule, carry)
+
+    def walk_row(row: Any, carry: Any) -> Any:
+        walk = _walk_of(refs, task, row)
+        if shape.windowed:
+            masked = functools.partial(step, walk, True)
+            carry = lax.fori_loop(walk.begin, walk.whole_begin, masked, carry)
+        whole = functools.partial(step, walk, False)
+        carry = lax.fori_loop(walk.whole_begin, walk.whole_end, whole, carry)
+        masked = functools.partial(step, walk, True)
+        return lax.fori_loop(walk.whole_end, walk.end, masked, carry)
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), NOTHING, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS, shape.width), jnp.float32), plgpu.Layout.WGMMA),
+    )
+    carry = lax.fori_loop(task.first_row, task.last_row, walk_row, carry)
+    if shape.takes_turns:
+        pl.when(warpgroup == 0)(lambda: _pass_turn(refs))
+    refs.queries[warpgroup] = _result(shape, refs, task, warpgroup, carry).astype(shape.dtype)
+    plgpu.commit_smem()
+    for rows, at in boxes:
+        plgpu.copy_smem_to_gmem(refs.queries.at[warpgroup, rows], refs.out.at[at])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next queries may come
+
+
+def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
+    """(rows of the tile, place in [T, H * D]) of each head: row r is query r % 16 of head r // 16
+    where a tile has 16 queries and 4 heads."""
+    queries, width = shape.tile_queries, shape.width
+    start = task.block * shape.block_queries + warpgroup * queries
+    column = task.head * (shape.heads * width)
+    return [
+        (pl.ds(i * queries, queries), (pl.ds(start, queries), pl.ds(column + i * width, width)))
+        for i in range(shape.heads)
+    ]
+
+
+def _pass_turn(refs: _Refs) -> None:
+    """The consumers meet. The second starts one meeting late, and the first ends with one more, so
+    that one of them is between its softmax and its next scores while the other is not."""
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.turn)
+
+
+def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any) -> Any:
+    """The mean of V, with the sinks in its denominator; zeros for padding queries."""
+    top, total, mixed = carry
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    load: Any = plgpu.load
+    if shape.sinks:
+        height = load(refs.heights.at[task.head], layout=by_row, optimized=False)
+        new_top = jnp.maximum(top, height)
+        fade = jnp.exp2(top - new_top)
+        total = total * fade + jnp.exp2(height - new_top)
+        mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
+    tile = task.block * shape.tuning.consumers + warpgroup
+    last = load(refs.lines.at[tile, 1], layout=by_row, optimized=False)
+    mean = mixed / lax.broadcast_in_dim(jnp.maximum(total, 1e-30), mixed.shape, [0])
+    exists = lax.broadcast_in_dim(last, mixed.shape, [0]) > 0
+    return jnp.where(exists, mean, jnp.zeros_like(mean))
+
+
+def _absorb(
+    shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, block: Any, rule: list[Any], carry: Any
+) -> Any:
+    """One block of keys into the online softmax; the maxima are of log2-scaled scores."""
+    top, total, mixed = carry
+    tokens, width = shape.tuning.block_tokens, shape.width
+    keys = refs.ring.at[slot, :, pl.ds(0, width)]
+    values = refs.ring.at[slot, :, pl.ds(width, width)]
+
+    def score(acc: Any) -> Any:
+        plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
+        if shape.takes_turns:
+            _pass_turn(refs)  # the product runs: the other's softmax may end
+        return acc[...]
+
+    scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
+    scores, factor = capped(scores, scale=shape.scale, soft_cap=shape.soft_cap)
+    scores = _mask(shape, block, scores, rule)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+    fade = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+    total = total * fade + jnp.sum(weights, axis=1)
+    mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
+    operand = weights.astype(shape.dtype)
+    if shape.takes_turns:
+        # The softmax ends here, and is not moved into the turn.
+        operand, new_top, total, mixed = lax.optimization_barrier((operand, new_top, total, mixed))
+        _pass_turn(refs)
+    mixed = _mix(shape, refs, warpgroup, operand, values, mixed)
+    plgpu.barrier_arrive(refs.emptied.at[slot])
+    return new_top, total, mixed
+
+
+def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, mixed: Any) -> Any:
+    """mixed + P V: a running accumulator, which interpret mode does not have."""
+    if shape.interpreted:
+        refs.weights[warpgroup] = operand
+        plgpu.commit_smem()
+
+        def apart(acc: Any) -> Any:
+            plgpu.wgmma(acc, refs.weights.at[warpgroup], values)
+            return acc[...]
+
+        return mixed + pl.run_scoped(apart, plgpu.WGMMAAccumulatorRef(mixed.shape, jnp.float32))
+
+    def running(acc: Any) -> None:
+        plgpu.wgmma(acc, operand, values)
+
+    return pl.run_state(running)(plgpu.WGMMAAccumulatorRef.init(mixed))
+
+
+def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, block: Any) -> None:
+    """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN.
+
+    The first consumer does it; it never waits for the second, which may be a turn behind."""
+    tokens, width = shape.tuning.block_tokens, shape.width
+    written = walk.keys - block * tokens
+
+    @pl.when((written < tokens) & (warpgroup == 0))
+    def _ragged() -> None:
+        values = refs.ring.at[slot, :, pl.ds(width, width)]
+        v = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+        token = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(token < written, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+        if shape.tuning.consumers > 1:
+            plgpu.barrier_arrive(refs.cleaned.at[slot])
+
+    @pl.when((written < tokens) & (warpgroup > 0))
+    def _behind() -> None:
+        plgpu.barrier_wait(refs.cleaned.at[slot])
+
+
+def _rule(shape: _Shape, refs: _Refs, task: _Task, walk: _Walk, warpgroup: Any) -> list[Any]:
+    """The slot after the last that each query sees in this row, and with a window the first."""
+    tile = task.block * shape.tuning.consumers + warpgroup
+    load: Any = plgpu.load
+    numbers = range(3) if shape.windowed else range(1, 3)
+    lines = [
+        load(refs.lines.at[tile, i], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        for i in numbers
+    ]
+    *first, last, row = lines
+    return [jnp.where(row == walk.row, last, jnp.zeros_like(last)), *first]
+
+
+def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any]) -> Any:
+    """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
+    if not rule:
+        return scores
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    last, *first = [
+        lax.broadcast_in_dim(x - block * shape.tuning.block_tokens, scores.shape, [0]) for x in rule
+    ]
+    seen = column < last
+    for x in first:
+        seen = seen & (column >= x)
+    return jnp.where(seen, scores, -jnp.inf)

@@ -1,0 +1,596 @@
+"""Paged attention for packed prefill on a TPU (Mosaic TPU): many rows, one behind the other.
+
+The packed layout of attention/contract.py without a tail mask. What the kernel does:
+
+  - One grid step is one block of packed queries, whoever they belong to. For each row with a query
+    in the block it streams that row's prefix from the pool: whole pages by double-buffered DMA,
+    several a step, from the first to the last slot that some query of the block sees.
+  - This call's own K and V never make the detour through the pool. They lie packed like the
+    queries, so they are attended as one more stream: contiguous, and for all rows of the block at
+    once. The pool gets them by DMA from the same array (HBM to HBM) while the block attends, which
+    is why the write is fused and why no query block depends on another: the grid is parallel, and
+    a chip of two cores may split it. No program copies the pool: it is aliased in to out.
+  - What a query sees is two ranges of keys, one of packed tokens and one of slots. All index
+    arithmetic is done outside, in key_ranges.py; the kernel compares bounds, and drops the mask
+    where a block of keys is seen by all queries.
+  - The group x queries of a kv head are the rows of one product; operands have the pool's dtype,
+    sums are float32. Softmax is online, in base 2, with `scale` folded into the exponent.
+
+The pool is a multiple of 128 wide. Heads of 64 go into a pool of 128, their K, V and q padded with
+zeros: a TPU pads the last axis to 128 anyway, so such a pool costs no more memory.
+
+A page may be read while new tokens are written to its other slots; those slots lie outside what is
+read, and whatever lies outside is replaced by zeros before it reaches a product.
+
+Seen: it equals the reference in TPU interpret mode, and Mosaic compiles it ahead of time for v5e,
+v5p and v6e. It has never run on a chip: what is said of instructions is counted in the compiler's
+schedule for v5e, and nothing is known of its speed or of the best block sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.kv_write.reference import pool_rows
+from jspec.pallas_kernels.prefill.key_ranges import LANES, LINES, ROW, BlockSizes, plan_packed
+
+SMEM_BYTES = 512 * 1024  # scalar memory of one core
+VMEM_LIMIT = 48 * 1024 * 1024
+
+# A masked score lies below the lowest running maximum, so that its weight is exactly 0.
+LOWEST, MASKED = -1e30, -2e30
+
+AT_ONCE = 2  # products that go through the online softmax together
+
+Ref: TypeAlias = Any  # a Pallas reference, or a slice of one
+Act: TypeAlias = Callable[[Any], None]  # starts a copy, or waits for it
+Carry: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # stream, step, half of the buffer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What is static in the kernel."""
+
+    batch: int
+    pages_per_row: int
+    page_size: int
+    num_kv: int
+    group: int
+    queries: int  # of a block
+    keys: int  # of a step
+    num_blocks: int
+    scale: float
+    soft_cap: float | None
+    writes: bool
+    interpreted: bool
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.group
+
+    @property
+    def tile(self) -> int:
+        """Rows of one softmax: a row's prefix meets only the tiles that hold its queries."""
+        large = 2 * LANES * (AT_ONCE if self.num_kv == 1 else 1)
+        return next(n for n in (large, 2 * LANES, LANES) if self.rows % n == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Refs:
+    """The kernel's arrays. New tokens are stream number `batch`, behind the rows' own."""
+
+    cu: Ref  # i32[B + 1]
+    prefix: Ref  # i32[B]
+    table: Ref  # i32[B * P]
+    spans: Ref  # i32[4 * blocks * (B + 1)]
+    q: Ref  # [G, rows, D]
+    ranges: Ref  # i32[LINES, rows]
+    sinks: Ref  # f32[G rounded up, rows], in units of a score before `scale`
+    new: Ref  # [T rounded up, 2G, D], HBM
+    out: Ref  # [G, rows, D]
+    pool: Ref  # [NP, S, 2G, D], HBM
+    landing: Ref  # [2, keys, 2G, D]
+    pairs: Ref  # [2, G, keys, D], K and V of the step
+    bounds: Ref  # i32[ROW + 1, rows, 128], the lines of `ranges`, all lanes equal
+    ceiling: Ref  # f32[tile, keys], very low where a tile's row does not see the key
+    top: Ref  # f32[G, rows, 128], all lanes equal
+    total: Ref  # f32[G, rows, 128]
+    mixed: Ref  # f32[G, rows, D]
+    landed: Ref  # DMA semaphores [2]
+    stored: Ref  # DMA semaphore
+
+
+def attend_packed(
+    q: jax.Array,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    kv_pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
+    sizes: BlockSizes | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out[T, H, D], kv_pages') of q[T, H, Dq] packed row after row; see attention/contract.py.
+
+    Without k_new and v_new nothing is written, and row b's last q_len slots are in the pool
+    already. Padding queries are written nowhere and return zeros. `interpret` is pallas_call's; it
+    must be given, since forcing interpret mode from outside would meet a view that it cannot take.
+    Raises ValueError at trace time for a shape that the kernel cannot take.
+    """
+    sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
+    _check(q, kv_pages, rows, scale=scale, sizes=sizes)
+    num_queries, num_heads, width = q.shape[0], q.shape[1], kv_pages.shape[3]
+    num_kv = kv_pages.shape[2] // 2
+    batch, pages_per_row = rows.page_table.shape
+    group = num_heads // num_kv
+    queries = sizes.block_queries(num_queries, group)
+    num_blocks = -(-num_queries // queries)
+    _check_scalars(rows, num_blocks)
+    shape = _Shape(
+        batch=batch,
+        pages_per_row=pages_per_row,
+        page_size=kv_pages.shape[1],
+        num_kv=num_kv,
+        group=group,
+        queries=queries,
+        keys=sizes.block_keys(kv_pages.shape[1]),
+        num_blocks=num_blocks,
+        scale=scale,
+        soft_cap=soft_cap,
+        writes=k_new is not None and v_new is not None,
+        interpreted=interpret is not False,
+    )
+    padded = num_blocks * queries
+    plan = plan_packed(
+        rows,
+        padded,
+        block_queries=queries,
+        page_size=shape.page_size,
+        writes=shape.writes,
+        window=window,
+    )
+    new = jnp.zeros((shape.keys, *kv_pages.shape[2:]), kv_pages.dtype)
+    if k_new is not None and v_new is not None:
+        new = pool_rows(k_new, v_new, width=width, dtype=kv_pages.dtype)
+        new = jnp.pad(new, ((0, -num_queries % shape.keys), (0, 0), (0, 0)))
+    out, kv_pages = _pallas_call(shape, q.dtype, kv_pages, interpret)(
+        rows.cu_q_lens,
+        rows.prefix_lens,
+        rows.page_table.reshape(-1),
+        plan.spans.reshape(-1),
+        _pack(q.astype(kv_pages.dtype), padded=padded, num_kv=num_kv, width=width),
+        jnp.repeat(plan.ranges, group, axis=1),
+        _sink_rows(sinks, shape),
+        new,
+        kv_pages,
+    )
+    out = out.reshape(num_kv, padded, group, width)[:, :num_queries]
+    return out.transpose(1, 0, 2, 3).reshape(num_queries, num_heads, width), kv_pages
+
+
+def _check(
+    q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, scale: float, sizes: BlockSizes
+) -> None:
+    _, page_size, two_g, width = kv_pages.shape
+    if rows.tail_mask is not None:
+        raise ValueError("a tail mask needs rows of equal length; expected tail_mask None")
+    if q.shape[1] % (two_g // 2):
+        raise ValueError(
+            f"{q.shape[1]} query heads over {two_g // 2} kv heads; expected a multiple"
+        )
+    if width % LANES or q.shape[2] > width:
+        raise ValueError(
+            f"q is {q.shape[2]} wide, the pool {width}; expected a multiple of {LANES} and "
+            f"q at most that: narrower heads are padded in a pool of {LANES}"
+        )
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"the pool holds {kv_pages.dtype}; expected bfloat16 or float32")
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; expected more than 0")
+    if sizes.rows % LANES or sizes.keys % LANES:
+        raise ValueError(f"{sizes}; expected multiples of {LANES}")
+    if page_size % LANES and sizes.keys % page_size:
+        raise ValueError(f"pages of {page_size}; expected a divisor or a multiple of {LANES}")
+
+
+def _check_scalars(rows: AttentionRows, num_blocks: int) -> None:
+    """The page table and the plan's spans live in scalar memory, whole."""
+    batch, table = rows.prefix_lens.shape[0], rows.page_table.shape
+    held = 4 * (rows.page_table.size + 4 * num_blocks * (batch + 1) + 2 * batch + 1)
+    if held > SMEM_BYTES:
+        raise ValueError(
+            f"a page table of {table} and {num_blocks} blocks of queries take {held} bytes of "
+            f"scalar memory; expected at most {SMEM_BYTES}: larger pages, or fewer rows a prefill"
+        )
+
+
+def _pack(q: jax.Array, *, padded: int, num_kv: int, width: int) -> jax.Array:
+    """[T, H, Dq] -> [G, T' * group, D]: rows of one kv head, query by query."""
+    q = jnp.pad(q, ((0, padded - q.shape[0]), (0, 0), (0, width - q.shape[2])))
+    q = q.reshape(padded, num_kv, -1, width).transpose(1, 0, 2, 3)
+    return q.reshape(num_kv, -1, width)
+
+
+def _sink_rows(sinks: jax.Array | None, shape: _Shape) -> jax.Array:
+    """f32[G rounded up to 8, rows]: the score with which each row's softmax starts."""
+    lines = -(-shape.num_kv // 8) * 8
+    if sinks is None:
+        return jnp.full((lines, shape.rows), LOWEST, jnp.float32)
+    by_head = sinks.astype(jnp.float32).reshape(shape.num_kv, shape.group)
+    by_head = by_head / (1.0 if shape.soft_cap is not None else shape.scale)
+    return jnp.pad(jnp.tile(by_head, (1, shape.queries)), ((0, lines - shape.num_kv), (0, 0)))
+
+
+def _pallas_call(
+    shape: _Shape, dtype: jnp.dtype, pool: jax.Array, interpret: Any
+) -> Callable[..., Any]:
+    two_g, width = pool.shape[2:]
+    rows, num_kv = shape.rows, shape.num_kv
+    by_block = pl.BlockSpec((num_kv, rows, width), lambda i, *_: (0, i, 0))
+    in_place = pl.BlockSpec(memory_space=pl.ANY)
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        grid=(shape.num_blocks,),
+        in_specs=[
+            by_block,
+            pl.BlockSpec((LINES, rows), lambda i, *_: (0, i)),
+            pl.BlockSpec((-(-num_kv // 8) * 8, rows), lambda *_: (0, 0)),
+            in_place,
+            in_place,
+        ],
+        out_specs=[by_block, in_place],
+        scratch_shapes=[
+            pltpu.VMEM((2, shape.keys, two_g, width), pool.dtype),
+            pltpu.VMEM((2, num_kv, shape.keys, width), pool.dtype),
+            pltpu.VMEM((ROW + 1, rows, LANES), jnp.int32),
+            pltpu.VMEM((shape.tile, shape.keys), jnp.float32),
+            pltpu.VMEM((num_kv, rows, LANES), jnp.float32),
+            pltpu.VMEM((num_kv, rows, LANES), jnp.float32),
+            pltpu.VMEM((num_kv, rows, width), jnp.float32),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA,
+        ],
+    )
+    packed = (num_kv, shape.num_blocks * rows, width)
+    return pl.pallas_call(
+        functools.partial(_kernel, shape),
+        grid_spec=spec,
+        out_shape=[
+            jax.ShapeDtypeStruct(packed, dtype),
+            pltpu.HBM(pool.shape, pool.dtype),  # or XLA brings a small pool, whole, into VMEM
+        ],
+        input_output_aliases={8: 1},  # the pool, counted with the four scalar arrays
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        name="paged_prefill",
+        interpret=interpret,
+    )
+
+
+def _kernel(shape: _Shape, *args: Ref) -> None:
+    inputs, outputs, scratch = args[:8], args[9:11], args[11:]  # 8 is the pool, aliased to 10
+    names = [field.name for field in dataclasses.fields(_Refs)]
+    refs = _Refs(**dict(zip(names, (*inputs, *outputs, *scratch), strict=True)))
+
+    def next_stream(stream: jax.Array) -> jax.Array:
+        """The first stream from `stream` on that this block needs, B + 1 if none."""
+        return lax.while_loop(
+            lambda s: (s <= shape.batch) & (_num_steps(shape, refs, s) == 0),
+            lambda s: s + 1,
+            stream,
+        )
+
+    def body(carry: Carry) -> Carry:
+        stream, step, half = carry
+        ended = step + 1 >= _num_steps(shape, refs, stream)
+        coming = next_stream(jnp.where(ended, stream + 1, stream))
+        coming_step = jnp.where(ended, 0, step + 1)
+
+        @pl.when(coming <= shape.batch)
+        def _prefetch() -> None:
+            _each_copy_in(shape, refs, coming, coming_step, 1 - half, _start)
+
+        _each_copy_in(shape, refs, stream, step, half, _wait)
+        _split(shape, refs, stream, step, half)
+        _absorb_step(shape, refs, stream, step)
+        return coming, coming_step, 1 - half
+
+    zero = jnp.int32(0)
+    first = next_stream(zero)
+
+    @pl.when(first <= shape.batch)
+    def _first_copies() -> None:
+        _each_copy_in(shape, refs, first, zero, zero, _start)
+
+    _each_copy_out(shape, refs, _start)
+    _begin(shape, refs)
+    lax.while_loop(lambda carry: carry[0] <= shape.batch, body, (first, zero, zero))
+    _finish(shape, refs)
+    _each_copy_out(shape, refs, _wait)
+
+
+def _start(copy: Any) -> None:
+    copy.start()
+
+
+def _wait(copy: Any) -> None:
+    copy.wait()
+
+
+def _span(shape: _Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, ...]:
+    """First and last key that some query of this block sees, and that every query sees."""
+    streams = shape.batch + 1
+    at = pl.program_id(0) * streams + jnp.minimum(stream, shape.batch)
+    first, last, every_first, every_last = (
+        refs.spans[at + line * shape.num_blocks * streams] for line in range(4)
+    )
+    return first, last, every_first, every_last
+
+
+def _origin(shape: _Shape, stream: jax.Array, first: jax.Array) -> jax.Array:
+    """Where a stream begins: with a whole page, or with a whole block of new tokens."""
+    page, block = lax.div(first, shape.page_size), lax.div(first, shape.keys)
+    return jnp.where(stream == shape.batch, block * shape.keys, page * shape.page_size)
+
+
+def _num_steps(shape: _Shape, refs: _Refs, stream: jax.Array) -> jax.Array:
+    first, last, _, _ = _span(shape, refs, stream)
+    keys = last - _origin(shape, stream, first)
+    return jnp.where(last > first, lax.div(keys + shape.keys - 1, shape.keys), 0)
+
+
+def _each_copy_in(
+    shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array, act: Act
+) -> None:
+    """The copies that bring one step's keys into one half of the landing buffer."""
+    first, last, _, _ = _span(shape, refs, stream)
+    origin = _origin(shape, stream, first) + step * shape.keys
+    size = shape.page_size
+
+    @pl.when(stream == shape.batch)
+    def _new_tokens() -> None:
+        source = refs.new.at[pl.ds(pl.multiple_of(origin, shape.keys), shape.keys)]
+        act(pltpu.make_async_copy(source, refs.landing.at[half], refs.landed.at[half]))
+
+    @pl.when(stream < shape.batch)
+    def _pages() -> None:
+        page = lax.div(origin, size)
+        stop = jnp.minimum(page + shape.keys // size, lax.div(last + size - 1, size))
+
+        def one(p: jax.Array, carry: jax.Array) -> jax.Array:
+            target = refs.landing.at[half, pl.ds((p - page) * size, size)]
+            source = refs.pool.at[refs.table[stream * shape.pages_per_row + p]]
+            act(pltpu.make_async_copy(source, target, refs.landed.at[half]))
+            return carry
+
+        lax.fori_loop(page, stop, one, jnp.int32(0))
+
+
+def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
+    """The copies of this block's new tokens to their slots, page by page.
+
+    The slots of one page are copied in pieces of 2^i slots, as DMA sizes are static.
+
+    In:  page size 16, tokens 3..12 of a row that go to slots 13..22
+    Out: 3 slots from 13 (pieces of 2 and 1), 7 slots from 16 (pieces of 4, 2 and 1)
+    """
+    if not shape.writes:
+        return
+    size = shape.page_size
+    pieces = [1 << bit for bit in reversed(range(size.bit_length()))]
+    begin = pl.program_id(0) * shape.queries
+
+    def of_row(row: jax.Array, carry: jax.Array) -> jax.Array:
+        shift = refs.prefix[row] - refs.cu[row]
+        end = jnp.minimum(refs.cu[row + 1], begin + shape.queries)
+        end = jnp.minimum(end, shape.pages_per_row * size - shift)
+
+        def of_page(token: jax.Array) -> jax.Array:
+            slot = token + shift
+            page = refs.table[row * shape.pages_per_row + lax.div(slot, size)]
+            offset = lax.rem(slot, size)
+            count = jnp.minimum(size - offset, end - token)
+            for piece in pieces:
+                done = count & ~(2 * piece - 1)
+
+                @pl.when((count & piece) != 0)
+                def _copy(piece: int = piece, done: jax.Array = done) -> None:
+                    source = refs.new.at[pl.ds(token + done, piece)]
+                    target = refs.pool.at[page, pl.ds(offset + done, piece)]
+                    act(pltpu.make_async_copy(source, target, refs.stored))
+
+            return token + count
+
+        lax.while_loop(lambda t: t < end, of_page, jnp.maximum(refs.cu[row], begin))
+        return carry
+
+    lax.fori_loop(0, shape.batch, of_row, jnp.int32(0))
+
+
+def _begin(shape: _Shape, refs: _Refs) -> None:
+    """Turns the lines of ranges and sinks into columns, and begins every softmax at its sink.
+
+    A sink is a key with that score and no value. Without sinks its score is so low that the first
+    real key wipes it out.
+    """
+    ranges, sinks = refs.ranges[...].T, refs.sinks[...].T
+    for line in range(refs.bounds.shape[0]):
+        refs.bounds[line] = jnp.broadcast_to(ranges[:, line : line + 1], (shape.rows, LANES))
+    for head in range(shape.num_kv):
+        refs.top[head] = jnp.broadcast_to(sinks[:, head : head + 1], (shape.rows, LANES))
+    refs.total[...] = jnp.ones_like(refs.total)
+    refs.mixed[...] = jnp.zeros_like(refs.mixed)
+
+
+def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
+    """Splits the landed keys into K and V of each head, with zeros where nobody may look.
+
+    Slots that nobody wrote may hold NaN, which a weight of 0 would not hide in the product with V.
+    """
+    first, last, _, _ = _span(shape, refs, stream)
+    origin = _origin(shape, stream, first) + step * shape.keys
+    key = origin + lax.broadcasted_iota(jnp.int32, (shape.keys, refs.landing.shape[3]), 0)
+    inside = (key >= first) & (key < last)
+    for head in range(shape.num_kv):
+        k, v = _key_and_value(shape, refs, half, head)
+        refs.pairs[0, head] = jnp.where(inside, k, 0.0).astype(refs.pairs.dtype)
+        refs.pairs[1, head] = jnp.where(inside, v, 0.0).astype(refs.pairs.dtype)
+
+
+def _key_and_value(
+    shape: _Shape, refs: _Refs, half: jax.Array, head: int
+) -> tuple[jax.Array, jax.Array]:
+    """f32[keys, D] of K and of V of one head, out of the landed pairs of all heads.
+
+    In bfloat16 a pair is one 32-bit word, K in its low half. Mosaic reads every G-th line of the
+    buffer in one strided load (a tenth of the instructions of a slice of the value, or less), but
+    only where it is 128 wide, and by a view that interpret mode does not know: there the same
+    words are sliced from the value.
+    """
+    num_kv, packed = shape.num_kv, refs.landing.dtype == jnp.bfloat16
+    if shape.interpreted or refs.landing.shape[3] != LANES:
+        landed = refs.landing[half]
+        words = pltpu.bitcast(landed, jnp.uint32)[:, head] if packed else landed[:, 2 * head]
+        second = words if packed else landed[:, 2 * head + 1]
+    else:
+        flat = refs.landing.at[half].reshape(shape.keys * 2 * num_kv, refs.landing.shape[3])
+        if packed:
+            words = second = flat.bitcast(jnp.uint32)[pl.ds(head, shape.keys, num_kv), :]
+        else:
+            words = flat[pl.ds(2 * head, shape.keys, 2 * num_kv), :]
+            second = flat[pl.ds(2 * head + 1, shape.keys, 2 * num_kv), :]
+    if not packed:
+        return words, second
+    k = pltpu.bitcast(words << 16, jnp.float32)
+    return k, pltpu.bitcast(words & jnp.uint32(0xFFFF0000), jnp.float32)
+
+
+def _absorb_step(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array) -> None:
+    """One step's keys into the online softmax of every tile of rows that they concern."""
+    first, _, every_first, every_last = _span(shape, refs, stream)
+    origin = _origin(shape, stream, first) + step * shape.keys
+    row = jnp.minimum(stream, shape.batch - 1)
+    begin = pl.program_id(0) * shape.queries
+    low = jnp.where(stream == shape.batch, 0, jnp.maximum(refs.cu[row] - begin, 0)) * shape.group
+    high = jnp.minimum(refs.cu[row + 1] - begin, shape.queries) * shape.group
+    unmasked = (every_first <= origin) & (origin + shape.keys <= every_last)
+
+    def tiles(masked: bool) -> None:
+        def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
+            start = tile * shape.tile
+            if masked:
+                _mask(shape, refs, start, stream, origin)
+            pieces = _pieces(shape)
+            for i in range(0, len(pieces), AT_ONCE):
+                _absorb(shape, refs, start, pieces[i : i + AT_ONCE], masked=masked)
+            return carry
+
+        stop = lax.div(high + shape.tile - 1, shape.tile)
+        lax.fori_loop(lax.div(low, shape.tile), stop, one, jnp.int32(0))
+
+    pl.when(unmasked)(functools.partial(tiles, masked=False))
+    pl.when(jnp.logical_not(unmasked))(functools.partial(tiles, masked=True))
+
+
+def _pieces(shape: _Shape) -> list[tuple[int, int, int]]:
+    """(head, first row, rows) of the products that make up one tile; two or more where possible."""
+    parts = AT_ONCE if shape.num_kv == 1 and shape.tile > LANES else 1
+    rows = shape.tile // parts
+    return [(head, i * rows, rows) for head in range(shape.num_kv) for i in range(parts)]
+
+
+def _mask(
+    shape: _Shape, refs: _Refs, start: jax.Array, stream: jax.Array, origin: jax.Array
+) -> None:
+    """Sets the ceiling of a tile's scores: far up where a row sees the key, else MASKED."""
+    at = _rows_at(start, 0, shape.tile)
+    is_new = stream == shape.batch
+    new_first, new_last, pool_first, pool_last, row = (refs.bounds[n, at] for n in range(ROW + 1))
+    first = jnp.where(is_new, new_first, pool_first)
+    last = jnp.where(is_new, new_last, jnp.where(row == stream, pool_last, 0))
+    for lane in range(0, shape.keys, LANES):
+        key = origin + lane + lax.broadcasted_iota(jnp.int32, first.shape, 1)
+        seen = (key >= first) & (key < last)
+        refs.ceiling[:, lane : lane + LANES] = jnp.where(seen, -MASKED, MASKED)
+
+
+def _rows_at(start: jax.Array, offset: int, rows: int) -> Any:
+    return pl.ds(pl.multiple_of(start + offset, LANES), rows)
+
+
+def _absorb(
+    shape: _Shape,
+    refs: _Refs,
+    start: jax.Array,
+    pieces: list[tuple[int, int, int]],
+    *,
+    masked: bool,
+) -> None:
+    """The step's keys into the online softmax of some pieces of a tile.
+
+    The pieces go through each stage together: while one waits for its maximum the other is
+    multiplied, which takes a third off the instructions that the compiler schedules.
+    """
+    dtype = refs.pairs.dtype
+    dot = functools.partial(
+        lax.dot_general,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    unit = math.log2(math.e) * (shape.scale if shape.soft_cap is None else 1.0)
+    ats = [(head, _rows_at(start, offset, rows)) for head, offset, rows in pieces]
+    scores = [dot(refs.q[at], refs.pairs[0, at[0]], (((1,), (1,)), ((), ()))) for at in ats]
+    if shape.soft_cap is not None:
+        inner = shape.scale / shape.soft_cap
+        scores = [shape.soft_cap * jnp.tanh(score * inner) for score in scores]
+    if masked:
+        ceilings = [refs.ceiling[offset : offset + rows] for _, offset, rows in pieces]
+        scores = list(map(jnp.minimum, scores, ceilings))
+    before = [refs.top[at] for at in ats]
+    tops = [
+        jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
+        for old, score in zip(before, scores, strict=True)
+    ]
+    weights = [
+        jnp.exp2((score - _across(top, shape.keys)) * unit)
+        for score, top in zip(scores, tops, strict=True)
+    ]
+    mixed = [
+        dot(weight.astype(dtype), refs.pairs[1, at[0]], (((1,), (0,)), ((), ())))
+        for weight, at in zip(weights, ats, strict=True)
+    ]
+    fades = [jnp.exp2((old - top) * unit) for old, top in zip(before, tops, strict=True)]
+    totals = [jnp.sum(weight, axis=1, keepdims=True) for weight in weights]
+    for at, top, fade, total, mix in zip(ats, tops, fades, totals, mixed, strict=True):
+        refs.top[at] = top
+        refs.total[at] = refs.total[at] * fade + total
+        refs.mixed[at] = refs.mixed[at] * _across(fade, mix.shape[1]) + mix
+
+
+def _finish(shape: _Shape, refs: _Refs) -> None:
+    valid = _across(refs.bounds[ROW] < shape.batch, refs.mixed.shape[2])
+    for head in range(shape.num_kv):
+        total = _across(jnp.maximum(refs.total[head], 1e-30), refs.mixed.shape[2])
+        out = jnp.where(valid, refs.mixed[head] / total, 0.0)
+        refs.out[head] = out.astype(refs.out.dtype)
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """x[rows, 128], all lanes equal, repeated to `width` lanes."""
+    return jnp.concatenate([x] * (width // LANES), axis=1)
