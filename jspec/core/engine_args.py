@@ -1,139 +1,213 @@
-"""What a user may set on an engine, under SGLang's names, and how the unset ones resolve.
+"""What a user may set on an engine, under SGLang's names; None where jspec shall choose.
 
-Host only. What depends on the device or on a checkpoint (dtype, memory, context) is resolved by
-`engine.memory`; this module resolves what follows from the arguments alone.
+Host only, and from the arguments alone. A field is declared once: its check, its flag and its row
+in docs/server.md come from it. What follows from the checkpoint and the devices is in
+`core.resolved_config`.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jspec.core.arguments import Shorthand, argument, check_arguments
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "xla", "pallas")
-LOAD_FORMATS = ("auto", "dummy")
-COMPILE_AT_START = ("auto", "first", "all")
-MODEL_PATHS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
-PATHS = (*MODEL_PATHS, "compilation_cache_dir")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
+_MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
+_SGLANG_ATTENTION = (
+    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
+    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
+    *("trtllm_mla", "wave"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """Arguments of `jspec.Engine`; None means "let jspec choose".
+    """Arguments of `jspec.Engine`; None means "let jspec choose". Each says what it does.
 
-    model_path: a Hugging Face directory; None serves the bundled pair, with EAGLE3 unless
-        `speculative_algorithm` says otherwise.
-    speculative_algorithm: "EAGLE3", "NGRAM", "STANDALONE" or "NONE"; a model path without it
-        decodes plainly.
-    speculative_draft_model_path: an EAGLE-3 head or, for STANDALONE, a language model with the
-        target's vocabulary.
-    speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: S/K/N, 3/1/4 if
-        unset; one that is left out follows from the others where it can.
-    speculative_draft_rope_theta: overrides the draft checkpoint's rope theta.
-    speculative_draft_noise: False drafts plain top-k instead of with shared noise (same text,
-        fewer accepted drafts; for measurements).
-    speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: tokens at a
-        row's end that must, and that may, have occurred before, for NGRAM to propose what followed.
-    speculative_ngram_external_corpus_path: token ids that NGRAM looks up where the row itself has
-        nothing: a .npy array, or text of ids between white space; at most
-        speculative_ngram_external_corpus_max_tokens of them.
-    simulate_acceptance: every verification emits this many tokens on average, bonus included,
-        whatever the target chose, at the cost of real steps; for measurements, the text means
-        nothing.
-    load_format: "auto" reads safetensors; "dummy" makes random weights on the devices, at the
-        shapes of config.json.
-    skip_tokenizer_init: no tokenizer; token ids in, token ids out.
-    dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
-    attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
-        those on a TPU, and on a Hopper GPU where they serve model and dtype.
-    max_queued_requests: sequences that may wait, and that a call of generate() feeds at once; 128,
-        or max_running_requests if that is more.
-    max_total_tokens: tokens that the KV pool holds, whole pages; the scratch of drafts is
-        extra. mem_fraction_static: share of a device's
-        memory for weights and pool together, if max_total_tokens is unset.
-    overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
-        same tokens.
-    num_continuous_decode_steps: verifications of one dispatched step; the host then has less to do
-        for each, tokens arrive in lumps, and work behind a row's end is wasted. Same tokens.
-    random_seed: makes requests without a sampling_seed reproducible in order of arrival.
-    compilation_cache_dir: where compiled programs are kept; "" keeps none.
-    compile_at_start: "first" serves as soon as the few programs are there that can run everything,
-        and swaps in the others, which fit better, as they come; "all" waits for all, as a
-        measurement of speed must; "auto" waits for all if they are few (8).
+    Raises ConfigError for a value that its field refuses, and for values that contradict each
+    other, before anything is read.
     """
 
-    model_path: str | None = None
-    tokenizer_path: str | None = None
-    speculative_algorithm: str | None = None
-    speculative_draft_model_path: str | None = None
-    speculative_num_steps: int | None = None
-    speculative_eagle_topk: int | None = None
-    speculative_num_draft_tokens: int | None = None
-    speculative_draft_rope_theta: float | None = None
-    speculative_draft_noise: bool = True
-    speculative_ngram_min_match_window_size: int = 1
-    speculative_ngram_max_match_window_size: int = 12
-    speculative_ngram_external_corpus_path: str | None = None
-    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
-    simulate_acceptance: float | None = None
-    load_format: str = "auto"
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    attention_backend: str = "auto"
-    page_size: int | None = None
-    max_running_requests: int | None = None
-    max_queued_requests: int | None = None
-    context_length: int | None = None
-    max_total_tokens: int | None = None
-    mem_fraction_static: float = 0.85
-    chunked_prefill_size: int | None = None
-    tp_size: int = 1
-    overlap_depth: int = 1
-    num_continuous_decode_steps: int = 1
-    random_seed: int | None = None
-    compilation_cache_dir: str | None = None
-    compile_at_start: str = "auto"
+    model_path: str | None = argument(
+        None,
+        "Directory of the target; unset: the bundled pair",
+        _MODEL,
+        aliases=("--model",),
+        is_local=True,
+        is_model=True,
+    )
+    tokenizer_path: str | None = argument(
+        None,
+        "Directory of the tokenizer; unset: the target's",
+        _MODEL,
+        is_local=True,
+        is_model=True,
+    )
+    dtype: str = argument(
+        "auto",
+        "Of weights, activations and KV: auto (float32 on a CPU, else bfloat16), float32, "
+        "bfloat16, float16",
+        _MODEL,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        translated={"half": "float16", "float": "float32"},
+    )
+    context_length: int | None = argument(
+        None,
+        "Most tokens of prompt and output, at most the model's; unset: the model's",
+        _MODEL,
+        low=1,
+    )
+    load_format: str = argument(
+        "auto",
+        "auto (safetensors), or dummy: random weights at the shapes of config.json",
+        _MODEL,
+        choices=("auto", "dummy"),
+        translated={"safetensors": "auto"},
+    )
+    skip_tokenizer_init: bool = argument(False, "No tokenizer: token ids in, token ids out", _MODEL)
+    tp_size: int = argument(
+        1,
+        "Devices that share the model",
+        _MODEL,
+        aliases=("--tp", "--tensor-parallel-size"),
+        low=1,
+    )
+    random_seed: int | None = argument(
+        None,
+        "Makes requests without a seed reproducible in arrival order",
+        _MODEL,
+        low=-(2**63),
+        high=2**64 - 1,
+    )
+    compilation_cache_dir: str | None = argument(
+        None, 'Where compiled programs are kept; "" keeps none', _MODEL, is_local=True
+    )
+    speculative_algorithm: str | None = argument(
+        None,
+        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair, else NONE",
+        _SPECULATION,
+    )
+    speculative_draft_model_path: str | None = argument(
+        None,
+        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
+        _SPECULATION,
+        aliases=("--speculative-draft-model",),
+        is_local=True,
+        is_model=True,
+    )
+    speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
+    speculative_eagle_topk: int | None = argument(
+        None, "K: branches a level (1)", _SPECULATION, low=1
+    )
+    speculative_num_draft_tokens: int | None = argument(
+        None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
+    )
+    speculative_draft_rope_theta: float | None = argument(
+        None, "Overrides the head's rope theta", _SPECULATION, above=0
+    )
+    speculative_draft_noise: bool = argument(
+        True,
+        "Drafts plain top-k: the same text, fewer accepted drafts; for measurements",
+        _SPECULATION,
+    )
+    speculative_ngram_min_match_window_size: int = argument(
+        1,
+        "Tokens at a row's end that must have occurred before, for NGRAM to propose what followed",
+        _SPECULATION,
+    )
+    speculative_ngram_max_match_window_size: int = argument(
+        12, "Tokens that it looks for at most", _SPECULATION, low=1, high=MAX_MATCH_WINDOW
+    )
+    speculative_ngram_external_corpus_path: str | None = argument(
+        None,
+        "Token ids (.npy, or text) that NGRAM looks up where the row itself has nothing",
+        _SPECULATION,
+    )
+    speculative_ngram_external_corpus_max_tokens: int = argument(
+        10_000_000, "Ids read of it", _SPECULATION, low=2, high=2**31 - 1
+    )
+    simulate_acceptance: float | None = argument(
+        None,
+        "Every verification emits this many tokens on average, 1 to S + 1, whatever the target "
+        "chose; to measure speed only, the text means nothing",
+        _SPECULATION,
+        expected="a number from 1 to S + 1, tokens emitted a verification, bonus included",
+    )
+    mem_fraction_static: float = argument(
+        0.85,
+        "Share of a device's memory for weights and KV, if --max-total-tokens is unset",
+        _MEMORY,
+        above=0,
+        high=1,
+    )
+    max_total_tokens: int | None = argument(
+        None,
+        "Tokens that the KV pool holds, drafts not counted; unset: what memory allows",
+        _MEMORY,
+        low=1,
+    )
+    page_size: int | None = argument(
+        None, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)", _MEMORY, low=1
+    )
+    max_running_requests: int | None = argument(
+        None, "Sequences decoded together (8 on a CPU, else 48)", _MEMORY, low=1
+    )
+    max_queued_requests: int | None = argument(
+        None,
+        "Sequences that may wait, and that a call of generate() feeds at once; beyond: 503 "
+        "(128, or as many as run)",
+        _MEMORY,
+        low=1,
+    )
+    chunked_prefill_size: int | None = argument(
+        None,
+        "Most prompt tokens of a step (256 on a CPU, 8192 on an H200, else 2048)",
+        _MEMORY,
+        low=1,
+    )
+    overlap_depth: int = argument(
+        1,
+        "Steps dispatched before the one being read, 0 to 2: the same tokens",
+        _MEMORY,
+        low=0,
+        high=2,
+        shorthands=(
+            Shorthand(
+                flag="--disable-overlap-schedule", value=0, text="The same as --overlap-depth 0"
+            ),
+        ),
+    )
+    # Rounds are unrolled: a program of more would compile for minutes and gain nothing.
+    num_continuous_decode_steps: int = argument(
+        1,
+        "Verifications of one dispatched decode step, see below: the same text in lumps",
+        _MEMORY,
+        low=1,
+        high=16,
+    )
+    compile_at_start: str = argument(
+        "auto",
+        "all, first (what serves everything; the rest while serving), or auto: all if few (8)",
+        _MEMORY,
+        choices=("auto", "first", "all"),
+    )
+    attention_backend: str = argument(
+        "auto",
+        "xla, pallas (the platform's own kernels), or auto: those on a TPU, and on a Hopper GPU "
+        "where they serve model and dtype; SGLang's names mean auto",
+        _MEMORY,
+        choices=("auto", "xla", "pallas"),
+        translated=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
+    )
 
     def __post_init__(self) -> None:
-        for name in MODEL_PATHS:
-            _check_path(name, getattr(self, name))
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("compile_at_start", self.compile_at_start, COMPILE_AT_START)
-        for name in ("page_size", "max_running_requests", "context_length", "max_total_tokens"):
-            _check_positive(name, getattr(self, name))
-        _check_positive("chunked_prefill_size", self.chunked_prefill_size)
-        _check_positive("max_queued_requests", self.max_queued_requests)
-        _check_positive("tp_size", self.tp_size)
-        # Rounds are unrolled: a program of more would compile for minutes and gain nothing.
-        _check_integer(
-            "num_continuous_decode_steps", self.num_continuous_decode_steps, low=1, high=16
-        )
-        _check_integer("overlap_depth", self.overlap_depth, low=0, high=2)
-        if self.random_seed is not None:
-            _check_integer("random_seed", self.random_seed, low=-(2**63), high=2**64 - 1)
-        for name in PATHS:
-            _check_local(name, getattr(self, name))
-        theta = self.speculative_draft_rope_theta
-        if theta is not None and not (isinstance(theta, int | float) and theta > 0):
-            raise ConfigError(
-                f"speculative_draft_rope_theta is {theta!r}; expected a number above 0"
-            )
-        if not 0.0 < self.mem_fraction_static <= 1.0:
-            raise ConfigError(
-                f"mem_fraction_static is {self.mem_fraction_static}; expected a number in (0, 1]"
-            )
+        check_arguments(self)
         self._check_drafter()
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
 
@@ -155,13 +229,10 @@ class EngineArgs:
             raise ConfigError(
                 f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
             )
-        least, most = "min_match_window_size", "max_match_window_size"
-        longest = self.speculative_ngram_max_match_window_size
-        _check_integer(f"speculative_ngram_{most}", longest, low=1, high=MAX_MATCH_WINDOW)
-        shortest = self.speculative_ngram_min_match_window_size
-        _check_integer(f"speculative_ngram_{least}", shortest, low=1, high=longest)
-        name = "speculative_ngram_external_corpus_max_tokens"
-        _check_integer(name, getattr(self, name), low=2, high=2**31 - 1)
+        name = "speculative_ngram_min_match_window_size"
+        shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
+        if not 1 <= shortest <= longest:
+            raise ConfigError(f"{name} is {shortest!r}; expected an integer from 1 to {longest}")
         corpus = self.speculative_ngram_external_corpus_path
         if corpus is not None and algorithm is not Algorithm.NGRAM:
             raise ConfigError(
@@ -188,8 +259,12 @@ class EngineArgs:
         name = self.speculative_algorithm
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE
-        _check_choice("speculative_algorithm", name, tuple(a.value for a in Algorithm))
-        return Algorithm(name)
+        known = {algorithm.value: algorithm for algorithm in Algorithm}
+        if name not in known:
+            raise ConfigError(
+                f"speculative_algorithm is {name!r}; expected one of {', '.join(known)}"
+            )
+        return known[name]
 
     @property
     def uses_bundled_draft(self) -> bool:
@@ -204,8 +279,6 @@ class EngineArgs:
             "speculative_eagle_topk": self.speculative_eagle_topk,
             "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
         }
-        for name, value in given.items():
-            _check_positive(name, value)
         if self.algorithm is Algorithm.NONE:
             unset = {**given, "simulate_acceptance": self.simulate_acceptance}
             for name, found in unset.items():
@@ -230,37 +303,3 @@ class EngineArgs:
             num_draft_tokens=nodes,
             simulate_acceptance=self.simulate_acceptance,
         )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
-
-
-def _check_local(name: str, value: str | None) -> None:
-    """A directory's name is taken as it is: gs://b/c would be a directory called `gs:`."""
-    if value is not None and _SCHEME.match(str(value)):
-        raise ConfigError(
-            f"{name} is {value!r}; expected a directory of this machine: remote paths are not "
-            "read, so copy it here first, or mount it and name the mount"
-        )
-
-
-def _check_path(name: str, value: object) -> None:
-    """An empty path would be the directory that the process happens to run in."""
-    if value is None:
-        return
-    if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
-
-
-def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; expected an integer from {low} to {high}")
-
-
-def _check_positive(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")

@@ -1,14 +1,20 @@
 """Every flag of `jspec serve`, in one table: SGLang's names, and what jspec does with each.
 
 A row is implemented, accepted (one warning: it changes nothing here), or refused with the reason,
-unless it holds one of its neutral values. Parsing, TOML and the docs all read this table.
+unless it holds one of its neutral values. The implemented ones are the fields of EngineArgs and
+ServerArgs, as declared there; the others are here. Parsing, TOML and the docs all read this table.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from jspec.core.arguments import argument_of, type_of
+from jspec.core.engine_args import EngineArgs
+from jspec.server.server_args import ServerArgs
 
 FlagValue = bool | int | float | str | None
 
@@ -53,14 +59,32 @@ class Flag:
         return self.names[0]
 
 
-def _sets(name: str, kind: FlagKind, text: str, *aliases: str, argument: str = "") -> Flag:
-    return Flag(
-        names=(name, *aliases),
+def flags_of(declared: Field[Any]) -> Iterator[Flag]:
+    """The flag that sets an argument, by its declaration, and those that set it to one value."""
+    says, kind = argument_of(declared), FlagKind(_KINDS[type_of(declared)])
+    name, text, default = declared.name, says.text, declared.default
+    if kind in (FlagKind.INT, FlagKind.FLOAT) and default is not None:
+        text += f" ({default})" if kind is FlagKind.INT else f" ({default:g})"
+    is_off_switch = default is True
+    yield Flag(
+        names=(f"--{'disable-' if is_off_switch else ''}{name.replace('_', '-')}", *says.aliases),
         kind=kind,
         flag_class=FlagClass.IMPLEMENTED,
         text=text,
-        argument=argument or name.removeprefix("--").replace("-", "_"),
+        argument=name,
+        const=not is_off_switch,
+        aliases=says.translated,
     )
+    for short in says.shorthands:
+        yield Flag(
+            names=(short.flag,),
+            kind=FlagKind.SWITCH,
+            flag_class=FlagClass.IMPLEMENTED,
+            text=short.text,
+            argument=name,
+            const=short.value,
+            is_primary=False,
+        )
 
 
 def _warns(name: str, kind: FlagKind, text: str, *aliases: str) -> Flag:
@@ -80,49 +104,18 @@ def _refused(
 
 
 _SWITCH, _INT, _FLOAT, _TEXT, _MANY = FlagKind
+_KINDS = {"bool": "switch", "int": "int", "float": "float", "str": "text"}
 _EXACT = (
     "a draft is accepted exactly when it equals the target's own token; anything looser changes "
     "the distribution, and sharing noise under a p/q rule would bias it"
 )
 _ONE_HOST = "one process on one host serves; use --tp-size for its devices"
 _NO_ADAPTER = "LoRA is not implemented"
-_SGLANG_ATTENTION = (
-    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
-    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
-    *("trtllm_mla", "wave"),
-)
 _NGRAM_TREE = "the tree is the continuations of the K best matches (--speculative-eagle-topk)"
 _NGRAM_LOOKUP = "every row is searched whole, and nothing is kept beside it"
 _ATTENTION = "jspec chooses its attention kernel by platform"
 
-MODEL_FLAGS = (
-    _sets("--model-path", _TEXT, "Directory of the target; unset: the bundled pair", "--model"),
-    _sets("--tokenizer-path", _TEXT, "Directory of the tokenizer; unset: the target's"),
-    Flag(
-        names=("--dtype",),
-        kind=_TEXT,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16",
-        argument="dtype",
-        aliases={"half": "float16", "float": "float32"},
-    ),
-    _sets(
-        "--context-length",
-        _INT,
-        "Most tokens of prompt and output, at most the model's; unset: the model's",
-    ),
-    Flag(
-        names=("--load-format",),
-        kind=_TEXT,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="auto (safetensors), or dummy: random weights at the shapes of config.json",
-        argument="load_format",
-        aliases={"safetensors": "auto"},
-    ),
-    _sets("--skip-tokenizer-init", _SWITCH, "No tokenizer: token ids in, token ids out"),
-    _sets("--tp-size", _INT, "Devices that share the model", "--tp", "--tensor-parallel-size"),
-    _sets("--random-seed", _INT, "Makes requests without a seed reproducible in arrival order"),
-    _sets("--compilation-cache-dir", _TEXT, 'Where compiled programs are kept; "" keeps none'),
+_OTHER_MODEL = (
     _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
     _warns("--tokenizer-mode", _TEXT, "there is one tokenizer, the fast one"),
     _warns("--device", _TEXT, "JAX chooses; set JAX_PLATFORMS instead"),
@@ -138,51 +131,7 @@ MODEL_FLAGS = (
     _refused("--tool-call-parser", _TEXT, "/v1/chat/completions is not served yet"),
 )
 
-SPECULATIVE_FLAGS = (
-    _sets(
-        "--speculative-algorithm",
-        _TEXT,
-        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair",
-    ),
-    _sets(
-        "--speculative-draft-model-path",
-        _TEXT,
-        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
-        "--speculative-draft-model",
-    ),
-    _sets("--speculative-num-steps", _INT, "S: draft levels (3)"),
-    _sets("--speculative-eagle-topk", _INT, "K: branches a level (1)"),
-    _sets("--speculative-num-draft-tokens", _INT, "N: tree nodes verified, root included (4)"),
-    _sets("--speculative-draft-rope-theta", _FLOAT, "Overrides the head's rope theta"),
-    Flag(
-        names=("--disable-speculative-draft-noise",),
-        kind=_SWITCH,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="Drafts plain top-k: the same text, fewer accepted drafts; for measurements",
-        argument="speculative_draft_noise",
-        const=False,
-    ),
-    _sets(
-        "--speculative-ngram-min-match-window-size",
-        _INT,
-        "Tokens at a row's end that must have occurred before, for NGRAM to propose what followed "
-        "(1)",
-    ),
-    _sets(
-        "--speculative-ngram-max-match-window-size", _INT, "Tokens that it looks for at most (12)"
-    ),
-    _sets(
-        "--speculative-ngram-external-corpus-path",
-        _TEXT,
-        "Token ids (.npy, or text) that NGRAM looks up where the row itself has nothing",
-    ),
-    _sets("--speculative-ngram-external-corpus-max-tokens", _INT, "Ids read of it (10000000)"),
-    _sets(
-        "--simulate-acceptance",
-        _FLOAT,
-        "Every verification emits this many tokens on average, 1 to S + 1, whatever the target "
-        "chose; to measure speed only, the text means nothing",
-    ),
+_OTHER_SPECULATIVE = (
     _refused("--speculative-accept-threshold-single", _FLOAT, _EXACT, neutral=("1", "1.0")),
     _refused("--speculative-accept-threshold-acc", _FLOAT, _EXACT, neutral=("1", "1.0")),
     _refused("--speculative-use-rejection-sampling", _SWITCH, _EXACT),
@@ -210,45 +159,7 @@ SPECULATIVE_FLAGS = (
     _warns("--speculative-draft-attention-backend", _TEXT, _ATTENTION),
 )
 
-MEMORY_FLAGS = (
-    _sets("--mem-fraction-static", _FLOAT, "Share of a device's memory for weights and KV (0.85)"),
-    _sets(
-        "--max-total-tokens",
-        _INT,
-        "Tokens that the KV pool holds, drafts not counted; unset: what memory allows",
-    ),
-    _sets("--page-size", _INT, "Tokens a KV page (64 with a TPU's or Hopper's kernels, else 16)"),
-    _sets("--max-running-requests", _INT, "Sequences decoded together (8 on a CPU, else 48)"),
-    _sets(
-        "--max-queued-requests",
-        _INT,
-        "Sequences that may wait; beyond: 503 (128, or as many as run)",
-    ),
-    _sets(
-        "--chunked-prefill-size",
-        _INT,
-        "Most prompt tokens of a step (256 on a CPU, 8192 on an H200, else 2048)",
-    ),
-    _sets("--overlap-depth", _INT, "Steps dispatched before the one being read: 0, 1 or 2 (1)"),
-    Flag(
-        names=("--disable-overlap-schedule",),
-        kind=_SWITCH,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="The same as --overlap-depth 0",
-        argument="overlap_depth",
-        const=0,
-        is_primary=False,
-    ),
-    _sets(
-        "--num-continuous-decode-steps",
-        _INT,
-        "Verifications of one dispatched decode step, see below: the same text in lumps (1)",
-    ),
-    _sets(
-        "--compile-at-start",
-        _TEXT,
-        "all, first (what serves everything; the rest while serving), or auto: all if few (auto)",
-    ),
+_OTHER_MEMORY = (
     _warns("--disable-radix-cache", _SWITCH, "there is no prefix cache yet"),
     _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
     _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
@@ -260,14 +171,6 @@ MEMORY_FLAGS = (
     _warns("--cuda-graph-bs", _MANY, "--max-running-requests decides what is compiled"),
     _warns("--enable-torch-compile", _SWITCH, "every step is compiled by XLA"),
     _warns("--torch-compile-max-bs", _INT, "every step is compiled by XLA"),
-    Flag(
-        names=("--attention-backend",),
-        kind=_TEXT,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="auto, xla, or pallas (the platform's own kernels); SGLang's names mean auto",
-        argument="attention_backend",
-        aliases=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
-    ),
     _warns("--prefill-attention-backend", _TEXT, _ATTENTION),
     _warns("--decode-attention-backend", _TEXT, _ATTENTION),
     _warns("--sampling-backend", _TEXT, "there is one sampler, the same on every platform"),
@@ -292,22 +195,7 @@ MEMORY_FLAGS = (
     ),
 )
 
-SERVER_FLAGS = (
-    _sets("--host", _TEXT, "Address to listen on (127.0.0.1)"),
-    _sets("--port", _INT, "Port to listen on; 0 takes a free one (30000)"),
-    _sets("--served-model-name", _TEXT, "The id in /v1/models; unset: the model path's last part"),
-    _sets("--api-key", _TEXT, 'Asked for as "Authorization: Bearer KEY" or "X-API-Key: KEY"'),
-    _sets("--log-level", _TEXT, "debug, info, warning, error or critical (info)"),
-    _sets("--log-interval", _FLOAT, "Seconds between decode lines in the log; 0: none (5)"),
-    Flag(
-        names=("--incremental-streaming-output",),
-        kind=_SWITCH,
-        flag_class=FlagClass.IMPLEMENTED,
-        text="/generate streams deltas instead of all text so far",
-        argument="incremental_streaming_output",
-    ),
-    _sets("--stream-interval", _INT, "Tokens between two events of a stream, at least (1)"),
-    _sets("--max-request-bytes", _INT, "Largest request body (33554432)"),
+_OTHER_SERVER = (
     _warns("--enable-metrics", _SWITCH, "/metrics is always there"),
     _warns("--enable-metrics-for-all-schedulers", _SWITCH, "there is one scheduler"),
     _warns("--decode-log-interval", _INT, "jspec logs by the clock: --log-interval"),
@@ -327,10 +215,23 @@ SERVER_FLAGS = (
     _refused("--json-model-override-args", _TEXT, "edit config.json instead", neutral=("{}",)),
 )
 
+_OTHERS: Mapping[str, tuple[Flag, ...]] = {
+    "Model": _OTHER_MODEL,
+    "Speculation": _OTHER_SPECULATIVE,
+    "Memory and scheduling": _OTHER_MEMORY,
+    "Server": _OTHER_SERVER,
+}
+_ARGUMENTS = (*fields(EngineArgs), *fields(ServerArgs))
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
-    "Model": MODEL_FLAGS,
-    "Speculation": SPECULATIVE_FLAGS,
-    "Memory and scheduling": MEMORY_FLAGS,
-    "Server": SERVER_FLAGS,
+    title: (
+        *(
+            flag
+            for declared in _ARGUMENTS
+            if argument_of(declared).group == title
+            for flag in flags_of(declared)
+        ),
+        *others,
+    )
+    for title, others in _OTHERS.items()
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)

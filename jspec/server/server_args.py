@@ -5,52 +5,52 @@ It opens no socket and reads no file.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
+from jspec.core.arguments import argument, check_arguments
 from jspec.core.errors import ConfigError
 
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_SERVER = "Server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
-    """Arguments of `jspec serve` beside the engine's.
+    """Arguments of `jspec serve` beside the engine's. Raises ConfigError for what cannot be."""
 
-    host, port: where to listen; port 0 takes a free one. served_model_name: the id in /v1/models;
-    None uses the model path's last part. api_key: asked for as "Authorization: Bearer KEY" or
-    "X-API-Key: KEY". incremental_streaming_output: /generate streams deltas instead of all text so
-    far. stream_interval: tokens between two events of a stream, at least. log_interval: seconds
-    between two decode lines in the log; 0 writes none. max_request_bytes: largest request body.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 30000
-    served_model_name: str | None = None
-    api_key: str | None = None
-    log_level: str = "info"
-    log_interval: float = 5.0
-    incremental_streaming_output: bool = False
-    stream_interval: int = 1
-    max_request_bytes: int = 32 * 2**20
+    host: str = argument("127.0.0.1", "Address to listen on (127.0.0.1)", _SERVER)
+    port: int = argument(30000, "Port to listen on; 0 takes a free one", _SERVER, low=0, high=65535)
+    served_model_name: str | None = argument(
+        None, "The id in /v1/models; unset: the model path's last part", _SERVER
+    )
+    api_key: str | None = argument(
+        None, 'Asked for as "Authorization: Bearer KEY" or "X-API-Key: KEY"', _SERVER
+    )
+    log_level: str = argument(
+        "info",
+        "debug, info, warning, error or critical (info)",
+        _SERVER,
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    log_interval: float = argument(
+        5.0,
+        "Seconds between decode lines in the log; 0: none",
+        _SERVER,
+        low=0,
+        expected="seconds, 0 or more",
+    )
+    incremental_streaming_output: bool = argument(
+        False, "/generate streams deltas instead of all text so far", _SERVER
+    )
+    stream_interval: int = argument(
+        1, "Tokens between two events of a stream, at least", _SERVER, low=1
+    )
+    max_request_bytes: int = argument(32 * 2**20, "Largest request body", _SERVER, low=1)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; expected an integer from 0 to 65535")
+        check_arguments(self)
         for name in ("host", "served_model_name", "api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; expected text, or leave it out")
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(
-                f"log_level is {self.log_level!r}; expected one of {', '.join(LOG_LEVELS)}"
-            )
-        if not math.isfinite(self.log_interval) or self.log_interval < 0:
-            raise ConfigError(f"log_interval is {self.log_interval}; expected seconds, 0 or more")
-        for name in ("stream_interval", "max_request_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; expected an integer of at least 1"
-                )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

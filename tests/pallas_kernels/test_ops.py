@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.arguments import argument_of
 from jspec.core.config import RopeConfig, YarnConfig
-from jspec.core.engine_args import ATTENTION_BACKENDS
+from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
@@ -38,7 +40,8 @@ from tests.pallas_kernels.chips import needs_mosaic_gpu
     ],
 )
 def test_the_platform_chooses_unless_told(platform: str, requested: str, name: str) -> None:
-    assert requested in ATTENTION_BACKENDS
+    (declared,) = (field for field in fields(EngineArgs) if field.name == "attention_backend")
+    assert requested in argument_of(declared).choices
     assert choose_ops(platform, requested) == OPS[name]
 
 

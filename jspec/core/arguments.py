@@ -1,0 +1,125 @@
+"""What an argument of the engine or the server is: one declaration, which everything else reads.
+
+`argument` declares a field of a dataclass. Its check, its flag, the flag's help and its row in the
+docs come from the field's name, type, default and metadata, so nothing else repeats them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from jspec.core.errors import ConfigError
+
+_METADATA = "argument"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shorthand:
+    """A flag without a value that sets the argument to `value`."""
+
+    flag: str
+    value: bool | int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """What a field says beside its name, type and default.
+
+    text: what it does, for the help and the docs; a number's default is added. group: heading
+        above it there. aliases: other names of its flag.
+    choices: all its values. translated: values of the flag that mean another one.
+    low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
+        where the bounds say it badly.
+    is_local: it names something on this machine; is_model: a directory, which "" cannot be.
+    shorthands: flags that set it without a value.
+    """
+
+    text: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    translated: Mapping[str, str] = field(default_factory=dict)
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    expected: str = ""
+    is_local: bool = False
+    is_model: bool = False
+    shorthands: tuple[Shorthand, ...] = ()
+
+
+def argument(default: Any, text: str, group: str, **more: Any) -> Any:
+    """A dataclass field with this default; `more` are the other fields of Argument."""
+    return field(default=default, metadata={_METADATA: Argument(text=text, group=group, **more)})
+
+
+def argument_of(declared: Field[Any]) -> Argument:
+    """What `argument` was given for this field."""
+    found: Argument = declared.metadata[_METADATA]
+    return found
+
+
+def type_of(declared: Field[Any]) -> str:
+    """'bool', 'int', 'float' or 'str': the field's type, whether it may be None or not."""
+    return str(declared.type).removesuffix(" | None")
+
+
+def check_arguments(given: Any) -> None:
+    """Raises ConfigError, by name and value, for the first field that its declaration refuses.
+
+    A field whose default is None may be None: jspec chooses.
+    """
+    for declared in fields(given):
+        value = getattr(given, declared.name)
+        if value is not None or declared.default is not None:
+            _check(declared.name, value, type_of(declared), argument_of(declared))
+
+
+def _check(name: str, value: object, kind: str, says: Argument) -> None:
+    if says.is_model and not (isinstance(value, str | os.PathLike) and str(value).strip()):
+        raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
+    if says.is_local and _SCHEME.match(str(value)):
+        # A directory's name is taken as it is: gs://b/c would be a directory called `gs:`.
+        raise ConfigError(
+            f"{name} is {value!r}; expected a directory of this machine: remote paths are not "
+            "read, so copy it here first, or mount it and name the mount"
+        )
+    if says.choices and value not in says.choices:
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")
+    if kind == "bool" and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; expected true or false")
+    if kind in ("int", "float") and not _is_within(value, kind, says):
+        raise ConfigError(f"{name} is {value!r}; expected {says.expected or _bounds(kind, says)}")
+
+
+def _is_within(value: object, kind: str, says: Argument) -> bool:
+    """Whether it is a finite number of the kind, within its bounds."""
+    allowed = int if kind == "int" else int | float
+    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+        return False
+    return (
+        (says.low is None or value >= says.low)
+        and (says.high is None or value <= says.high)
+        and (says.above is None or value > says.above)
+    )
+
+
+def _bounds(kind: str, says: Argument) -> str:
+    """The numbers that it may be, in words."""
+    noun = "an integer" if kind == "int" else "a number"
+    if says.above is not None:
+        if says.high is not None:
+            return f"{noun} in ({says.above:g}, {says.high:g}]"
+        return f"{noun} above {says.above:g}"
+    if says.low is None:
+        return noun if kind == "int" else "a finite number"
+    if says.high is None:
+        return f"{noun} of at least {says.low}"
+    return f"{noun} from {says.low} to {says.high}"
