@@ -17,12 +17,11 @@ import numpy as np
 
 from benchmarks.heldout import heldout_prompts
 from benchmarks.workloads import WORKLOADS, Workload
-from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle3Config, ModelSpec
-from jspec.engine.loading import BUNDLED, resolve_ops
-from jspec.engine.memory import resolve_dtype
+from jspec.engine.loading import BUNDLED
+from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, resolve
 from jspec.models.checkpoint import load_model_spec
 from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
 from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
@@ -50,9 +49,14 @@ def backend_problem(pair: Pair, arguments: Mapping[str, Any]) -> str | None:
     """Why this platform does not serve the pair with the backend that was asked for."""
     devices = jax.devices()[:1]
     args = EngineArgs.from_mapping(arguments)
-    dtype = resolve_dtype(args.dtype, devices[0].platform)
+    checkpoint = CheckpointFacts(
+        model_path=pair.name,
+        tokenizer_path=pair.name,
+        max_position=pair.layers[0].max_position,
+        head_dims=head_dims_of(pair.layers),
+    )
     try:
-        resolve_ops(args, sharding.make_mesh(devices), dtype=dtype, models=pair.layers)
+        resolve(args, checkpoint, DeviceFacts.of(devices))
     except ConfigError as error:
         return str(error)
     return None

@@ -56,7 +56,7 @@ from jspec.core.state import EngineState, take_rows
 from jspec.engine.compilation import compile_all, compiler_options, enable_persistent_cache
 from jspec.engine.dummy_weights import hashed_normal
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.memory import size_pool
 from jspec.engine.programs import ProgramKey
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
@@ -134,16 +134,9 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         enable_persistent_cache(Path(cache or Path.home() / ".cache" / "jspec" / "programs"))
     devices = jax.devices()[:1]
     mesh = sharding.make_mesh(devices)
-    dtype = resolve_dtype(args.dtype, devices[0].platform)
-    models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
-    limits = resolve_limits(
-        args,
-        models.target.cache_groups + models.drafter.cache_groups,
-        max_position=models.target.spec.max_position,
-        devices=devices,
-        dtype=dtype,
-        ops=models.target.ops,
-    )
+    models = load_models(args, resolve_paths(args), mesh=mesh)
+    groups = models.target.cache_groups + models.drafter.cache_groups
+    limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
     limits = replace(
         limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
     )
@@ -158,7 +151,7 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
         program=program,
         limits=limits,
         mesh=mesh,
-        dtype=dtype,
+        dtype=jnp.dtype(models.config.dtype),
         executables={},
         committed=workload.prompt_len + workload.long_run // 2,
     )

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jspec import __version__
 from jspec.core.config import ServeLimits
@@ -31,7 +30,6 @@ from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import resolve_paths
-from jspec.engine.memory import resolve_dtype
 from jspec.models.checkpoint import load_model_spec
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
@@ -53,8 +51,9 @@ def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int,
 class Engine:
     """One model pair, loaded and compiled, ready for requests.
 
-    Keyword arguments are those of `EngineArgs`. The engine lives on an event loop in a
-    thread of its own: any thread and any event loop, one asyncio.run after the other, may use it.
+    Keyword arguments are those of `EngineArgs`, kept as `args`; `config` is what they came to.
+    The engine lives on an event loop in a thread of its own: any thread and any event loop, one
+    asyncio.run after the other, may use it.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError and QueueFullError
     for a request, EngineClosedError after shutdown. Ctrl-C while it starts is KeyboardInterrupt.
@@ -81,7 +80,7 @@ class Engine:
         if not self.args.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
         self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
-        runner = build_runner(self.args, progress=progress)
+        runner, self.config = build_runner(self.args, progress=progress)
         self._limits = runner.limits
         self._runner = runner
         self._intake = Intake(
@@ -338,22 +337,8 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
-        spec, stats = self._limits.spec, self.stats
+        resolved, stats = self.config.values(), self.stats
         full, device = stats.counters, jax.devices()[0]
-        resolved = {name: getattr(self.args, name) for name in EngineArgs.names()}
-        resolved |= {
-            "speculative_algorithm": spec.algorithm.value,
-            "speculative_num_steps": spec.num_steps,
-            "speculative_eagle_topk": spec.topk,
-            "speculative_num_draft_tokens": spec.num_draft_tokens,
-            "dtype": jnp.dtype(resolve_dtype(self.args.dtype, device.platform)).name,
-            "attention_backend": "xla" if self._runner.ops.name == "xla" else "pallas",
-            "page_size": self._limits.page_size,
-            "max_running_requests": self._limits.num_slots,
-            "context_length": self._limits.context_length,
-            "max_total_tokens": self._limits.max_total_tokens,
-            "chunked_prefill_size": self._limits.chunk_size,
-        }
         return {
             **resolved,
             "max_total_num_tokens": self._limits.max_total_tokens,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, clear_frames
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine import interrupts
 from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
 from jspec.engine.loading import load_models, resolve_paths
-from jspec.engine.memory import resolve_dtype, resolve_limits
+from jspec.engine.memory import size_pool
 from jspec.engine.program_growth import ProgramGrowth, maker_of
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import later_programs, program_keys, programs_at_start
@@ -24,8 +27,12 @@ from jspec.speculative.step import StepProgram
 log = logging.getLogger(__name__)
 
 
-def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner:
+def build_runner(
+    args: EngineArgs, *, progress: Progress | None
+) -> tuple[DeviceRunner, ResolvedConfig]:
     """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
+
+    Also returns what it was built from.
 
     Raises ConfigError and CheckpointError for what cannot be.
     Whoever keeps an error of it keeps no weights, state or programs.
@@ -37,9 +44,12 @@ def build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner
         raise
 
 
-def _build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunner:
+def _build_runner(
+    args: EngineArgs, *, progress: Progress | None
+) -> tuple[DeviceRunner, ResolvedConfig]:
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
+    args = replace(args, compilation_cache_dir="" if store is None else str(store.directory.parent))
     available = jax.devices()
     interrupts.check()
     if args.tp_size > len(available):
@@ -49,27 +59,20 @@ def _build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunne
         )
     devices = available[: args.tp_size]
     mesh = sharding.make_mesh(devices)
-    dtype = resolve_dtype(args.dtype, devices[0].platform)
-    models = load_models(args, resolve_paths(args), mesh=mesh, dtype=dtype)
+    models = load_models(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
-    spec = args.speculative
-    limits = resolve_limits(
-        args,
-        models.target.cache_groups + models.drafter.cache_groups,
-        max_position=models.target.spec.max_position,
-        devices=devices,
-        dtype=dtype,
-        ops=models.target.ops,
-    )
-    program = StepProgram(target=models.target, drafter=models.drafter, spec=spec)
+    groups = models.target.cache_groups + models.drafter.cache_groups
+    limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
+    config = replace(models.config, max_total_tokens=limits.max_total_tokens)
+    program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
     runner = DeviceRunner.create(
         program=program,
         limits=limits,
         params=models.params,
         mesh=mesh,
-        kv_dtype=dtype,
+        kv_dtype=jnp.dtype(config.dtype),
         progress=progress,
-        first=programs_at_start(limits, args.compile_at_start),
+        first=programs_at_start(limits, config.compile_at_start),
         store=store,
     )
     later = later_programs(limits, runner.ready_programs)
@@ -78,7 +81,7 @@ def _build_runner(args: EngineArgs, *, progress: Progress | None) -> DeviceRunne
         maker = maker_of(recipe, later, mesh=mesh, store=store)
         wanted = len(program_keys(limits))
         runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
-    return runner
+    return runner, config
 
 
 def _open_store(named: str | None) -> ProgramStore | None:

@@ -21,8 +21,10 @@ from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.device_memory import check_weights_fit
 from jspec.engine.dummy_weights import dummy_params
+from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weight_stream import put_on, stream
 from jspec.layers.linear import Shard
 from jspec.models.checkpoint import check_target, load_model_spec, load_target
@@ -32,9 +34,6 @@ from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
 from jspec.models.registry import FAMILIES, declared_by
 from jspec.models.stored import on_host
-from jspec.pallas_kernels.choose import choose_ops, with_columns
-from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.ops_gpu import gpu_problem
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.registry import DRAFTERS
 from jspec.speculative.source import DraftRequest, DraftSource, ReadSource
@@ -53,8 +52,10 @@ class ModelPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
-    """Static target and drafter, and their params on the mesh; the draft model, if any."""
+    """What was resolved; static target and drafter, and their params on the mesh; the draft model,
+    if any."""
 
+    config: ResolvedConfig
     target: Decoder
     drafter: Drafter
     params: dict[str, Any]
@@ -89,16 +90,15 @@ def load_models(
     paths: ModelPaths,
     *,
     mesh: Mesh,
-    dtype: DTypeLike,
     families: tuple[Family, ...] = FAMILIES,
     drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
-    """Reads, checks and places target and draft. families, drafters: those that are served.
+    """Reads the configs, resolves, and places target and draft.
 
-    Raises CheckpointError or ConfigError naming the tensor, file or number that does not fit.
+    families, drafters: those that are served. Raises CheckpointError or ConfigError naming the
+    tensor, file or number that does not fit.
     """
     spec = load_model_spec(paths.target, families)
-    shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     check_divisible(spec, shards=mesh.size)
     if args.load_format != "dummy":
         check_target(paths.target, spec, families)  # before anything is built a layer at a time
@@ -115,16 +115,34 @@ def load_models(
     )
     for draft_spec in source.specs:
         check_divisible(draft_spec, shards=mesh.size)
-    ops = resolve_ops(args, mesh, dtype=dtype, models=(spec, *source.specs))
-    if source.specs:
-        ops = with_columns(ops, columns=jnp.dtype(dtype) == jnp.bfloat16)
-    target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
-    placed = _target_params(args, paths.target, target, mesh=mesh, dtype=dtype, families=families)
-    drafter = source.make(ops, shard)
-    draft = _draft_params(
-        args, paths.draft, source, drafter, target, placed, mesh=mesh, dtype=dtype
+    checkpoint = CheckpointFacts(
+        model_path=str(paths.target),
+        tokenizer_path=str(paths.tokenizer),
+        draft_path=None if paths.draft is None else str(paths.draft),
+        max_position=spec.max_position,
+        head_dims=head_dims_of((spec, *source.specs)),
     )
+    config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
+    return _place_models(config, spec, source, mesh=mesh, families=families)
+
+
+def _place_models(
+    config: ResolvedConfig,
+    spec: ModelSpec,
+    source: DraftSource,
+    *,
+    mesh: Mesh,
+    families: tuple[Family, ...],
+) -> LoadedModels:
+    """Target and draft as `config` says, their weights read or made."""
+    shard = Shard(mesh.size, sharding.TENSOR_AXIS)
+    ops = ops_of(config)
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
+    placed = _target_params(config, target, mesh=mesh, families=families)
+    drafter = source.make(ops, shard)
+    draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
     return LoadedModels(
+        config=config,
         target=target,
         drafter=drafter,
         params={"target": placed, "draft": draft},
@@ -132,40 +150,13 @@ def load_models(
     )
 
 
-def resolve_ops(
-    args: EngineArgs, mesh: Mesh, *, dtype: DTypeLike, models: tuple[ModelSpec, ...]
-) -> Ops:
-    """The kernels that run here: the platform's where they serve, unless told otherwise.
-
-    Raises ConfigError for kernels asked for by name that do not serve.
-    """
-    device = mesh.devices.flat[0]
-    problem = None
-    if device.platform == "gpu":
-        widths = dict.fromkeys(
-            layer.attention.head_dim for model in models for layer in model.layers
-        )
-        problem = gpu_problem(
-            compute_capability=getattr(device, "compute_capability", "unknown"),
-            dtype=dtype,
-            page_size=args.page_size,
-            head_dims=tuple(widths),
-        )
-    return choose_ops(device.platform, args.attention_backend, gpu_problem=problem)
-
-
 def _target_params(
-    args: EngineArgs,
-    path: Path,
-    target: Decoder,
-    *,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    families: tuple[Family, ...],
+    config: ResolvedConfig, target: Decoder, *, mesh: Mesh, families: tuple[Family, ...]
 ) -> Params:
     """The target's params on the mesh: read, or made."""
+    path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
     _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
-    if args.load_format == "dummy":
+    if config.load_format == "dummy":
         return dummy_params(
             {"target": target.table},
             mesh=mesh,
@@ -177,7 +168,7 @@ def _target_params(
     return load_target(
         path,
         target.spec,
-        dtype=np.dtype(dtype),
+        dtype=dtype,
         shards=mesh.size,
         families=families,
         place=lambda reads: stream(reads, put),
@@ -185,24 +176,23 @@ def _target_params(
 
 
 def _draft_params(
-    args: EngineArgs,
-    path: Path | None,
+    config: ResolvedConfig,
     source: DraftSource,
     drafter: Drafter,
     target: Decoder,
     target_params: Params,
     *,
     mesh: Mesh,
-    dtype: DTypeLike,
 ) -> Params:
     """The drafter's params on the mesh: read, or made but for what it shares with the target."""
+    path, dtype = config.speculative_draft_model_path, jnp.dtype(config.dtype)
     if not drafter.table:  # the same on every device
         weights = source.read(target_params, dtype, on_host)
         return place(mesh, {}, {"draft": weights})["draft"]
     own = tuple(spec for spec in drafter.table if spec.path[0] not in source.shares)
     if path is not None:
-        _check_fits("speculative_draft_model_path", path, own, mesh=mesh, dtype=dtype)
-    if args.load_format == "dummy":
+        _check_fits("speculative_draft_model_path", Path(path), own, mesh=mesh, dtype=dtype)
+    if config.load_format == "dummy":
         made = dummy_params(
             {"draft": own},
             mesh=mesh,

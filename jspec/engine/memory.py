@@ -1,4 +1,4 @@
-"""How large everything is: what the arguments leave open follows from device and model."""
+"""How large the KV pool is: what the configuration asks for, or what the weights leave."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from jax.typing import DTypeLike
 from jspec.core import shapes
 from jspec.core.cache_groups import CacheGroup, page_spaces
 from jspec.core.config import ServeLimits, WindowSpace
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine import device_memory
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
@@ -27,14 +26,6 @@ log = logging.getLogger(__name__)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
-LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
-
-
-def resolve_dtype(name: str, platform: str) -> DTypeLike:
-    """Weights, activations and KV in one dtype; "auto" is float32 on a CPU."""
-    if name == "auto":
-        return jnp.float32 if platform == "cpu" else jnp.bfloat16
-    return jnp.dtype(name)
 
 
 def kv_bytes_per_token(
@@ -48,46 +39,40 @@ def kv_bytes_per_token(
     return numbers * jnp.dtype(dtype).itemsize
 
 
-def resolve_limits(
-    args: EngineArgs,
+def size_pool(
+    config: ResolvedConfig,
     groups: tuple[CacheGroup, ...],
     *,
-    max_position: int,
     devices: list[jax.Device],
-    dtype: DTypeLike,
     ops: Ops,
 ) -> ServeLimits:
-    """The static sizes of the engine. groups: what target and drafter keep for each token.
+    """The static sizes of the engine, with as many pages as the weights, loaded by now, leave.
 
-    Raises ConfigError where the arguments contradict each other or the model, or where the
-    weights leave no memory for a pool.
+    groups: what target and drafter keep for each token. Raises ConfigError where one request does
+    not fit, or where nothing is left for a pool.
     """
-    platform = devices[0].platform
-    is_cpu = platform == "cpu"
-    context = _context_length(args, max_position)
-    num_slots = args.max_running_requests or (8 if is_cpu else 48)
-    page_size = args.page_size or ops.default_page_size
-    chunk = args.chunked_prefill_size or _default_chunk(devices[0], ops)
+    page_size, num_slots = config.page_size, config.max_running_requests
     limits = ServeLimits(
-        spec=args.speculative,
+        spec=config.speculative,
         num_slots=num_slots,
-        num_pages=num_slots * _pages_of_context(args, context, page_size),
+        num_pages=num_slots * _pages_of_context(config),
         page_size=page_size,
-        context_length=context,
-        decode_buckets=shapes.powers_of_two(1, num_slots) if not is_cpu else _few(num_slots),
-        prefill_buckets=_prefill_buckets(chunk, is_cpu=is_cpu),
-        prefill_rows=min(4 if is_cpu else 16, num_slots),
-        overlap_depth=args.overlap_depth,
-        num_rounds=args.num_continuous_decode_steps,
-        max_queued_requests=args.max_queued_requests or max(128, num_slots),
+        context_length=config.context_length,
+        decode_buckets=config.decode_buckets,
+        prefill_buckets=config.prefill_buckets,
+        prefill_rows=config.prefill_rows,
+        overlap_depth=config.overlap_depth,
+        num_rounds=config.num_continuous_decode_steps,
+        max_queued_requests=config.max_queued_requests,
     )
+    dtype = jnp.dtype(config.dtype)
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
-    return _sized(limits, args, groups, devices=devices, of_page=of_page)
+    return _sized(limits, config, groups, devices=devices, of_page=of_page)
 
 
 def _sized(
     limits: ServeLimits,
-    args: EngineArgs,
+    config: ResolvedConfig,
     groups: tuple[CacheGroup, ...],
     *,
     devices: list[jax.Device],
@@ -100,9 +85,9 @@ def _sized(
     page in all layers of some groups.
     """
     page_size = limits.page_size
-    scratch = args.speculative.num_scratch_pages(page_size)
-    pool_bytes, most = _pool_bytes(devices, args.mem_fraction_static), limits.num_pages
-    tokens = args.max_total_tokens
+    scratch = config.speculative.num_scratch_pages(page_size)
+    pool_bytes, most = _pool_bytes(devices, config.mem_fraction_static), limits.num_pages
+    tokens = config.max_total_tokens
     asked = None if tokens is None else shapes.num_pages(tokens, page_size) + scratch
     as_one = min(pool_bytes // of_page(groups), most if asked is None else asked)
     windows = _window_spaces(limits, groups, as_one=as_one)
@@ -120,7 +105,7 @@ def _sized(
         return replace(limits, num_pages=asked, windows=windows)
     if room < scratch + 1:
         least = (scratch + 1) * of_full + taken
-        raise device_memory.no_pool_error(devices, args.mem_fraction_static, num_bytes=least)
+        raise device_memory.no_pool_error(devices, config.mem_fraction_static, num_bytes=least)
     notice = device_memory.unused_notice(devices, os.environ) if room < most else None
     if notice is not None:
         log.warning("%s", notice)
@@ -151,42 +136,12 @@ def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: A
     return page_size * kv_bytes_per_token(groups, **settings)
 
 
-def _pages_of_context(args: EngineArgs, context: int, page_size: int) -> int:
+def _pages_of_context(config: ResolvedConfig) -> int:
     """Pages with which a row runs to the end of the context: 64 tokens more, or its scratch."""
+    context, page_size = config.context_length, config.page_size
     roomy = (context + 64) // page_size
-    scratch = args.speculative.num_scratch_pages(page_size)
+    scratch = config.speculative.num_scratch_pages(page_size)
     return max(roomy, shapes.num_pages(context, page_size) + scratch)
-
-
-def _default_chunk(device: jax.Device, ops: Ops) -> int:
-    """Prefill tokens of one step. With the Hopper kernels many, so that what a step costs beside
-    its tokens does not show; XLA's attention meets every query with every row's keys."""
-    if device.platform == "cpu":
-        return 256
-    stats = (device.memory_stats() or {}) if ops.prefers_long_chunks else {}
-    return 8192 if stats.get("bytes_limit", 0) > LARGE_GPU_BYTES else 2048
-
-
-def _context_length(args: EngineArgs, most: int) -> int:
-    """The argument, or all of the model's; beyond the model's the text would be nonsense."""
-    if args.context_length is not None and args.context_length > most:
-        raise ConfigError(
-            f"context_length is {args.context_length}; expected at most {most}, "
-            f"max_position_embeddings in the model's config.json"
-        )
-    return args.context_length or most
-
-
-def _few(num_slots: int) -> tuple[int, ...]:
-    """On a CPU a compilation costs seconds and a padded row little: 1, 4, then all slots."""
-    return (*(size for size in (1, 4) if size < num_slots), num_slots)
-
-
-def _prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
-    first = 32 if is_cpu else 128
-    if chunk <= first:
-        return (chunk,)
-    return (first, chunk) if is_cpu else shapes.powers_of_two(first, chunk)
 
 
 def _pool_bytes(devices: list[jax.Device], fraction: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
@@ -28,7 +28,17 @@ class ProgramKey(NamedTuple):
         return f"{self.kind.value} {size}={self.bucket}{features}"
 
 
-def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+class HasBuckets(Protocol):
+    """B and T of an engine's programs, ascending: ServeLimits, or a config that has none yet."""
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]: ...
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]: ...
+
+
+def program_keys(limits: HasBuckets) -> tuple[ProgramKey, ...]:
     """All that an engine wants: prefill with all features (decision 4), decode with none and with
     all."""
     decode = [
@@ -56,11 +66,8 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
-    """What is compiled before an engine serves. when: EngineArgs.compile_at_start."""
-    every = program_keys(limits)
-    if when == "all" or (when == "auto" and len(every) <= FEW_PROGRAMS):
-        return every
-    return first_programs(limits)
+    """What is compiled before an engine serves. when: "all" or "first"."""
+    return program_keys(limits) if when == "all" else first_programs(limits)
 
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:

@@ -72,7 +72,6 @@ class DeviceRunner:
         executables: dict[ProgramKey, Any],
         mesh: Mesh,
         vocab_size: int,
-        ops: Ops | None = None,
     ) -> None:
         self._limits = limits
         self._params = params
@@ -83,7 +82,6 @@ class DeviceRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._vocab_size = vocab_size
         self._num_programs = len(executables)
-        self._ops = ops or Ops()
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
     @classmethod
@@ -118,7 +116,6 @@ class DeviceRunner:
             executables=executables,
             mesh=mesh,
             vocab_size=program.target.vocab_size,
-            ops=program.ops,
         )
 
     @property
@@ -128,11 +125,6 @@ class DeviceRunner:
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
-
-    @property
-    def ops(self) -> Ops:
-        """The kernels in its programs."""
-        return self._ops
 
     @property
     def ready_programs(self) -> tuple[ProgramKey, ...]:

@@ -17,6 +17,7 @@ import uvicorn
 from jspec.api import Engine
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
@@ -96,6 +97,12 @@ def describe(engine: Engine) -> str:
     )
 
 
+def describe_config(config: ResolvedConfig) -> str:
+    """Every resolved value in one line, but for those that are None."""
+    known = ((name, value) for name, value in config.values().items() if value is not None)
+    return ", ".join(f"{name}={value}" for name, value in known)
+
+
 def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
     """What makes this engine's text meaningless, one line each; empty for an ordinary one."""
     warnings = []
@@ -129,6 +136,7 @@ def serve(settings: Settings) -> None:
             progress = log_progress(LOGGER.info)
             engine = stack.enter_context(Engine(progress=progress, **settings.engine))
             LOGGER.info("%s", describe(engine))
+            LOGGER.info("resolved: %s", describe_config(engine.config))
             for warning in measurement_warnings(settings.engine_args):
                 LOGGER.warning("%s", warning)
             server = _server(

@@ -92,7 +92,6 @@ def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_p
         args,
         resolve_paths(args),
         mesh=mesh_of(1),
-        dtype=jnp.float32,
         families=families,
         drafters=of_drafter["drafters"],
     )

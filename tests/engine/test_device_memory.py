@@ -18,8 +18,9 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import cache_groups
 from jspec.engine.device_memory import check_weights_fit, share_for_server
-from jspec.engine.memory import kv_bytes_per_token, resolve_limits
+from jspec.engine.memory import kv_bytes_per_token
 from jspec.pallas_kernels.choose import OPS
+from jspec.testing.limits import limits_for
 from jspec.testing.tiny_models import tiny_target_config
 
 MIB = 1 << 20
@@ -44,13 +45,17 @@ class Card:
 
 
 def limits_of(*cards: Card, **arguments: Any) -> ServeLimits:
-    return resolve_limits(
-        EngineArgs(model_path="m", speculative_algorithm="NONE", page_size=16, **arguments),
+    return limits_for(
+        EngineArgs(
+            model_path="m",
+            dtype="float32",
+            attention_backend="xla",
+            speculative_algorithm="NONE",
+            page_size=16,
+            **arguments,
+        ),
         GROUPS,
         devices=list(cards),  # type: ignore[arg-type]
-        dtype=jnp.float32,
-        max_position=256,
-        ops=OPS["xla"],
     )
 
 
@@ -106,13 +111,16 @@ def test_a_pool_that_was_asked_for_is_refused_only_where_it_cannot_be() -> None:
 
 def test_a_page_beyond_what_a_cpu_gives_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"the smallest KV pool takes .* smaller page_size"):
-        resolve_limits(
-            EngineArgs(model_path="m", speculative_algorithm="NONE", page_size=1 << 30),
+        limits_for(
+            EngineArgs(
+                model_path="m",
+                dtype="float32",
+                attention_backend="xla",
+                speculative_algorithm="NONE",
+                page_size=1 << 30,
+            ),
             GROUPS,
             devices=[Card(None, platform="cpu")],  # type: ignore[list-item]
-            dtype=jnp.float32,
-            max_position=256,
-            ops=OPS["xla"],
         )
 
 
@@ -187,10 +195,12 @@ def spaces_of(
     Four slots of 256 tokens, pages of 16: 20 pages are most of what a row can use. A window of 8
     lies on 2 pages, and the chunks of a step (256 tokens of 4 rows) on 20.
     """
-    limits = resolve_limits(
+    limits = limits_for(
         EngineArgs(
             model_path="m",
             speculative_algorithm="NONE",
+            dtype="float32",
+            attention_backend="xla",
             page_size=16,
             max_running_requests=4,
             chunked_prefill_size=256,
@@ -199,9 +209,6 @@ def spaces_of(
         ),
         groups,
         devices=[Card(2 * room * LAYER_BYTES)],  # type: ignore[list-item]
-        dtype=jnp.float32,
-        max_position=256,
-        ops=OPS["xla"],
     )
     return limits.num_pages, [(space.window, space.num_pages) for space in limits.windows]
 

@@ -43,13 +43,14 @@ def arguments(tmp_path: Path) -> dict[str, Any]:
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": str(tmp_path / "draft"),
         "load_format": "dummy",
+        "dtype": "bfloat16",
     }
 
 
 def load(arguments: dict[str, Any], *, shards: int = 1) -> LoadedModels:
     args = EngineArgs.from_mapping(arguments)
     mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
-    return load_models(args, resolve_paths(args), mesh=mesh, dtype=jnp.bfloat16)
+    return load_models(args, resolve_paths(args), mesh=mesh)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -32,7 +31,7 @@ def copy_of(source: Path, path: Path, **changes: Any) -> str:
 def load(**arguments: Any) -> None:
     args = EngineArgs(**arguments)
     mesh = sharding.make_mesh(jax.devices("cpu")[:1])
-    load_models(args, resolve_paths(args), mesh=mesh, dtype=jnp.float32)
+    load_models(args, resolve_paths(args), mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -5,32 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import cache_groups
-from jspec.engine.memory import resolve_limits
-from jspec.pallas_kernels.choose import OPS
+from jspec.testing.limits import limits_for
 from jspec.testing.tiny_models import tiny_target_config
 
 
 def limits_of(*, context_length: int | None = None, **arguments: Any) -> ServeLimits:
-    return resolve_limits(
+    return limits_for(
         EngineArgs(
             model_path="m",
             speculative_algorithm="NONE",
+            dtype="float32",
+            attention_backend="xla",
             context_length=context_length,
             page_size=16,
             **arguments,
         ),
         cache_groups(tiny_target_config(), name="target"),
-        max_position=256,
         devices=jax.devices()[:1],
-        dtype=jnp.float32,
-        ops=OPS["xla"],
     )
 
 

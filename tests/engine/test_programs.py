@@ -124,11 +124,11 @@ def test_of_21_programs_five_come_first_and_a_cpu_waits_for_all() -> None:
         "decode B=48",
         "prefill T=128 all",
     ]
-    assert programs_at_start(H200, "auto") == first_programs(H200)
+    assert programs_at_start(H200, "first") == first_programs(H200)
     assert programs_at_start(H200, "all") == program_keys(H200)
     assert len(program_keys(H200)) == 21
     assert len(program_keys(CPU)) == FEW_PROGRAMS
-    assert programs_at_start(CPU, "auto") == program_keys(CPU)
+    assert programs_at_start(CPU, "all") == program_keys(CPU)
     assert programs_at_start(CPU, "first") == first_programs(CPU)
     assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [
         "decode B=4",

@@ -71,7 +71,7 @@ def test_some_of_them_have_fewer_kv_heads_than_shards() -> None:
 def test_a_head_shares_the_placed_embedding_of_its_target() -> None:
     args = EngineArgs()
     mesh = sharding.make_mesh(jax.devices("cpu")[:2])
-    params = load_models(args, resolve_paths(args), mesh=mesh, dtype=jnp.float32).params
+    params = load_models(args, resolve_paths(args), mesh=mesh).params
     assert params["draft"]["embed"]["table"] is params["target"]["embed"]["table"]
     assert params["draft"]["draft_ids"].dtype == jnp.int32
     assert not params["draft"]["draft_ids"].sharding.is_fully_replicated

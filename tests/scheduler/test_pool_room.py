@@ -6,16 +6,14 @@ import itertools
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.model_spec import cache_groups
 from jspec.core.request import Request
-from jspec.engine.memory import resolve_limits
-from jspec.pallas_kernels.choose import OPS
 from jspec.testing.fake_runner import FakeRunner, random_acceptance
+from jspec.testing.limits import limits_for
 from jspec.testing.tiny_models import tiny_target_config
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 
@@ -37,6 +35,8 @@ def limits_of(
     }
     args = EngineArgs(
         model_path="m",
+        dtype="float32",
+        attention_backend="xla",
         **(speculation if steps else {}),  # type: ignore[arg-type]
         context_length=CONTEXT,
         max_total_tokens=total,
@@ -44,13 +44,10 @@ def limits_of(
         chunked_prefill_size=64,
         **more,  # type: ignore[arg-type]
     )
-    return resolve_limits(
+    return limits_for(
         args,
         cache_groups(tiny_target_config(), name="target"),
-        max_position=256,
         devices=jax.devices()[:1],
-        dtype=jnp.float32,
-        ops=OPS["xla"],
     )
 
 

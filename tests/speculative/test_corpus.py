@@ -70,7 +70,7 @@ def test_loading_gives_a_lookup_drafter_and_its_corpus(tmp_path: Path) -> None:
         speculative_ngram_external_corpus_path=str(tmp_path / "ids.txt"),
         speculative_ngram_external_corpus_max_tokens=6,
     )
-    models = load_models(args, resolve_paths(args), mesh=mesh_of(1), dtype=np.float32)
+    models = load_models(args, resolve_paths(args), mesh=mesh_of(1))
     assert models.drafter == NgramDrafter(args.speculative, min_match=2, max_match=5)
     assert models.draft_layer is None
     assert models.params["draft"]["corpus"].tolist() == [1, 2, 3, 1, 2, 9]

@@ -242,7 +242,7 @@ def load(directory: Path, **arguments: Any) -> LoadedModels:
         speculative_draft_model_path=str(directory / "draft"),
         **arguments,
     )
-    return load_models(args, resolve_paths(args), mesh=mesh_of(1), dtype=jnp.float32)
+    return load_models(args, resolve_paths(args), mesh=mesh_of(1))
 
 
 @pytest.fixture

@@ -1,0 +1,162 @@
+"""The one step from what was given to what runs: EngineArgs, checkpoint and devices, all as data.
+
+Behind it nobody asks whether an argument was given, or on which platform this is. Only the pool's
+size is found later, by `memory.size_pool`: it is what the weights leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jspec.core import shapes
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.core.model_spec import ModelSpec
+from jspec.core.resolved_config import ResolvedConfig
+from jspec.engine.programs import FEW_PROGRAMS, program_keys
+from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.ops_gpu import gpu_problem
+
+LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """What the files say that are to be served.
+
+    model_path, tokenizer_path, draft_path: directories, as found; draft_path None: no draft model.
+    max_position: tokens that the target can read. head_dims: of all models that run, target first.
+    """
+
+    model_path: str
+    tokenizer_path: str
+    draft_path: str | None = None
+    max_position: int
+    head_dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What the devices say. platform: "cpu", "gpu" or "tpu". compute_capability: a GPU's.
+    bytes_limit: memory of one that jax may use, 0 where it does not say."""
+
+    platform: str
+    compute_capability: str = "unknown"
+    bytes_limit: int = 0
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> DeviceFacts:
+        """Of jax devices that are alike: the first one is asked."""
+        first = devices[0]
+        return cls(
+            platform=first.platform,
+            compute_capability=getattr(first, "compute_capability", "unknown"),
+            bytes_limit=(first.memory_stats() or {}).get("bytes_limit", 0),
+        )
+
+
+def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) -> ResolvedConfig:
+    """Everything that the engine is built from.
+
+    Raises ConfigError for what contradicts the checkpoint or the devices: a context beyond the
+    model's, kernels asked for by name that do not serve.
+    """
+    is_cpu = device.platform == "cpu"
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "float32" if is_cpu else "bfloat16"
+    ops = _kernels(args, checkpoint, device, dtype=dtype)
+    spec = args.speculative
+    num_slots = args.max_running_requests or (8 if is_cpu else 48)
+    chunk = args.chunked_prefill_size or _default_chunk(device, ops)
+    given: dict[str, Any] = {name: getattr(args, name) for name in EngineArgs.names()}
+    resolved: dict[str, Any] = {
+        "model_path": checkpoint.model_path,
+        "tokenizer_path": checkpoint.tokenizer_path,
+        "speculative_draft_model_path": checkpoint.draft_path,
+        "dtype": dtype,
+        "attention_backend": "xla" if ops.name == "xla" else "pallas",
+        "context_length": _context_length(args, checkpoint.max_position),
+        "speculative_algorithm": spec.algorithm.value,
+        "speculative_num_steps": spec.num_steps,
+        "speculative_eagle_topk": spec.topk,
+        "speculative_num_draft_tokens": spec.num_draft_tokens,
+        "page_size": args.page_size or ops.default_page_size,
+        "max_running_requests": num_slots,
+        "max_queued_requests": args.max_queued_requests or max(128, num_slots),
+        "chunked_prefill_size": chunk,
+    }
+    config = ResolvedConfig(
+        **(given | resolved),
+        kernels=next(name for name, bundle in OPS.items() if bundle == ops),
+        by_columns=checkpoint.draft_path is not None and dtype == "bfloat16",
+        decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
+        prefill_buckets=_prefill_buckets(chunk, is_cpu=is_cpu),
+        prefill_rows=min(4 if is_cpu else 16, num_slots),
+    )
+    if config.compile_at_start != "auto":
+        return config
+    are_few = len(program_keys(config)) <= FEW_PROGRAMS
+    return replace(config, compile_at_start="all" if are_few else "first")
+
+
+def ops_of(config: ResolvedConfig) -> Ops:
+    """The kernels that run here."""
+    ops = OPS[config.kernels]
+    return with_columns(ops, columns=True) if config.by_columns else ops
+
+
+def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:
+    """Each width of a head once, in order."""
+    widths = (layer.attention.head_dim for model in models for layer in model.layers)
+    return tuple(dict.fromkeys(widths))
+
+
+def _kernels(
+    args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts, *, dtype: str
+) -> Ops:
+    """The platform's own where they serve, unless told otherwise."""
+    problem = None
+    if device.platform == "gpu":
+        problem = gpu_problem(
+            compute_capability=device.compute_capability,
+            dtype=jnp.dtype(dtype),
+            page_size=args.page_size,
+            head_dims=checkpoint.head_dims,
+        )
+    return choose_ops(device.platform, args.attention_backend, gpu_problem=problem)
+
+
+def _context_length(args: EngineArgs, most: int) -> int:
+    """The argument, or all of the model's; beyond the model's the text would be nonsense."""
+    if args.context_length is not None and args.context_length > most:
+        raise ConfigError(
+            f"context_length is {args.context_length}; expected at most {most}, "
+            f"max_position_embeddings in the model's config.json"
+        )
+    return args.context_length or most
+
+
+def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
+    """Prefill tokens of one step. With the Hopper kernels many, so that what a step costs beside
+    its tokens does not show; XLA's attention meets every query with every row's keys."""
+    if device.platform == "cpu":
+        return 256
+    return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
+
+
+def _few(num_slots: int) -> tuple[int, ...]:
+    """On a CPU a compilation costs seconds and a padded row little: 1, 4, then all slots."""
+    return (*(size for size in (1, 4) if size < num_slots), num_slots)
+
+
+def _prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
+    first = 32 if is_cpu else 128
+    if chunk <= first:
+        return (chunk,)
+    return (first, chunk) if is_cpu else shapes.powers_of_two(first, chunk)

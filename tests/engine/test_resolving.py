@@ -1,0 +1,180 @@
+"""The one step from arguments, checkpoint and devices to what runs; no device is needed for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import ConfigError
+from jspec.core.resolved_config import ResolvedConfig
+from jspec.engine.resolving import CheckpointFacts, DeviceFacts, ops_of, resolve
+from jspec.pallas_kernels import hopper
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.ops_gpu import GpuOps
+from jspec.server.serve import describe_config
+
+PLAIN = CheckpointFacts(
+    model_path="/m", tokenizer_path="/t", max_position=4096, head_dims=(128, 64)
+)
+DRAFTED = dataclasses.replace(PLAIN, draft_path="/d")
+CPU, TPU = DeviceFacts(platform="cpu"), DeviceFacts(platform="tpu", bytes_limit=16 * 10**9)
+H200 = DeviceFacts(platform="gpu", compute_capability="9.0", bytes_limit=140 * 10**9)
+A100 = DeviceFacts(platform="gpu", compute_capability="8.0", bytes_limit=80 * 10**9)
+EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"}
+
+
+def resolved(
+    device: DeviceFacts = CPU, checkpoint: CheckpointFacts = PLAIN, **arguments: Any
+) -> ResolvedConfig:
+    return resolve(EngineArgs(**{"model_path": "m", **arguments}), checkpoint, device)
+
+
+@pytest.fixture
+def mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a jax that has the Hopper kernels' compiler."""
+    monkeypatch.setattr(hopper, "has_mosaic_gpu", lambda: True)
+
+
+def test_a_cpu() -> None:
+    config = resolved(checkpoint=DRAFTED, **EAGLE)
+    assert (config.dtype, config.kernels, config.attention_backend) == ("float32", "xla", "xla")
+    assert (config.page_size, config.chunked_prefill_size, config.max_running_requests) == (
+        16,
+        256,
+        8,
+    )
+    assert (config.decode_buckets, config.prefill_buckets) == ((1, 4, 8), (32, 256))
+    assert (config.prefill_rows, config.max_queued_requests) == (4, 128)
+    assert config.compile_at_start == "all"  # eight programs are few
+    assert config.context_length == 4096
+    assert (config.model_path, config.tokenizer_path) == ("/m", "/t")
+    assert config.speculative_draft_model_path == "/d"
+    spec = config.speculative
+    assert (spec.algorithm.value, spec.num_steps, spec.topk, spec.num_draft_tokens) == (
+        "EAGLE3",
+        3,
+        1,
+        4,
+    )
+
+
+def test_a_tpu() -> None:
+    config = resolved(TPU)
+    assert (config.dtype, config.kernels, config.attention_backend) == ("bfloat16", "tpu", "pallas")
+    assert (config.page_size, config.chunked_prefill_size) == (64, 2048)
+    assert config.decode_buckets == (1, 2, 4, 8, 16, 32, 48)
+    assert config.compile_at_start == "first"
+    assert not config.by_columns
+
+
+@pytest.mark.usefixtures("mosaic")
+def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
+    config = resolved(H200, DRAFTED, **EAGLE)
+    assert (config.kernels, config.page_size, config.chunked_prefill_size) == ("gpu", 64, 8192)
+    ops = ops_of(config)
+    assert isinstance(ops, GpuOps)
+    assert ops.by_columns
+    assert not ops_of(resolved(H200)).by_columns
+    for device, arguments in ((A100, {}), (H200, {"dtype": "float32"}), (H200, {"page_size": 24})):
+        other = resolved(device, **arguments)
+        assert (other.kernels, other.attention_backend) == ("xla", "xla")
+        assert other.chunked_prefill_size == 2048
+    with pytest.raises(ConfigError, match=r"'pallas', with the GPU's compute capability 8.0"):
+        resolved(A100, attention_backend="pallas")
+    odd = dataclasses.replace(PLAIN, head_dims=(128, 80))
+    with pytest.raises(ConfigError, match="'pallas', with head_dim 80; expected 64 or 128"):
+        resolved(H200, odd, attention_backend="pallas")
+
+
+def test_what_was_given_wins() -> None:
+    asked: dict[str, Any] = {
+        "dtype": "float16",
+        "page_size": 32,
+        "max_running_requests": 2,
+        "max_queued_requests": 5,
+        "chunked_prefill_size": 64,
+        "context_length": 100,
+        "compile_at_start": "first",
+        "overlap_depth": 2,
+        "random_seed": 4,
+        "max_total_tokens": 640,
+    }
+    config = resolved(**asked)
+    assert {name: getattr(config, name) for name in asked} == asked
+
+
+def test_plain_decoding_is_a_tree_of_one_node() -> None:
+    config = resolved()
+    assert config.speculative_algorithm == "NONE"
+    assert (
+        config.speculative_num_steps,
+        config.speculative_eagle_topk,
+        config.speculative_num_draft_tokens,
+    ) == (0, 1, 1)
+    assert config.speculative == EngineArgs(model_path="m").speculative
+
+
+def test_the_model_bounds_the_context() -> None:
+    with pytest.raises(ConfigError, match="context_length is 4097; expected at most 4096, max_pos"):
+        resolved(context_length=4097)
+
+
+MAYBE_SIZE = st.none() | st.integers(1, 64)
+
+
+@settings(deadline=None)
+@given(
+    device=st.sampled_from([CPU, TPU, H200, A100]),
+    algorithm=st.sampled_from(["NONE", "NGRAM", "EAGLE3"]),
+    slots=MAYBE_SIZE,
+    chunk=MAYBE_SIZE,
+    page=MAYBE_SIZE,
+    start=st.sampled_from(["auto", "first", "all"]),
+)
+def test_nothing_is_left_open(
+    device: DeviceFacts,
+    algorithm: str,
+    slots: int | None,
+    chunk: int | None,
+    page: int | None,
+    start: str,
+) -> None:
+    """So resolving what is resolved changes nothing, and it can be a key."""
+    path = "d" if algorithm == "EAGLE3" else None
+    checkpoint = DRAFTED if path else PLAIN
+    config = resolved(
+        device,
+        checkpoint,
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=path,
+        max_running_requests=slots,
+        chunked_prefill_size=chunk,
+        page_size=page,
+        compile_at_start=start,
+    )
+    assert resolve(config, checkpoint, device) == config
+    assert hash(resolve(config, checkpoint, device)) == hash(config)
+    assert "auto" not in {config.dtype, config.attention_backend, config.compile_at_start}
+    assert config.kernels in OPS
+    assert config.decode_buckets[-1] == config.max_running_requests
+    assert config.prefill_buckets[-1] == config.chunked_prefill_size
+    annotations = ResolvedConfig.__annotations__
+    for name, kind in annotations.items():
+        assert type(getattr(config, name)).__name__ == str(kind).split("[")[0], name
+
+
+def test_all_of_it_is_shown() -> None:
+    config = resolved(simulate_acceptance=2.5, checkpoint=DRAFTED, **EAGLE)
+    values = config.values()
+    assert {*EngineArgs.names(), "kernels", "decode_buckets"} <= set(values)
+    assert json.loads(json.dumps(values))["prefill_buckets"] == [32, 256]
+    line = describe_config(config)
+    assert "simulate_acceptance=2.5" in line
+    assert "dtype=float32" in line
+    assert "None" not in line
