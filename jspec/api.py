@@ -87,7 +87,7 @@ class Engine:
             self._tokenizer,
             vocab_size=runner.vocab_size,
             eos_token_ids=self.eos_token_ids,
-            random_seed=self.args.random_seed,
+            random_seed=self.config.random_seed,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
 

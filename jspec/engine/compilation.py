@@ -230,44 +230,69 @@ def compile_all(
     if first is not None:
         stored = (key for key in keys if key in paths and paths[key].exists())
         keys = tuple(dict.fromkeys((*first, *stored)))
-    made: dict[ProgramKey, Any] = {}
-    done = itertools.count(1)
-
-    def keep(key: ProgramKey, executable: Any, how: str) -> None:
-        made[key] = executable
-        if progress is not None:
-            progress(next(done), len(keys), str(key), how)
-
-    def load(key: ProgramKey) -> None:
-        found = recipe.load(paths[key], mesh=mesh)
-        if found is not None:
-            keep(key, found, "loaded")
-
-    def build(key: ProgramKey, lowered: jax.stages.Lowered, options: dict[str, Any]) -> None:
-        executable = compile_with(lowered, options)
-        if store is not None and key in paths:
-            store.save(paths[key], executable)
-        keep(key, executable, "compiled")
-
+    making = _Making(recipe, keys, paths, mesh=mesh, store=store, progress=progress)
     workers = min(len(keys), os.cpu_count() or 1)
     with without_jax_cache(is_off=bool(paths)), ThreadPoolExecutor(max_workers=workers) as pool:
         try:
-            _wait([pool.submit(load, key) for key in keys if key in paths])
+            _wait([pool.submit(making.load, key) for key in keys if key in paths])
             running = []
             for key in keys:
                 interrupts.check()
-                if key not in made:
-                    shape, variant, options = recipe.parts(key, mesh=mesh)
-                    lowered = lower(
-                        shape, variant, mesh=mesh, params=recipe.params, state=recipe.state
-                    )
-                    running.append(pool.submit(build, key, lowered, options))
+                if key not in making.made:
+                    running.append(pool.submit(making.build, key, *making.lower(key)))
             _wait(running)
-            return {key: made[key] for key in keys}
+            return {key: making.made[key] for key in keys}
         except BaseException:
             pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
-            made.clear()  # whoever keeps the error should not keep programs
+            making.made.clear()  # whoever keeps the error should not keep programs
             raise
+
+
+class _Making:
+    """Executables while they are made. made: those that are there, by key."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        keys: tuple[ProgramKey, ...],
+        paths: dict[ProgramKey, Path],
+        *,
+        mesh: Mesh,
+        store: ProgramStore | None,
+        progress: Progress | None,
+    ) -> None:
+        self.made: dict[ProgramKey, Any] = {}
+        self._recipe = recipe
+        self._num_wanted = len(keys)
+        self._paths = paths
+        self._mesh = mesh
+        self._store = store
+        self._progress = progress
+        self._done = itertools.count(1)
+
+    def load(self, key: ProgramKey) -> None:
+        """Keeps the stored executable, if it can be read."""
+        found = self._recipe.load(self._paths[key], mesh=self._mesh)
+        if found is not None:
+            self._keep(key, found, "loaded")
+
+    def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, dict[str, Any]]:
+        """The program as `build` takes it, and the compiler's options."""
+        recipe, mesh = self._recipe, self._mesh
+        shape, variant, options = recipe.parts(key, mesh=mesh)
+        return lower(shape, variant, mesh=mesh, params=recipe.params, state=recipe.state), options
+
+    def build(self, key: ProgramKey, lowered: jax.stages.Lowered, options: dict[str, Any]) -> None:
+        """Compiles, stores and keeps it."""
+        executable = compile_with(lowered, options)
+        if self._store is not None and key in self._paths:
+            self._store.save(self._paths[key], executable)
+        self._keep(key, executable, "compiled")
+
+    def _keep(self, key: ProgramKey, executable: Any, how: str) -> None:
+        self.made[key] = executable
+        if self._progress is not None:
+            self._progress(next(self._done), self._num_wanted, str(key), how)
 
 
 def _wait(futures: list[Future[None]]) -> None:

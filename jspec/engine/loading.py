@@ -139,8 +139,13 @@ def _place_models(
     ops = ops_of(config)
     target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
     placed = _target_params(config, target, mesh=mesh, families=families)
-    drafter = source.make(ops, shard)
-    draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
+    try:
+        drafter = source.make(ops, shard)
+        draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
+    except BaseException:
+        for array in jax.tree.leaves(placed):
+            array.delete()  # whoever keeps the error should not keep the memory of a whole target
+        raise
     return LoadedModels(
         config=config,
         target=target,

@@ -254,7 +254,7 @@ class Endpoints:
         return JSONResponse(
             {
                 "model_path": engine.args.model_path or self.service.model_name,
-                "tokenizer_path": engine.args.tokenizer_path or engine.args.model_path,
+                "tokenizer_path": engine.config.tokenizer_path,
                 "served_model_name": self.service.model_name,
                 "is_generation": True,
                 "context_length": engine.limits.context_length,

@@ -170,27 +170,13 @@ def prefill_step(
     """
     target = program.target
     state = _admit(state, batch)
-    ends = batch.starts + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
-    index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
-    positions = jnp.take(batch.starts, index.row_idx, mode="clip") + index.within
-    rows = AttentionRows(
-        page_table=take_rows(state.rows.page_table, batch.slots),
-        window_tables=take_rows(state.rows.window_tables, batch.slots),
-        prefix_lens=batch.starts,
-        cu_q_lens=batch.cu_q_lens,
-        q_positions=positions,
-    )
+    ends, rows = _chunk_rows(state, batch)
     hidden, aux, kv = target.forward(
         params["target"], batch.token_ids, state.kv, rows, queries_per_row=None
     )
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
-    token_slots = jnp.take(batch.slots, index.row_idx, mode="clip")
-    is_output = index.valid & (positions >= jnp.take(prompt_lens, index.row_idx, mode="clip"))
-    first_id = target.token_ids()[0]
-    counts = count_emitted(
-        state.rows.output_counts, token_slots, batch.token_ids, is_output, first_id=first_id
-    )
+    counts = _count_resumed(target, state, batch, rows, prompt_lens=prompt_lens)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     roots = _sample_roots(
         target,
@@ -216,18 +202,48 @@ def prefill_step(
     draft_kv, draft = program.drafter.advance(
         params["draft"], state.draft_kv, take_rows(state.draft, batch.slots), emitted
     )
-    live = batch.slots > 0
-    after = dataclasses.replace(
-        state.rows,
-        root_ids=_put_rows(state.rows.root_ids, batch.slots, jnp.where(live, roots, 0)),
-        seq_lens=_put_rows(state.rows.seq_lens, batch.slots, jnp.where(live, ends, 0)),
-        output_counts=count_emitted(counts, batch.slots, roots, is_final, first_id=first_id),
-    )
+    first_id = target.token_ids()[0]
+    counts = count_emitted(counts, batch.slots, roots, is_final, first_id=first_id)
+    after = _start_rows(state.rows, batch.slots, roots=roots, ends=ends, counts=counts)
     next_state = EngineState(
         kv=kv, draft_kv=draft_kv, draft=_put_rows(state.draft, batch.slots, draft), rows=after
     )
     return next_state, pack_output(
         output_columns(1), {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
+    )
+
+
+def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:
+    """Where each chunk ends, i32[R], and where its tokens lie."""
+    ends = batch.starts + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
+    return ends, AttentionRows(
+        page_table=take_rows(state.rows.page_table, batch.slots),
+        window_tables=take_rows(state.rows.window_tables, batch.slots),
+        prefix_lens=batch.starts,
+        cu_q_lens=batch.cu_q_lens,
+        q_positions=jnp.take(batch.starts, index.row_idx, mode="clip") + index.within,
+    )
+
+
+def _count_resumed(
+    target: Target,
+    state: EngineState,
+    batch: PrefillBatch,
+    rows: AttentionRows,
+    *,
+    prompt_lens: jax.Array,
+) -> jax.Array:
+    """output_counts with the tokens behind the prompt: a row that was retracted reads its own."""
+    index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
+    slots = jnp.take(batch.slots, index.row_idx, mode="clip")
+    prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
+    return count_emitted(
+        state.rows.output_counts,
+        slots,
+        batch.token_ids,
+        index.valid & (rows.q_positions >= prompt),
+        first_id=target.token_ids()[0],
     )
 
 
@@ -330,6 +346,19 @@ def _advance_rows(
         rows,
         root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, verified.bonus_ids, 0)),
         seq_lens=_put_rows(rows.seq_lens, slots, jnp.where(live, grown, 0)),
+        output_counts=counts,
+    )
+
+
+def _start_rows(
+    rows: RowState, slots: jax.Array, *, roots: jax.Array, ends: jax.Array, counts: jax.Array
+) -> RowState:
+    """Behind a chunk: L is its end, the root what was sampled there (0 if more chunks come)."""
+    live = slots > 0
+    return dataclasses.replace(
+        rows,
+        root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, roots, 0)),
+        seq_lens=_put_rows(rows.seq_lens, slots, jnp.where(live, ends, 0)),
         output_counts=counts,
     )
 

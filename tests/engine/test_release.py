@@ -7,15 +7,22 @@ Counting references must do: a garbage collection may come after the process is 
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jspec.api import Engine
+from jspec.core import sharding
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError
+from jspec.engine.loading import BUNDLED, load_models, resolve_paths
 from jspec.testing.tiny_models import write_tiny_pair
 
 
@@ -110,3 +117,37 @@ def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
     assert all(engine.is_closed for engine in kept)
     assert all(error.__traceback__ is not None for error in errors)
     assert kept[0].get_server_info()["num_programs"] == 3
+
+
+def test_a_head_that_cannot_be_read_leaves_nothing_of_its_target_though_its_error_is_kept(
+    tmp_path: Path,
+) -> None:
+    """Only what is read behind the target shows it: the head's names and shapes are right."""
+    shutil.copytree(BUNDLED / "draft", tmp_path / "draft")
+    (stored,) = (tmp_path / "draft").glob("*.safetensors")
+    tensors = load_file(stored)
+    tensors["d2t"] = np.zeros_like(tensors["d2t"]) - 5
+    save_file(tensors, stored)
+    args = EngineArgs(
+        model_path=str(BUNDLED / "target"),
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(tmp_path / "draft"),
+    )
+    mesh = sharding.make_mesh(jax.devices()[:1])
+    gc.collect()
+    gc.disable()
+    try:
+        before = bytes_on_devices()
+        with pytest.raises(CheckpointError, match="d2t gives target ids from -5 ") as caught:
+            load_models(args, resolve_paths(args), mesh=mesh)
+        assert caught.value.__traceback__ is not None
+        assert bytes_on_devices() == before
+        placed = load_models(EngineArgs(), resolve_paths(EngineArgs()), mesh=mesh)
+        assert bytes_on_devices() > before  # so that the figure means something
+        del placed
+    finally:
+        gc.enable()
+
+
+def bytes_on_devices() -> int:
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
