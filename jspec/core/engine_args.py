@@ -33,10 +33,11 @@ class EngineArgs:
 
     model_path: a Hugging Face directory; None serves the bundled pair, with EAGLE3 unless
         `speculative_algorithm` says otherwise.
-    speculative_algorithm: "EAGLE3", "NGRAM", "STANDALONE" or "NONE"; a model path without it
-        decodes plainly.
+    speculative_algorithm: "EAGLE3", "NGRAM", "STANDALONE", "NEXTN" or "NONE"; a model path without
+        it decodes plainly. NEXTN drafts with the layers for multi-token prediction that the
+        target's checkpoint brings, one a step; so does "EAGLE" with enable_multi_layer_eagle.
     speculative_draft_model_path: an EAGLE-3 head or, for STANDALONE, a language model with the
-        target's vocabulary.
+        target's vocabulary; for NEXTN, where its layers are if not in model_path.
     speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: S/K/N, 3/1/4 if
         unset; one that is left out follows from the others where it can.
     speculative_draft_rope_theta: overrides the draft checkpoint's rope theta.
@@ -76,6 +77,7 @@ class EngineArgs:
     tokenizer_path: str | None = None
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
+    enable_multi_layer_eagle: bool = False
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
@@ -141,10 +143,12 @@ class EngineArgs:
         """What the algorithm needs to be given, and what it must not be."""
         algorithm, path = self.algorithm, self.speculative_draft_model_path
         if algorithm.drafting.has_model and not self.uses_bundled_draft:
-            if path is None:
+            in_target = algorithm.drafting.in_target and self.model_path is not None
+            if path is None and not in_target:
+                needed = "model_path" if algorithm.drafting.in_target else "draft_model_path"
                 raise ConfigError(
                     f"speculative_algorithm is {algorithm.value}; expected "
-                    f"speculative_draft_model_path too"
+                    f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
             because = (
@@ -188,7 +192,16 @@ class EngineArgs:
         name = self.speculative_algorithm
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE
-        _check_choice("speculative_algorithm", name, tuple(a.value for a in Algorithm))
+        is_multi_layer = name == "NEXTN" or (name == "EAGLE" and self.enable_multi_layer_eagle)
+        if self.enable_multi_layer_eagle and not is_multi_layer:
+            raise ConfigError(
+                f"enable_multi_layer_eagle is True, but speculative_algorithm is {name!r}; "
+                f"expected EAGLE or NEXTN with it"
+            )
+        if is_multi_layer:
+            return Algorithm.MULTI_LAYER_EAGLE
+        known = (a.value for a in Algorithm if a is not Algorithm.MULTI_LAYER_EAGLE)
+        _check_choice("speculative_algorithm", name, (*known, "NEXTN"))
         return Algorithm(name)
 
     @property

@@ -142,12 +142,15 @@ SPECULATIVE_FLAGS = (
     _sets(
         "--speculative-algorithm",
         _TEXT,
-        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair",
+        "EAGLE3, NGRAM, STANDALONE, NEXTN (the target's own layers for multi-token prediction; "
+        "also EAGLE with --enable-multi-layer-eagle) or NONE; unset: EAGLE3 for the bundled pair",
     ),
+    _sets("--enable-multi-layer-eagle", _SWITCH, "With EAGLE or NEXTN: a layer of its own a step"),
     _sets(
         "--speculative-draft-model-path",
         _TEXT,
-        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
+        "Directory of the EAGLE-3 head, of the language model that drafts (STANDALONE), or of the "
+        "layers that are not in the target's (NEXTN)",
         "--speculative-draft-model",
     ),
     _sets("--speculative-num-steps", _INT, "S: draft levels (3)"),
@@ -197,7 +200,6 @@ SPECULATIVE_FLAGS = (
     _refused("--speculative-draft-model-revision", _TEXT, "nothing is downloaded"),
     _refused("--speculative-draft-window-size", _INT, "the draft attends to the whole context"),
     _refused("--speculative-draft-sink-size", _INT, "the draft attends to the whole context"),
-    _refused("--enable-multi-layer-eagle", _SWITCH, "multi-layer drafts are not implemented"),
     _refused("--speculative-adaptive", _SWITCH, "S/K/N are fixed at start"),
     _refused("--speculative-adaptive-config", _TEXT, "S/K/N are fixed at start"),
     _warns("--speculative-ngram-min-bfs-breadth", _INT, _NGRAM_TREE),
