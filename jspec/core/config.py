@@ -20,6 +20,7 @@ class Algorithm(enum.Enum):
     EAGLE3 = "EAGLE3"
     NGRAM = "NGRAM"
     STANDALONE = "STANDALONE"
+    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # there EAGLE with enable_multi_layer_eagle, or NEXTN
 
     @property
     def drafting(self) -> Drafting:
@@ -32,6 +33,7 @@ _DRAFTING = {
     Algorithm.EAGLE3: drafting.EAGLE,
     Algorithm.NGRAM: drafting.NGRAM,
     Algorithm.STANDALONE: drafting.STANDALONE,
+    Algorithm.MULTI_LAYER_EAGLE: drafting.MULTI_LAYER,
 }
 
 

@@ -45,6 +45,12 @@ def _expanded(num_steps: int, topk: int) -> int:
     return topk + max(num_steps - 1, 0) * topk * topk
 
 
+def _lag(num_steps: int, topk: int) -> int:
+    """Layer s lags by s; level i + 1 comes from layer i."""
+    del topk
+    return max(num_steps - 1, 0)
+
+
 def _branches(num_steps: int, topk: int) -> int:
     """K chains of S tokens."""
     return num_steps * topk
@@ -52,12 +58,15 @@ def _branches(num_steps: int, topk: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """lookahead: what a drafter caches at position i depends on tokens up to i + lookahead.
+    """lookahead: what a drafter caches at position i depends on tokens up to i + lookahead, and on
+        as many more as its last layer lags behind (`tokens_ahead`).
+    lag: rows by which its last layer lags behind, by S and K: rows before L that propose writes,
+        too, and that the next advance writes again.
 
     propose_rows, advance_rows: cache rows written past L, by S and K; L is the committed length
         before the verification whose tokens `advance` is given.
     num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
-    has_model: a draft model's checkpoint is needed.
+    has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
     on_device: proposes inside the step. A drafter that does not would cut the step in two.
     """
 
@@ -68,6 +77,12 @@ class Drafting:
     candidates: str = "none"
     has_model: bool = False
     on_device: bool = True
+    lag: OfTree = _nothing
+    in_target: bool = False
+
+    def tokens_ahead(self, num_steps: int, topk: int) -> int:
+        """What any layer caches at position i depends on tokens up to i + this, by S and K."""
+        return self.lookahead + self.lag(num_steps, topk)
 
 
 NO_DRAFTING = Drafting(lookahead=0)
@@ -88,3 +103,13 @@ STANDALONE = Drafting(
     has_model=True,
 )
 NGRAM = Drafting(lookahead=0, num_candidates=_branches, candidates="S*K")
+MULTI_LAYER = Drafting(
+    lookahead=1,
+    lag=_lag,
+    propose_rows=_beams,
+    advance_rows=_emitted,
+    num_candidates=_expanded,
+    candidates="K + (S-1)*K*K",
+    has_model=True,
+    in_target=True,
+)

@@ -90,12 +90,18 @@ class EngineArgs:
     )
     speculative_algorithm: str | None = argument(
         None,
-        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair, else NONE",
+        "EAGLE3, NGRAM, STANDALONE, NEXTN (the target's own layers for multi-token prediction; "
+        "also EAGLE with --enable-multi-layer-eagle) or NONE; unset: EAGLE3 for the bundled pair, "
+        "else NONE",
         _SPECULATION,
+    )
+    enable_multi_layer_eagle: bool = argument(
+        False, "With EAGLE or NEXTN: a layer of its own a step", _SPECULATION
     )
     speculative_draft_model_path: str | None = argument(
         None,
-        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
+        "Directory of the EAGLE-3 head, of the language model that drafts (STANDALONE), or of the "
+        "layers that are not in the target's (NEXTN)",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
         is_local=True,
@@ -215,10 +221,12 @@ class EngineArgs:
         """What the algorithm needs to be given, and what it must not be."""
         algorithm, path = self.algorithm, self.speculative_draft_model_path
         if algorithm.drafting.has_model and not self.uses_bundled_draft:
-            if path is None:
+            in_target = algorithm.drafting.in_target and self.model_path is not None
+            if path is None and not in_target:
+                needed = "model_path" if algorithm.drafting.in_target else "draft_model_path"
                 raise ConfigError(
                     f"speculative_algorithm is {algorithm.value}; expected "
-                    f"speculative_draft_model_path too"
+                    f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
             because = (
@@ -260,6 +268,15 @@ class EngineArgs:
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE
         known = {algorithm.value: algorithm for algorithm in Algorithm}
+        multi_layer = known.pop(Algorithm.MULTI_LAYER_EAGLE.value)
+        known["NEXTN"] = multi_layer
+        if self.enable_multi_layer_eagle:
+            if name not in ("EAGLE", "NEXTN"):
+                raise ConfigError(
+                    f"enable_multi_layer_eagle is True, but speculative_algorithm is {name!r}; "
+                    f"expected EAGLE or NEXTN with it"
+                )
+            return multi_layer
         if name not in known:
             raise ConfigError(
                 f"speculative_algorithm is {name!r}; expected one of {', '.join(known)}"

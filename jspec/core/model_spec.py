@@ -177,6 +177,34 @@ class Eagle3Config:
         return ids
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig:
+    """Layers for multi-token prediction: layer s guesses the token s + 2 behind its feature's.
+
+    model: as wide as the target and with its vocabulary; its layers are they, in order.
+    target_num_layers: of the target.
+    chained: layer s reads what layer s - 1 made of the same row; else all read the target's hidden.
+    hidden_first: of [hidden; embedding], which a layer fuses; else the embedding comes first.
+    reads_normed: the target's hidden is the one after its final norm; else the residual before it.
+    feeds_normed: chained, a layer hands on its output after its own final norm; else before it.
+    own_heads: every layer has an lm_head; else all use the target's.
+    zeroes_first: the embedding of the row at position 0 is zero.
+    """
+
+    model: ModelSpec
+    target_num_layers: int
+    chained: bool = False
+    hidden_first: bool = False
+    reads_normed: bool = True
+    feeds_normed: bool = False
+    own_heads: bool = False
+    zeroes_first: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """What the model keeps for each token: runs of layers with one entry and one window, in order.
 

@@ -67,6 +67,14 @@ def emitted_position(start: Index, row: Index) -> Index:
     return start + row
 
 
+def lagged_start(seq_len: Index, lag: Index) -> Index:
+    """First row that a draft layer lacks which lags by `lag`: slot and RoPE position.
+
+    Its row i holds token i + lag + 1. L = 7, root t7: without a lag row 6 holds t7, with 2 row 4.
+    """
+    return seq_len - lag
+
+
 def max_emitted(num_steps: int) -> int:
     """M: most tokens that one verification can emit, S accepted drafts and the bonus token."""
     return num_steps + 1

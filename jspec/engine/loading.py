@@ -71,6 +71,8 @@ def resolve_paths(args: EngineArgs) -> ModelPaths:
     draft = None if named is None else Path(named)
     tokenizer = Path(args.tokenizer_path) if args.tokenizer_path is not None else target
     has_draft = args.algorithm.drafting.has_model
+    if draft is None and args.algorithm.drafting.in_target:
+        draft = target
     paths = ModelPaths(target=target, tokenizer=tokenizer, draft=draft if has_draft else None)
     for name, path in (
         ("model_path", paths.target),

@@ -7,6 +7,7 @@ missing, unreadable, or does not fit.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def load_target(
     """
     table = table_of(spec, families)
     with open_tensors(path) as tensors:
-        check_names(tensors, table, is_stray=is_inv_freq)
+        check_names(tensors, table, is_stray=_stray_of(spec, families))
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
         if packed:
             log.info(
@@ -105,7 +106,7 @@ def check_target(path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAM
     For a caller that would build something as large as `spec` says before it loads.
     """
     with open_tensors(path) as tensors:
-        check_names(tensors, table_of(spec, families), is_stray=is_inv_freq)
+        check_names(tensors, table_of(spec, families), is_stray=_stray_of(spec, families))
 
 
 def save_target(
@@ -124,6 +125,12 @@ def save_target(
     tensors = stored_tensors(family.table(spec), params, dtype=dtype)
     config = family.to_json(spec) | {"torch_dtype": np.dtype(dtype).name}
     write_checkpoint(path, config, tensors)
+
+
+def _stray_of(spec: ModelSpec, families: tuple[Family, ...]) -> Callable[[str], bool]:
+    """What is no weight of the target: RoPE tables, and the draft that its checkpoint brings."""
+    family = family_named(spec.family, families)
+    return lambda name: is_inv_freq(name) or family.is_draft(spec, name)
 
 
 def is_inv_freq(name: str) -> bool:

@@ -14,22 +14,40 @@ from jspec.core.model_spec import (
     FeedForward,
     LayerSpec,
     ModelSpec,
+    MtpConfig,
 )
 from jspec.core.rope_io import read_rope, rope_json
+from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable, decoder_params
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpFamily:
+    """Layers for multi-token prediction in a target's checkpoint: as config and names say."""
+
+    read: Callable[[Fields, ModelSpec], MtpConfig]
+    names: Callable[[ModelSpec], MtpNames]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A target family. read: its config.json; table: its weights; to_json: config.json again."""
+    """A target family. read: its config.json; table: its weights; to_json: config.json again.
+
+    mtp: of a family whose checkpoints bring their own draft.
+    """
 
     name: str
     architectures: tuple[str, ...]
     read: Callable[[Fields], ModelSpec]
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
+    mtp: MtpFamily | None = None
+
+    def is_draft(self, spec: ModelSpec, name: str) -> bool:
+        """Whether a stored name belongs to the draft that the target's checkpoint brings."""
+        return self.mtp is not None and self.mtp.names(spec).is_layers(name)
 
 
 def read_decoder(

@@ -30,6 +30,7 @@ from jspec.models.eagle3 import Eagle3Head
 from jspec.models.params import ParamTable, prefixed
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +86,67 @@ class DialDrafter(EagleDrafter):
         positions: jax.Array,
         sampling: SamplingRows,
     ) -> tuple[jax.Array, jax.Array]:
-        """The dial's ids and scores; ranks fall off geometrically, as a good draft's do."""
+        """The dial's, whatever the head says."""
         del hidden
-        dial, topk = params["dial"], self.spec.topk
-        seed = sampling.seed
-        row = jnp.argmax(jnp.all(dial["seeds"][None] == seed[:, None], axis=2), axis=1)
-        width = dial["truth"].shape[1]
-        true_ids = dial["truth"][row[:, None], jnp.clip(positions, 0, width - 1)]
-        rank = dial_rank(seed[:, None, 1], positions, topk=topk, acceptance=self.acceptance)
-        place = jnp.arange(topk, dtype=jnp.int32)
-        wrong = (true_ids[..., None] + 1 + place) % self.head.config.layer.vocab_size
-        is_decoy = (place == jnp.where(rank == 0, 1, 0)[..., None]) & (dial["decoy"] >= 0)
-        wrong = jnp.where(is_decoy, dial["decoy"], wrong)
-        ids = jnp.where(place == rank[..., None], true_ids[..., None], wrong)
-        scores = jnp.log(jnp.float32(0.7)) * (place + 1)
-        return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
+        return dialled(
+            params["dial"],
+            sampling,
+            positions=positions,
+            topk=self.spec.topk,
+            acceptance=self.acceptance,
+            vocab_size=self.head.config.layer.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DialMultiLayerDrafter(MultiLayerDrafter):
+    """The same for layers of one's own. The dial's params lie beside theirs, under "dial"."""
+
+    acceptance: float = 0.8
+
+    def candidates(
+        self,
+        params: Params,
+        layer: int,
+        out: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dial's, whatever the layer says."""
+        del layer, out
+        return dialled(
+            params["dial"],
+            sampling,
+            positions=positions,
+            topk=self.spec.topk,
+            acceptance=self.acceptance,
+            vocab_size=self.head.config.model.vocab_size,
+        )
+
+
+def dialled(
+    dial: Params,
+    sampling: SamplingRows,
+    *,
+    positions: jax.Array,
+    topk: int,
+    acceptance: float,
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The dial's ids and scores; ranks fall off geometrically, as a good draft's do."""
+    seed = sampling.seed
+    row = jnp.argmax(jnp.all(dial["seeds"][None] == seed[:, None], axis=2), axis=1)
+    width = dial["truth"].shape[1]
+    true_ids = dial["truth"][row[:, None], jnp.clip(positions, 0, width - 1)]
+    rank = dial_rank(seed[:, None, 1], positions, topk=topk, acceptance=acceptance)
+    place = jnp.arange(topk, dtype=jnp.int32)
+    wrong = (true_ids[..., None] + 1 + place) % vocab_size
+    is_decoy = (place == jnp.where(rank == 0, 1, 0)[..., None]) & (dial["decoy"] >= 0)
+    wrong = jnp.where(is_decoy, dial["decoy"], wrong)
+    ids = jnp.where(place == rank[..., None], true_ids[..., None], wrong)
+    scores = jnp.log(jnp.float32(0.7)) * (place + 1)
+    return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
 
 
 def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: float) -> Any:

@@ -144,12 +144,13 @@ def build(
     num_rounds: int = 1,
     ops: Ops | None = None,
     make: Callable[[Ops, Shard], Drafter] | None = None,
+    aux_layer_ids: tuple[int, ...] = (),
     target_spec: ModelSpec = TARGET,
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
     variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
-    drafter than the head's, the second of `params` being its own; it reads nothing of the target.
+    drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
     target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
     last layer and what comes out.
     """
@@ -159,7 +160,7 @@ def build(
     ops = ops or Ops()
     depth = target_spec.num_layers
     draft = dataclasses.replace(DRAFT, aux_layer_ids=(0, depth - 1, depth))
-    target = Decoder(target_spec, ops, shard, draft.aux_layer_ids if has_model else ())
+    target = Decoder(target_spec, ops, shard, draft.aux_layer_ids if has_model else aux_layer_ids)
     drafter: Drafter = NoDrafter()
     draft_params: Params = {}
     if spec.algorithm is Algorithm.NGRAM:

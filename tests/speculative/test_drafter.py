@@ -14,9 +14,11 @@ from jspec.core.batch import DraftTree, Features
 from jspec.core.cache_groups import CacheGroup, KVEntry
 from jspec.core.config import Algorithm
 from jspec.core.errors import ConfigError
+from jspec.core.model_spec import MtpConfig
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder
+from jspec.models.mtp import MtpHead
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import (
@@ -30,6 +32,7 @@ from jspec.speculative.drafter import (
     with_next_ids,
 )
 from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.ngram import NgramDrafter
 from jspec.speculative.registry import DRAFTERS
 from jspec.speculative.standalone import StandaloneDrafter
@@ -145,6 +148,10 @@ def drafters() -> dict[Algorithm, Drafter]:
         Algorithm.STANDALONE: StandaloneDrafter(
             Decoder(TARGET, Ops()), spec_of(3, 2, 7, Algorithm.STANDALONE)
         ),
+        Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
+            MtpHead(MtpConfig(model=TARGET, target_num_layers=3), Ops()),
+            spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
+        ),
     }
 
 
@@ -156,8 +163,18 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
         assert drafter.drafting.has_model == bool(drafter.cache_groups)
         hash((drafter.cache_groups, drafter.needs))
     assert {a: d.drafting.lookahead for a, d in made.items() if d.drafting.lookahead} == {
-        Algorithm.EAGLE3: 1
+        Algorithm.EAGLE3: 1,
+        Algorithm.MULTI_LAYER_EAGLE: 1,
     }
+    ahead = {a: d.drafting.tokens_ahead(3, 2) for a, d in made.items()}
+    assert ahead[Algorithm.EAGLE3] == 1
+    assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 holds token i + 3
+    own_pools = made[Algorithm.MULTI_LAYER_EAGLE].cache_groups
+    assert [(group.name, group.num_layers) for group in own_pools] == [
+        ("draft 0", 1),
+        ("draft 1", 1),
+        ("draft 2", 1),
+    ]
     assert made[Algorithm.EAGLE3].needs.aux_layer_ids == DRAFT.aux_layer_ids
 
 

@@ -1,0 +1,95 @@
+"""Layers for multi-token prediction out of a checkpoint, most often the target's own.
+
+Embedding and, unless a layer has its own, lm_head are the target's very arrays; copies of them that
+a file holds among the layers are left where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.json_files import read_fields
+from jspec.core.model_spec import ModelSpec, MtpConfig
+from jspec.models.family import Family
+from jspec.models.hf_weights import open_tensors
+from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.params import ParamTable
+from jspec.models.placement import nested
+from jspec.models.registry import family_named
+from jspec.models.stored import Place, check_names, on_host, param_reads
+
+Params = dict[str, Any]
+
+
+def load_mtp_config(
+    path: Path, *, target: ModelSpec, families: tuple[Family, ...], num_layers: int
+) -> tuple[MtpConfig, MtpNames]:
+    """The first num_layers layers that `path`/config.json has for its target, and their names.
+
+    Raises ConfigError for a family without such layers, for fewer of them, or for a variant that is
+    not served, CheckpointError for a file that is unreadable or belongs to another target.
+    """
+    family = family_named(target.family, families)
+    if family.mtp is None:
+        known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
+        raise ConfigError(
+            f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
+            f"for multi-token prediction; expected a family that does ({known})"
+        )
+    fields = read_fields(path / "config.json")
+    config = family.mtp.read(fields, target)
+    ours = config.model.vocab_size, config.model.hidden_size
+    theirs = target.vocab_size, target.hidden_size
+    if ours != theirs:
+        raise CheckpointError(
+            f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
+        )
+    if num_layers > config.num_layers:
+        raise ConfigError(
+            f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
+            f"layers that {fields.path} has for it: one a step"
+        )
+    model = replace(config.model, layers=config.model.layers[:num_layers])
+    return replace(config, model=model), family.mtp.names(target)
+
+
+def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
+    """Reads the headers alone: CheckpointError for layers that do not fit `config`."""
+    with open_tensors(path) as tensors:
+        check_names(tensors, _own_table(config, names), is_stray=lambda _: True)
+
+
+def load_mtp(
+    path: Path,
+    config: MtpConfig,
+    names: MtpNames,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Params (`dtype`) of the layers, where `place` puts them, beside what is the target's.
+
+    Raises CheckpointError for a file that is unreadable or does not fit `config`.
+    """
+    with open_tensors(path) as tensors:
+        table = _own_table(config, names)
+        check_names(tensors, table, is_stray=lambda _: True)
+        reads = param_reads(tensors, table, dtype=dtype, shards=shards)
+        own = nested(place(reads).items())
+    return own | {name: target_params[name] for name in shared(config)}
+
+
+def shared(config: MtpConfig) -> tuple[str, ...]:
+    """Names of params that are the target's."""
+    return ("embed",) if config.own_heads else ("embed", "lm_head")
+
+
+def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:
+    return tuple(spec for spec in mtp_params(config, names) if spec.layouts)

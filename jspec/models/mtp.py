@@ -1,0 +1,109 @@
+"""Layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), each with a pool.
+
+row i of layer s holds the pair (feature i, token i + s + 1), at slot and RoPE position i
+e = embed(token), h = the target's hidden at i, or (chained) what layer s - 1 made of its row i
+x = fuse([embed_norm(e); hidden_norm(h)])     width 2E; hidden first where the config says so
+out = the decoder layer over x                an ordinary one, over rows of its own layer alone
+logits = lm_head(norm(out))                   of token i + s + 2; lm_head the target's, or its own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import LayerSpec, MtpConfig
+from jspec.layers.embedding import embed
+from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.norm import Residual, norm
+from jspec.models.decoder import LayerSettings, PagedAttend, Params, run_layer, shard_ids
+from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.params import ParamTable
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
+
+
+@partial(jax.jit, static_argnames=("spec", "hidden_first", "settings"), inline=False)
+def _paged_mtp_layer(
+    params: Params,
+    embedded: jax.Array,
+    hidden: jax.Array,
+    pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    spec: LayerSpec,
+    hidden_first: bool,
+    settings: LayerSettings,
+) -> tuple[jax.Array, jax.Array]:
+    """(the layer's output before its final norm, its pool with the new rows)."""
+    pair = [
+        norm(params["embed_norm"], embedded, eps=spec.eps),
+        norm(params["hidden_norm"], hidden, eps=spec.eps),
+    ]
+    x = linear(params["fuse"], jnp.concatenate(pair[::-1] if hidden_first else pair, axis=-1))
+    attend = PagedAttend(pages, rows, spec.attention, settings)
+    out = run_layer(params, Residual(x=x), rows.q_positions, attend, spec=spec, settings=settings)
+    return out.sum(), attend.pages
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """The layers of a config, each run over the one pool that it is given."""
+
+    config: MtpConfig
+    ops: Ops
+    shard: Shard = field(default_factory=Shard)
+    names: MtpNames = field(default_factory=MtpNames)
+
+    @property
+    def table(self) -> ParamTable:
+        return mtp_params(self.config, self.names)
+
+    def forward(
+        self,
+        params: Params,
+        layer: int,
+        token_ids: Int[Array, "T"],
+        hidden: Float[Array, "T E"],
+        pages: jax.Array,
+        rows: AttentionRows,
+        *,
+        queries_per_row: int | None,
+    ) -> tuple[Float[Array, "T E"], jax.Array]:
+        """(the layer's output before its final norm, its pool with the T new rows)."""
+        embedded = embed(params["embed"], token_ids)
+        if self.config.zeroes_first:
+            embedded = jnp.where((rows.q_positions > 0)[:, None], embedded, 0)
+        return _paged_mtp_layer(
+            params["layers"][layer],
+            embedded,
+            hidden,
+            pages,
+            rows,
+            spec=self.config.model.layers[layer],
+            hidden_first=self.config.hidden_first,
+            settings=LayerSettings(self.ops, self.shard, queries_per_row),
+        )
+
+    def handed_on(
+        self, params: Params, layer: int, out: Float[Array, "*b E"]
+    ) -> Float[Array, "*b E"]:
+        """What the next layer of a chain reads of this one's output."""
+        return self._normed(params, layer, out) if self.config.feeds_normed else out
+
+    def logits(self, params: Params, layer: int, out: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
+        """f32 logits over this device's vocabulary shard, of a layer's output."""
+        head = params["layers"][layer] if self.config.own_heads else params
+        return logits_of(self._normed(params, layer, out), head["lm_head"]["kernel"])
+
+    def token_ids(self) -> Int[Array, "V"]:
+        """Target id of each column of this device's vocabulary shard."""
+        return shard_ids(self.config.model.vocab_size, self.shard)
+
+    def _normed(self, params: Params, layer: int, out: jax.Array) -> jax.Array:
+        eps = self.config.model.rms_norm_eps
+        return norm(params["layers"][layer]["norm"], out, eps=eps)

@@ -1,0 +1,77 @@
+"""The weights of layers for multi-token prediction, under the names of their checkpoints.
+
+Host data, as `params` is: a family says here how its files call the parts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from jspec.core.model_spec import MtpConfig
+from jspec.models.params import (
+    Init,
+    ParamSpec,
+    ParamTable,
+    attention_params,
+    ffn_params,
+    lm_head,
+    norm,
+    prefixed,
+    product,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpNames:
+    """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
+
+    first: the number of layer 0. Names of weights stand without their ".weight". head: of a layer
+    with its own lm_head.
+    """
+
+    prefix: str = "model.mtp.layers.{}."
+    first: int = 0
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    fuse: str = "eh_proj"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    norm: str = "final_layernorm"
+    head: str = "shared_head.output"
+
+    def of_layer(self, layer: int) -> str:
+        return self.prefix.format(self.first + layer)
+
+    def is_layers(self, name: str) -> bool:
+        """Whether a stored name belongs to one of these layers, whichever."""
+        before, behind = (re.escape(part) for part in self.prefix.split("{}"))
+        found = re.match(f"{before}(\\d+){behind}", name)
+        return found is not None and int(found[1]) >= self.first
+
+
+def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
+    """The table of all layers. The embedding, and an lm_head that is the target's, have no stored
+    form here: they are the target's arrays."""
+    model = config.model
+    V, E = model.vocab_size, model.hidden_size
+    table: list[ParamSpec] = [
+        ParamSpec(path=("embed", "table"), shape=(V, E), init=Init.TABLE),
+    ]
+    if not config.own_heads:
+        table.append(replace(lm_head(E, V, tied=False), layouts=()))
+    for i, layer in enumerate(model.layers):
+        own = [
+            norm("embed_norm", names.embed_norm, E),
+            norm("hidden_norm", names.hidden_norm, E),
+            *product(("fuse",), 2 * E, ((names.fuse, E, 1),)),
+            norm("input_norm", names.input_norm, E),
+            *attention_params(layer.attention, in_size=E, out_size=E),
+            norm("post_norm", names.post_norm, E),
+            *ffn_params(layer.ffn, size=E),
+            norm("norm", names.norm, E),
+        ]
+        if config.own_heads:
+            own.append(lm_head(E, V, tied=False, name=f"{names.head}.weight"))
+        table += prefixed(own, path=("layers", i), stored=names.of_layer(i))
+    return tuple(table)

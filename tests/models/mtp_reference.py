@@ -1,0 +1,137 @@
+"""Layers for multi-token prediction in numpy float64: the specification, off the published names.
+
+Independent of jspec: takes tensors as they are stored ([out, in]) and recomputes every row of a
+layer from the row's start, so there is no cache, no lag and no state to get wrong. Layer s is a
+function of the whole sequence: its row i reads the feature i and the token i + s + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpReference:
+    """tensors: of the layers, behind `prefix` with a number, and embed.weight, head.weight.
+
+    names: what a checkpoint calls enorm, hnorm, eh_proj and the like, where otherwise.
+    """
+
+    tensors: Mapping[str, npt.NDArray[Any]]
+    prefix: str
+    head_dim: int
+    theta: float
+    eps: float
+    chained: bool
+    hidden_first: bool
+    feeds_normed: bool
+    own_heads: bool = False
+    zeroes_first: bool = False
+    window: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def weight(self, layer: int, name: str) -> F64:
+        name = self.names.get(name, name)
+        return self.tensors[f"{self.prefix.format(layer)}{name}.weight"].astype(np.float64)
+
+    def norm(self, x: F64, scale: F64) -> F64:
+        root_mean_square: F64 = np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
+        return x / root_mean_square * scale
+
+    def heads(self, layer: int, x: F64, name: str, *, rotate: bool) -> F64:
+        """[heads, T, D]; row t is rotated by position t."""
+        y = x @ self.weight(layer, f"self_attn.{name}").T
+        bias = self.tensors.get(f"{self.prefix.format(layer)}self_attn.{name}.bias")
+        y = y if bias is None else y + bias.astype(np.float64)
+        y = y.reshape(len(x), y.shape[1] // self.head_dim, self.head_dim).swapaxes(0, 1)
+        if not rotate:
+            return y
+        half = self.head_dim // 2
+        inverse = self.theta ** (-np.arange(half) / half)
+        turn = np.exp(1j * np.arange(len(x))[:, None] * inverse)
+        turned = (y[..., :half] + 1j * y[..., half:]) * turn
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    def keys_and_values(self, layer: int, x: F64) -> tuple[F64, F64]:
+        """What the layer caches: [heads, T, D] each, of the normed stream."""
+        normed = self.norm(x, self.weight(layer, "input_layernorm"))
+        return (
+            self.heads(layer, normed, "k_proj", rotate=True),
+            self.heads(layer, normed, "v_proj", rotate=False),
+        )
+
+    def fused(self, layer: int, tokens: list[int], hidden: F64) -> F64:
+        embedded = self.tensors["embed.weight"].astype(np.float64)[np.asarray(tokens, np.int64)]
+        if self.zeroes_first:
+            embedded[:1] = 0
+        pair = [
+            self.norm(embedded, self.weight(layer, "enorm")),
+            self.norm(hidden, self.weight(layer, "hnorm")),
+        ]
+        wide = np.concatenate(pair[::-1] if self.hidden_first else pair, -1)
+        return wide @ self.weight(layer, "eh_proj").T
+
+    def block(self, layer: int, x: F64) -> F64:
+        normed = self.norm(x, self.weight(layer, "input_layernorm"))
+        q = self.heads(layer, normed, "q_proj", rotate=True)
+        k, v = self.keys_and_values(layer, x)
+        mixed = np.zeros_like(q)
+        for h in range(len(q)):
+            g = h * len(k) // len(q)
+            for t in range(len(x)):
+                first = 0 if self.window is None else max(t + 1 - self.window, 0)
+                scores = k[g, first : t + 1] @ q[h, t] / np.sqrt(self.head_dim)
+                weights = np.exp(scores - scores.max())
+                mixed[h, t] = weights / weights.sum() @ v[g, first : t + 1]
+        flat = mixed.swapaxes(0, 1).reshape(len(x), q.shape[0] * q.shape[2])
+        x = x + flat @ self.weight(layer, "self_attn.o_proj").T
+        normed = self.norm(x, self.weight(layer, "post_attention_layernorm"))
+        gate = normed @ self.weight(layer, "mlp.gate_proj").T
+        up = normed @ self.weight(layer, "mlp.up_proj").T
+        silu: F64 = gate / (1 + np.exp(-gate))
+        return x + (silu * up) @ self.weight(layer, "mlp.down_proj").T
+
+    def outputs(self, tokens: list[int], features: F64, *, num_layers: int) -> list[F64]:
+        """Each layer's output over all rows that tokens t0.. and features f0.. give it.
+
+        Layer s has a row i for each token i + s + 1 and feature i that are there.
+        """
+        outs: list[F64] = []
+        hidden = features.astype(np.float64)
+        for layer in range(num_layers):
+            own = tokens[layer + 1 :]
+            count = min(len(own), len(hidden))
+            out = self.block(layer, self.fused(layer, own[:count], hidden[:count]))
+            outs.append(out)
+            if self.chained:
+                hidden = (
+                    self.norm(out, self.weight(layer, "final_layernorm"))
+                    if (self.feeds_normed)
+                    else out
+                )
+        return outs
+
+    def caches(self, tokens: list[int], features: F64, *, num_layers: int) -> list[tuple[F64, F64]]:
+        """Each layer's K and V over the same rows."""
+        found = []
+        outs = self.outputs(tokens, features, num_layers=num_layers)
+        hidden = features.astype(np.float64)
+        for layer, out in enumerate(outs):
+            fused = self.fused(layer, tokens[layer + 1 :][: len(out)], hidden[: len(out)])
+            found.append(self.keys_and_values(layer, fused))
+            if self.chained:
+                scale = self.weight(layer, "final_layernorm")
+                hidden = self.norm(out, scale) if self.feeds_normed else out
+        return found
+
+    def logits(self, layer: int, out: F64) -> F64:
+        own = f"{self.prefix.format(layer)}shared_head.output.weight"
+        head = self.tensors[own if self.own_heads else "head.weight"].astype(np.float64)
+        return self.norm(out, self.weight(layer, "final_layernorm")) @ head.T

@@ -1,0 +1,403 @@
+"""Layers for multi-token prediction in the published layouts: read off a target's checkpoint, and
+drafting for it.
+
+The checkpoints are small and random, and written here under the published names; what a layer must
+compute is `mtp_reference`, in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.core.config import Algorithm
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError, ConfigError, JspecError
+from jspec.core.features import StepFeatures
+from jspec.core.json_files import Fields
+from jspec.core.model_spec import MtpConfig
+from jspec.core.request import Request
+from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.runner import empty_pools
+from jspec.layers.linear import Shard
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.decoder import Params
+from jspec.models.mtp import MtpHead
+from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.params import Init
+from jspec.models.placement import init_params, nested
+from jspec.models.registry import family_named, table_of
+from jspec.models.stored import stored_tensors, value_at
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.testing.dial_drafter import DialMultiLayerDrafter, dial_params
+from jspec.testing.tiny_models import tiny_tokenizer
+from tests.models.mtp_reference import MtpReference
+from tests.models.random_params import assert_same
+from tests.speculative.engines import (
+    CONTEXT,
+    DIAL_ACCEPTANCE,
+    NUM_SLOTS,
+    PLAIN,
+    Compiled,
+    build,
+    dial_for,
+    make_request,
+    mesh_of,
+    serve,
+    spec_of,
+)
+
+MIMO_7B = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "attention_bias": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 640000,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151680,
+}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "max_window_layers": 2,
+    "vocab_size": 320,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+CONFIGS = {"mimo": MIMO_7B | TINY}
+STEPS = {"mimo": 1}
+
+
+def drawn(table: Any, *, seed: int) -> Params:
+    """Random weights; norms away from 1, biases and sinks from 0."""
+    params = init_params(table, seed=seed)
+    values = {spec.path: value_at(params, spec.path) for spec in table}
+    for i, spec in enumerate(table):
+        if spec.init in (Init.ONES, Init.ZEROS):
+            offset = 1.0 if spec.init is Init.ONES else 0.0
+            noise = jax.random.normal(jax.random.key(seed + i), spec.shape)
+            values[spec.path] = offset + noise / 4
+    return nested(values.items())
+
+
+def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
+    """A target with its layers for multi-token prediction, in one file, as they are published."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    spec = load_model_spec(path)
+    family = family_named(spec.family)
+    assert family.mtp is not None
+    layers = family.mtp.read(Fields(path / "config.json", config), spec)
+    table = tuple(own for own in mtp_params(layers, family.mtp.names(spec)) if own.layouts)
+    tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
+    tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
+    save_file(tensors, path / "model.safetensors")
+    tiny_tokenizer().save(str(path / "tokenizer.json"))
+
+
+def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
+    args = EngineArgs(
+        model_path=str(path),
+        tp_size=shards,
+        dtype="float32",
+        **{"speculative_algorithm": "NEXTN", **arguments},
+    )
+    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(path, CONFIGS[request.param])
+    return path
+
+
+def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
+    """The loaded pair behind a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
+    target_params, draft = models.params["target"], models.params["draft"]
+    own = models.drafter
+    settings: dict[str, Any] = {
+        "page_size": 4,
+        "variants": (StepFeatures(),),
+        "target_spec": models.target.spec,
+    }
+    shards = models.target.shard.size
+    if shape[0] == 0:
+        return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
+    assert isinstance(own, MultiLayerDrafter)
+    spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
+    head = own.head
+
+    def make(ops: Ops, shard: Shard) -> MultiLayerDrafter:
+        layers = MtpHead(head.config, ops, shard, head.names)
+        return DialMultiLayerDrafter(layers, spec, acceptance=DIAL_ACCEPTANCE)
+
+    empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
+    return build(
+        spec,
+        params=(target_params, {**draft, "dial": empty}),
+        make=make,
+        aux_layer_ids=models.target.aux_layer_ids,
+        shards=shards,
+        **settings,
+    )
+
+
+def some_requests() -> list[Request]:
+    """Greedy and sampled; of one token, of several chunks, and one between."""
+    return [
+        make_request(
+            i, prompt_len=n, seed=900 + i, temperature=i % 2, max_new_tokens=40, ignore_eos=True
+        )
+        for i, n in enumerate((29, 1, 6))
+    ]
+
+
+def check_identity(plain: Compiled, compiled: Compiled, num_steps: int) -> None:
+    requests = some_requests()
+    expected = [serve(plain, [request], overlap_depth=0).ids[0] for request in requests]
+    served = serve(compiled, requests, chunk_size=8, dial=dial_for(requests, expected))
+    assert list(served.ids) == expected
+    assert served.num_leaked_pages == 0
+    counts = {count for accepted in served.accepted for count in accepted}
+    assert counts == set(range(num_steps + 1))
+
+
+def shapes_of(family: str) -> list[tuple[int, int, int]]:
+    """A chain and a tree."""
+    steps = STEPS[family]
+    return [(steps, 1, steps + 1), (steps, 2, 2 * steps + 1)]
+
+
+def family_of(path: Path) -> str:
+    return load_model_spec(path).family
+
+
+@pytest.mark.slow
+def test_speculative_equals_plain(checkpoint: Path) -> None:
+    family = family_of(checkpoint)
+    models = load(checkpoint, speculative_num_steps=STEPS[family])
+    plain = engine_of(models, (0, 1, 1))
+    for shape in shapes_of(family):
+        check_identity(plain, engine_of(models, shape), STEPS[family])
+
+
+@pytest.mark.slow
+def test_two_shards_write_the_text_of_one(checkpoint: Path) -> None:
+    family = family_of(checkpoint)
+    steps = STEPS[family]
+    one = load(checkpoint, speculative_num_steps=steps)
+    two = load(checkpoint, shards=2, speculative_num_steps=steps)
+    plain = engine_of(one, (0, 1, 1))
+    check_identity(plain, engine_of(two, shapes_of(family)[1]), steps)
+
+
+def test_a_target_brings_its_draft(checkpoint: Path) -> None:
+    """Every layer its own weights, all that it shares the target's very arrays; plain decoding and
+    dummy weights read the same file."""
+    steps = STEPS[family_of(checkpoint)]
+    models = load(checkpoint, speculative_num_steps=steps)
+    drafter = models.drafter
+    assert isinstance(drafter, MultiLayerDrafter)
+    own = models.params["draft"]
+    assert sorted(own["layers"]) == list(range(steps))
+    assert own["embed"]["table"] is models.params["target"]["embed"]["table"]
+    stored = load_file(checkpoint / "model.safetensors")
+    table = tuple(spec for spec in drafter.table if spec.layouts)
+    for name, value in stored_tensors(table, own, dtype=np.float32).items():
+        np.testing.assert_array_equal(value, stored[name])
+    kernels = [np.asarray(layer["fuse"]["kernel"]) for layer in own["layers"].values()]
+    assert len({kernel.tobytes() for kernel in kernels}) == steps
+    plain = load(checkpoint, speculative_algorithm="NONE")
+    assert plain.params["draft"] == {}
+    dummy = load(checkpoint, speculative_num_steps=steps, load_format="dummy")
+    assert jax.tree.map(jnp.shape, dummy.params) == jax.tree.map(jnp.shape, models.params)
+
+
+def test_a_draft_may_lie_elsewhere(checkpoint: Path) -> None:
+    steps = STEPS[family_of(checkpoint)]
+    elsewhere = load(
+        checkpoint, speculative_num_steps=steps, speculative_draft_model_path=str(checkpoint)
+    )
+    again = load(
+        checkpoint,
+        speculative_num_steps=steps,
+        speculative_algorithm="EAGLE",
+        enable_multi_layer_eagle=True,
+    )
+    assert_same(
+        jax.tree.map(np.asarray, elsewhere.params["draft"]),
+        jax.tree.map(np.asarray, again.params["draft"]),
+    )
+
+
+def test_layers_compute_what_is_published(checkpoint: Path) -> None:
+    """Each layer over a whole text against float64, its own rows alone."""
+    steps = STEPS[family_of(checkpoint)]
+    models = load(checkpoint, speculative_num_steps=steps)
+    assert isinstance(models.drafter, MultiLayerDrafter)
+    head = dataclasses.replace(models.drafter.head, shard=Shard())
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 320, 16).tolist()
+    hidden = rng.normal(size=(15, 32)).astype(np.float32)
+    reference = reference_of(checkpoint, head.config, head.names)
+    outs = reference.outputs(tokens, hidden, num_layers=steps)
+    groups, sizes = models.drafter.cache_groups, {"num_pages": 5, "page_size": 4, "shards": 1}
+    pools = empty_pools(groups, dtype=jnp.float32, ops=Ops(), **sizes)
+    given = jnp.asarray(hidden)
+    for layer, expected in enumerate(outs):
+        count = len(expected)
+        rows = AttentionRows(
+            page_table=jnp.asarray([[3, 1, 4, 2]], jnp.int32),
+            prefix_lens=jnp.zeros(1, jnp.int32),
+            cu_q_lens=jnp.asarray([0, count], jnp.int32),
+            q_positions=jnp.arange(count, dtype=jnp.int32),
+        )
+        out, _ = head.forward(
+            models.params["draft"],
+            layer,
+            jnp.asarray(tokens[layer + 1 :][:count], jnp.int32),
+            given[:count],
+            pools[layer],
+            rows,
+            queries_per_row=None,
+        )
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
+        logits = head.logits(models.params["draft"], layer, out)
+        np.testing.assert_allclose(logits, reference.logits(layer, expected), rtol=0, atol=2e-4)
+        if head.config.chained:
+            given = head.handed_on(models.params["draft"], layer, out)
+
+
+def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference:
+    tensors = dict(load_file(path / "model.safetensors"))
+    tensors["embed.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["head.weight"] = tensors["lm_head.weight"]
+    attention = config.model.layers[0].attention
+    return MtpReference(
+        tensors=tensors,
+        prefix=names.prefix,
+        head_dim=attention.head_dim,
+        theta=attention.rope.theta,
+        eps=config.model.rms_norm_eps,
+        chained=config.chained,
+        hidden_first=config.hidden_first,
+        feeds_normed=config.feeds_normed,
+        own_heads=config.own_heads,
+        zeroes_first=config.zeroes_first,
+        names={
+            "enorm": names.embed_norm,
+            "hnorm": names.hidden_norm,
+            "eh_proj": names.fuse,
+            "final_layernorm": names.norm,
+            "post_attention_layernorm": names.post_norm,
+        },
+    )
+
+
+def without_layers(path: Path) -> None:
+    stored = load_file(path / "model.safetensors")
+    kept = {name: value for name, value in stored.items() if ".mtp" not in name}
+    save_file(kept, path / "model.safetensors")
+
+
+def with_fields(**fields: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "kind", "message"),
+    [
+        (without_layers, {}, CheckpointError, r"model\.mtp_layers\.0\.input_proj\.weight"),
+        (
+            with_fields(num_nextn_predict_layers=0),
+            {},
+            ConfigError,
+            "num_nextn_predict_layers is 0; expected at least 1 layer",
+        ),
+        (
+            None,
+            {"speculative_num_steps": 2},
+            ConfigError,
+            r"speculative_num_steps is 2; expected at most 1, the layers that .*config\.json has",
+        ),
+        (
+            with_fields(architectures=["Qwen2ForCausalLM"]),
+            {"load_format": "dummy"},
+            ConfigError,
+            "family is 'qwen2', whose checkpoints bring no layers .* a family that does .*mimo",
+        ),
+        (
+            None,
+            {"speculative_draft_rope_theta": 5.0},
+            ConfigError,
+            "speculative_draft_rope_theta is 5.0, but the layers for multi-token",
+        ),
+        (
+            None,
+            {"speculative_algorithm": "EAGLE3", "enable_multi_layer_eagle": True},
+            ConfigError,
+            "enable_multi_layer_eagle is True, but speculative_algorithm is 'EAGLE3'",
+        ),
+    ],
+)
+def test_a_draft_that_is_not_there_is_refused(
+    tmp_path: Path, spoil: Any, arguments: dict[str, Any], kind: type[JspecError], message: str
+) -> None:
+    write_checkpoint(tmp_path, CONFIGS["mimo"])
+    if spoil is not None:
+        spoil(tmp_path)
+    with pytest.raises(kind, match=message):
+        load(tmp_path, **{"speculative_num_steps": 1, **arguments})
+
+
+def test_the_bundled_target_has_no_layers_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="MULTI_LAYER_EAGLE; expected model_path too"):
+        EngineArgs(speculative_algorithm="NEXTN")
+
+
+def test_mimo_7b_is_qwen2_with_a_layer_behind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIMO_7B))
+    spec = load_model_spec(tmp_path)
+    as_qwen2 = MIMO_7B | {"architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(as_qwen2))
+    assert dataclasses.replace(spec, family="qwen2") == load_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(family_named("mimo").to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+    names = [name for own in table_of(spec) for part in own.layouts for name in part[0].names]
+    assert not any(".mtp" in name for name in names)
