@@ -138,29 +138,54 @@ class ModelSpec:
         return self.layers[0]
 
 
+class FeatureNorm(enum.Enum):
+    """What of the target's features is normed before an EAGLE-3 head's fc."""
+
+    NONE = "nothing"
+    WHOLE = "all features side by side, by one RMSNorm (norm_before_fc)"
+    EACH = "each layer's feature by an RMSNorm of its own (fc_norm)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config:
-    """An EAGLE-3 head: one layer as wide as `layer`, fed by three of the target's layers.
+    """An EAGLE-3 head: the layers of `layer`, fed by some of the target's layers.
 
     aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
-    equal to the number of layers means the residual after the last one.
+    equal to the number of layers means the residual after the last one. None: the head reads the
+    target's last hidden, after its final norm, and has no fc.
     draft_vocab_size: U. norm_before_residual: the residual is hidden_norm(h) instead of h.
-    stated_num_layers: what config.json says. Some heads of one layer have their target's number
-    there; who reads the tensors decides (models/hf_eagle3).
+    norm_before_head: lm_head reads norm(h2), else h2. feeds_back_normed: the next draft forward is
+    given norm(h2), else h2. logit_scale: the logits are multiplied by it.
     """
 
-    layer: ModelSpec  # of one layer; vocab_size is the target's V
+    layer: ModelSpec  # of equal layers; vocab_size is the target's V
     draft_vocab_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...]
     norm_before_residual: bool = False
-    stated_num_layers: int = 1
+    feature_norm: FeatureNorm = FeatureNorm.NONE
+    fc_bias: bool = False
+    norm_before_head: bool = True
+    feeds_back_normed: bool = False
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if len(set(self.aux_layer_ids)) != len(self.aux_layer_ids) or list(
             self.aux_layer_ids
         ) != sorted(self.aux_layer_ids):
             raise ConfigError(f"aux layer ids are {self.aux_layer_ids}; expected them to ascend")
+        if not self.aux_layer_ids and (self.feature_norm is not FeatureNorm.NONE or self.fc_bias):
+            raise ConfigError(
+                f"a head without aux layers has feature_norm {self.feature_norm.name} and fc_bias "
+                f"{self.fc_bias}; expected neither, since it has no fc"
+            )
+        if not self.aux_layer_ids and self.target_hidden_size != self.layer.hidden_size:
+            raise ConfigError(
+                f"hidden_size is {self.layer.hidden_size}; expected the target's "
+                f"{self.target_hidden_size}, since a head without aux layers has no fc"
+            )
+        if self.feeds_back_normed and not self.norm_before_head:
+            raise ConfigError("feeds_back_normed is True without norm_before_head; expected both")
 
     @staticmethod
     def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:

@@ -104,7 +104,7 @@ class PagedAttend:
 
 
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
-def _paged_layer(
+def paged_layer(
     params: Params,
     stream: Residual,
     pages: jax.Array,
@@ -113,6 +113,7 @@ def _paged_layer(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[Residual, jax.Array]:
+    """`run_layer` over its pool, jitted once for all layers alike: (stream, pool with new rows)."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
     stream = run_layer(params, stream, rows.q_positions, attend, spec=spec, settings=settings)
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds what leaves an inner jit
@@ -161,7 +162,7 @@ class Decoder:
         by_window = {window: rows.of_window(window) for window in windows}
 
         def layer(i: int, stream: Residual) -> Residual:
-            stream, pages[i] = _paged_layer(
+            stream, pages[i] = paged_layer(
                 params["layers"][i],
                 stream,
                 pages[i],

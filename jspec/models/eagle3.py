@@ -1,11 +1,14 @@
-"""The EAGLE-3 draft head (Li et al., 2025, arXiv:2503.01840).
+"""The EAGLE-3 draft head (Li et al., 2025, arXiv:2503.01840), and 3.1's variants.
 
 row i of the draft holds the pair (token i + 1, feature of position i)
 e = embed(token), h = fc([low; mid; high]) for a target feature, else the parent's own output
 u = [input_norm(e); hidden_norm(h)]             width 2E, embedding first
 h1 = res + attention(u)                         res = h (norm_before_residual: hidden_norm(h))
-h2 = h1 + mlp(post_norm(h1))                    h2, before the final norm, is fed back
+h2 = h1 + mlp(post_norm(h1))                    through further layers, a decoder's, if there are
 logits = lm_head(norm(h2))                      over the draft vocabulary U
+
+What is fed back is h2 (feeds_back_normed: norm(h2)). Features may be normed before fc, together or
+each by itself; a head without aux layers takes the target's last hidden for h, and has no fc.
 """
 
 from __future__ import annotations
@@ -17,12 +20,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Eagle3Config
+from jspec.core.model_spec import Eagle3Config, FeatureNorm
 from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
-from jspec.models.decoder import KVPool, LayerSettings, PagedAttend, Params, feed_forward
+from jspec.models.decoder import (
+    KVPool,
+    LayerSettings,
+    PagedAttend,
+    Params,
+    feed_forward,
+    paged_layer,
+)
+from jspec.models.head_files import LAYER, further_layers, head_layers
 from jspec.models.params import (
     Init,
     ParamSpec,
@@ -38,8 +49,6 @@ from jspec.models.params import norm as norm_param
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 
-LAYER = "layers.0."
-
 
 def eagle3_params(config: Eagle3Config) -> ParamTable:
     """The table of a head, under speculators' names.
@@ -50,22 +59,37 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
     """
     model, layer = config.layer, config.layer.one_layer
     E, U = model.hidden_size, config.draft_vocab_size
-    own = (
+    first = (
         norm_param("input_norm", "input_layernorm", E),
         norm_param("hidden_norm", "hidden_norm", E),
         *attention_params(layer.attention, in_size=2 * E, out_size=E),
         norm_param("post_norm", "post_attention_layernorm", E),
         *ffn_params(layer.ffn, size=E),
     )
-    aux_size = len(config.aux_layer_ids) * config.target_hidden_size
+    layers = (*prefixed(first, path=("layer",), stored=LAYER), *further_layers(model))
     return (
         ParamSpec(path=("embed", "table"), shape=(model.vocab_size, E), init=Init.TABLE),
-        *product(("fc",), aux_size, (("fc", E, 1),)),
-        *prefixed(own, path=("layer",), stored=LAYER),
-        norm_param("norm", "norm", E),
+        *_feature_params(config),
+        *head_layers(layers),
+        *((norm_param("norm", "norm", E),) if config.norm_before_head else ()),
         lm_head(E, U, tied=False),
         ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, is_integer=True),
     )
+
+
+def _feature_params(config: Eagle3Config) -> ParamTable:
+    """fc and the norms before it; nothing without aux layers."""
+    if not config.aux_layer_ids:
+        return ()
+    count, size = len(config.aux_layer_ids), config.target_hidden_size
+    norms: ParamTable = ()
+    if config.feature_norm is FeatureNorm.WHOLE:
+        norms = (norm_param("feature_norm", "input_norm", count * size),)
+    elif config.feature_norm is FeatureNorm.EACH:
+        each = (norm_param(f"norm_{i}", f"fc_norm.{i}", size) for i in range(count))
+        norms = prefixed(each, path=("feature_norms",), stored="")
+    parts = (("fc", config.layer.hidden_size, 1),)
+    return (*norms, *product(("fc",), count * size, parts, bias=config.fc_bias))
 
 
 def run_head_layer(
@@ -78,7 +102,7 @@ def run_head_layer(
     config: Eagle3Config,
     settings: LayerSettings,
 ) -> Float[Array, "*b E"]:
-    """The head's one layer: attention over [embedding; hidden], as wide as 2E at its input."""
+    """The head's first layer: attention over [embedding; hidden], as wide as 2E at its input."""
     spec = config.layer.one_layer
     normed = norm(params["hidden_norm"], hidden, eps=spec.eps)
     wide = jnp.concatenate((norm(params["input_norm"], embedded, eps=spec.eps), normed), axis=-1)
@@ -116,7 +140,7 @@ def _paged_head_layer(
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Head:
-    """An EAGLE-3 head over its own pool (one layer)."""
+    """An EAGLE-3 head over its own pools, one a layer."""
 
     config: Eagle3Config
     ops: Ops
@@ -126,9 +150,23 @@ class Eagle3Head:
     def table(self) -> ParamTable:
         return eagle3_params(self.config)
 
-    def features(self, params: Params, aux_hidden: Float[Array, "*b A"]) -> Float[Array, "*b E"]:
-        """The target's aux features, fused; applied once, before an advance."""
-        return linear(params["fc"], aux_hidden)
+    def features(self, params: Params, given: Float[Array, "*b A"], /) -> Float[Array, "*b E"]:
+        """The target's features, fused; applied once, before an advance.
+
+        given: the aux features side by side, or the last hidden where the head has no aux layers.
+        """
+        config, eps = self.config, self.config.layer.rms_norm_eps
+        if not config.aux_layer_ids:
+            return given
+        if config.feature_norm is FeatureNorm.WHOLE:
+            given = norm(params["feature_norm"], given, eps=eps)
+        elif config.feature_norm is FeatureNorm.EACH:
+            each = jnp.split(given, len(config.aux_layer_ids), axis=-1)
+            norms = params["feature_norms"]
+            given = jnp.concatenate(
+                [norm(norms[f"norm_{i}"], x, eps=eps) for i, x in enumerate(each)], axis=-1
+            )
+        return linear(params["fc"], given)
 
     def forward(
         self,
@@ -140,19 +178,35 @@ class Eagle3Head:
         *,
         queries_per_row: int | None,
     ) -> tuple[Float[Array, "T E"], KVPool]:
-        """(output before the final norm, which is what is fed back, pool with the new rows)."""
-        out, pages = _paged_head_layer(
+        """(what is fed back, pools with the new rows)."""
+        settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        out, first = _paged_head_layer(
             params["layer"],
             embed(params["embed"], token_ids),
             hidden,
             kv[0],
             rows,
             config=self.config,
-            settings=LayerSettings(self.ops, self.shard, queries_per_row),
+            settings=settings,
         )
-        return out, (pages,)
+        pages = [first]
+        stream = Residual(x=out)
+        for i, spec in enumerate(self.config.layer.layers[1:], start=1):
+            stream, behind = paged_layer(
+                params["layers"][i], stream, kv[i], rows, spec=spec, settings=settings
+            )
+            pages.append(behind)
+        return self._carried(params, stream.sum()), tuple(pages)
+
+    def _carried(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        if not self.config.feeds_back_normed:
+            return hidden
+        return norm(params["norm"], hidden, eps=self.config.layer.rms_norm_eps)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
-        """f32 logits over this device's shard of the draft vocabulary."""
-        normed = norm(params["norm"], hidden, eps=self.config.layer.rms_norm_eps)
-        return logits_of(normed, params["lm_head"]["kernel"])
+        """f32 logits over this device's shard of the draft vocabulary; hidden: what is fed back."""
+        config = self.config
+        if config.norm_before_head and not config.feeds_back_normed:
+            hidden = norm(params["norm"], hidden, eps=config.layer.rms_norm_eps)
+        logits = logits_of(hidden, params["lm_head"]["kernel"])
+        return logits if config.logit_scale == 1.0 else logits * config.logit_scale

@@ -6,13 +6,14 @@ unreadable, or belongs to another target.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, read_fields, shown
-from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.core.model_spec import Eagle3Config, FeatureNorm, ModelSpec
 from jspec.models.family import (
     FULL,
     read_attention,
@@ -20,53 +21,80 @@ from jspec.models.family import (
     read_dense,
     refuse_quantized,
 )
+from jspec.models.head_files import (
+    LAYER,
+    check_target,
+    num_stored_layers,
+    refuse_unknown,
+    stored_names,
+)
 from jspec.models.registry import family_named
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_STYLES = ("llama", "qwen3")
+# What the reader knows, beside what says nothing about the forward (head_files.refuse_unknown).
+KNOWN = frozenset(
+    (
+        *("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias", "logit_scale"),
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *("draft_vocab_size", "truncated_vocab_size", "eagle_config", AUX_IDS),
+        *("use_aux_hidden_state", "num_aux_hidden_states", "parallel_drafting"),
+        *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
+        *("parallel_draft_step",),
+    )
+)
 
 
 def load_eagle3_config(
-    path: Path, *, target: ModelSpec, draft_rope_theta: float | None = None
+    path: Path,
+    *,
+    target: ModelSpec,
+    draft_rope_theta: float | None = None,
+    reads_names: bool = True,
 ) -> Eagle3Config:
     """An EAGLE-3 head's shape from `path`/config.json, checked against its target.
 
-    Two layouts: the plain one (EAGLE, SpecForge, SGLang: the layer's fields at the top level) and
-    speculators' (the layer under `transformer_layer_config`, norm_before_residual true unless it
-    says otherwise). RoPE comes from the draft's own config, theta 10000 where it has none: heads
-    are trained without their target's theta and scaling. draft_rope_theta overrides theta.
-    The target's tying of embeddings does not reach the head, which owns its lm_head.
+    Two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt: the layers' fields at the top
+    level) and speculators' (the layers under `transformer_layer_config`, norm_before_residual true
+    unless it says otherwise). RoPE comes from the draft's own config, theta 10000 where it has
+    none: heads are trained without their target's theta and scaling. draft_rope_theta overrides
+    theta. The target's tying of embeddings does not reach the head, which owns its lm_head.
+    What config.json leaves open the names of the tensors beside it decide, if there are any and
+    reads_names: how many layers a head of `midlayer` has, and what `bias` is of.
     Raises ConfigError for variants that are not served, CheckpointError for a head of another
     target.
     """
     fields = read_fields(path / "config.json")
-    speculators = fields.get("transformer_layer_config") is not None
-    layer_fields = fields.table("transformer_layer_config") if speculators else fields
-    _check_eagle3_variant(fields, layer_fields, speculators=speculators)
-    stated_num_layers = layer_fields.integer("num_hidden_layers")
-    layer = _read_layer(layer_fields, draft_rope_theta=draft_rope_theta)
-    target_hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
-    for name, ours, theirs in (
-        ("vocab_size", layer.vocab_size, target.vocab_size),
-        ("target_hidden_size (or hidden_size)", target_hidden_size, target.hidden_size),
-    ):
-        if ours != theirs:
-            raise CheckpointError(
-                f"{fields.path}: {name} is {ours}; expected the target's {theirs}"
-            )
+    names = stored_names(path) if reads_names else {}
+    nested = fields.get("transformer_layer_config") is not None
+    speculators = nested or fields.get("speculators_model_type") is not None
+    layer_fields = fields.table("transformer_layer_config") if nested else fields
+    _check_eagle3_variant(fields, layer_fields, names, speculators=speculators)
+    layer = _read_layers(
+        layer_fields, names, draft_rope_theta=draft_rope_theta, speculators=speculators
+    )
+    aux_layer_ids = _aux_layer_ids(fields, target.num_layers, speculators=speculators)
+    hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
+    check_target(fields, layer, target, hidden_size=hidden_size)
     draft_vocab_size = fields.integer("draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
         raise CheckpointError(
             f"{fields.path}: draft_vocab_size is {draft_vocab_size}; "
             f"expected at most the target's {layer.vocab_size}"
         )
+    output = fields.flag("norm_output", not speculators)  # one key, two meanings
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
-        target_hidden_size=target_hidden_size,
-        aux_layer_ids=_aux_layer_ids(fields, target.num_layers),
+        target_hidden_size=hidden_size,
+        aux_layer_ids=aux_layer_ids,
         norm_before_residual=fields.flag("norm_before_residual", speculators),
-        stated_num_layers=stated_num_layers,
+        feature_norm=_feature_norm(fields),
+        fc_bias=_bias_of(fields, names, "fc.bias", default=bool(aux_layer_ids)),
+        norm_before_head=speculators or (output and _stated(fields, "use_last_layernorm", True)),
+        feeds_back_normed=speculators and output,
+        logit_scale=fields.number("logit_scale", 1.0),
     )
 
 
@@ -76,94 +104,164 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
     Aux ids are written as `aux_layer_ids` holds them ("input of layer i"). A first id of 1 is
     refused: readers take it for the other convention ("output of layer i") and add one to all.
     """
-    if config.aux_layer_ids[0] == 1:
+    if config.aux_layer_ids[:1] == (1,):
         raise ConfigError(
             f"aux layer ids are {config.aux_layer_ids}; expected a first id other than 1, which "
             "readers of eagle_config take for the output-of-layer convention, one layer off"
         )
+    if config.feeds_back_normed:
+        raise ConfigError(
+            "feeds_back_normed is True; expected False: the plain layout has no key for it"
+        )
     layer = replace(config.layer, tie_word_embeddings=False)
-    return family_named("llama").to_json(layer) | {
+    attention = layer.one_layer.attention
+    written = family_named("llama").to_json(layer) | {
         "torch_dtype": dtype,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
-        "eagle_config": {AUX_IDS: list(config.aux_layer_ids), "use_aux_hidden_state": True},
+        "attention_bias": attention.out_bias,
+        "eagle_config": {
+            AUX_IDS: list(config.aux_layer_ids),
+            "use_aux_hidden_state": bool(config.aux_layer_ids),
+        },
     }
+    unusual = {
+        "model_type": "qwen3" if attention.qk_norm else "llama",
+        "qkv_bias": attention.qkv_bias and not attention.out_bias,
+        "norm_before_fc": config.feature_norm is FeatureNorm.WHOLE,
+        "fc_norm": config.feature_norm is FeatureNorm.EACH,
+        "bias": config.fc_bias,
+        "logit_scale": None if config.logit_scale == 1.0 else config.logit_scale,
+    }
+    if not config.norm_before_head:
+        written["norm_output"] = False
+    return written | {name: value for name, value in unusual.items() if value}
 
 
-def _read_layer(fields: Fields, *, draft_rope_theta: float | None) -> ModelSpec:
-    """The head's one layer, whatever num_hidden_layers says (published heads copy the target's)."""
+def _read_layers(
+    fields: Fields, names: Mapping[str, str], *, draft_rope_theta: float | None, speculators: bool
+) -> ModelSpec:
+    """The head's layers, all alike."""
     refuse_quantized(fields)
-    fields.refuse("mlp_bias", allowed=(False,), why="a head's MLP has no biases")
     if set(fields.strings("layer_types")) - {FULL}:
         raise ConfigError(
             f"{fields.path}: layer_types has {shown(fields.strings('layer_types'))}; expected "
             f"{FULL!r} only"
         )
+    fields.refuse("use_sliding_window", allowed=(False,), why="a head with a window is not served")
+    qk_norm = fields.get("model_type") == "qwen3" and (
+        speculators or f"{LAYER}self_attn.q_norm.weight" in names
+    )
     bias = fields.flag("attention_bias", False)
-    attention = read_attention(fields, qkv_bias=bias, out_bias=bias)
+    only_qkv = fields.flag("qkv_bias", False) or _bias_of(
+        fields, names, f"{LAYER}self_attn.q_proj.bias", default=False
+    )
+    attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or only_qkv, out_bias=bias)
     if draft_rope_theta is not None:
         attention = replace(attention, rope=replace(attention.rope, theta=draft_rope_theta))
-    dense = read_dense(fields)
+    dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
+    count = num_stored_layers(fields, names, stated=fields.integer("num_hidden_layers", 1))
     layer = read_decoder(
-        fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,)
+        fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
     )
     return replace(layer, tie_word_embeddings=False)
 
 
-def _check_eagle3_variant(fields: Fields, layer: Fields, *, speculators: bool) -> None:
-    """Refuses every published variant whose arithmetic models/eagle3 does not do."""
+def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
+    """Whether `bias`, which SGLang reads for fc and vLLM for q, k and v, is of the tensor `name`.
+
+    The names of the tensors tell; without any it is `default`.
+    """
+    if not fields.flag("bias", False):
+        return False
+    if not names:
+        return default
+    biases = ("fc.bias", f"{LAYER}self_attn.q_proj.bias")
+    if not any(found in names for found in biases):
+        raise CheckpointError(
+            f"{fields.path}: bias is True, but the weights beside it have none; expected "
+            f"{' or '.join(biases)}"
+        )
+    return name in names
+
+
+def _stated(fields: Fields, name: str, default: bool) -> bool:
+    """A flag that stands at the top level or in eagle_config."""
+    return fields.table("eagle_config").flag(name, fields.flag(name, default))
+
+
+def _feature_norm(fields: Fields) -> FeatureNorm:
+    """ConfigError for both kinds at once."""
+    whole, each = _stated(fields, "norm_before_fc", False), _stated(fields, "fc_norm", False)
+    if whole and each:
+        raise ConfigError(
+            f"{fields.path}: norm_before_fc is True and fc_norm is True; expected one of them"
+        )
+    return FeatureNorm.WHOLE if whole else FeatureNorm.EACH if each else FeatureNorm.NONE
+
+
+def _check_eagle3_variant(
+    fields: Fields, layer: Fields, names: Mapping[str, str], *, speculators: bool
+) -> None:
+    """Refuses every variant whose arithmetic models/eagle3 does not do."""
     if speculators:
         fields.refuse("speculators_model_type", allowed=("eagle3",), why="another draft model")
-        layer.refuse(
-            "model_type", allowed=("llama",), why="its attention norms q and k, or is no Llama's"
-        )
-        fields.refuse(
-            "norm_output", allowed=(False,), why="here it feeds the normed output back, not served"
-        )
+        if layer is not fields:
+            layer.refuse("model_type", allowed=LAYER_STYLES, why="another kind of decoder layer")
     else:
-        _check_plain_architecture(fields)
-        fields.refuse(
-            "norm_output", allowed=(True,), why="heads without a norm before lm_head are not served"
-        )
+        _check_plain_architecture(fields, names)
     aux = fields.table("eagle_config")
     for table in (fields, aux):
-        table.refuse("use_aux_hidden_state", allowed=(True,), why="heads without fc are not served")
-        table.refuse("norm_before_fc", allowed=(False,), why="a norm before fc is not served")
-        table.refuse("fc_norm", allowed=(False,), why="norms of the aux features are not served")
-    fields.refuse("bias", allowed=(False,), why="a bias in fc is not served")
-    fields.refuse("logit_scale", allowed=(1, 1.0), why="scaled logits are not served")
+        table.refuse(
+            "use_input_layernorm_in_first_layer", allowed=(True,), why="embeddings are normed here"
+        )
+        table.refuse("use_mtp_layernorm", allowed=(False,), why="MTP's norms are not served")
+        table.refuse("next_layer_regular", allowed=(True,), why="later layers are a decoder's")
+        table.refuse("parallel_draft_step", allowed=(1,), why="parallel drafting is not served")
     fields.refuse("parallel_drafting", allowed=(False,), why="P-EAGLE heads are not served")
+    tables = (fields, aux, layer) if speculators else (fields, aux)
+    for table in tables:
+        refuse_unknown(table, known=KNOWN)
 
 
-def _check_plain_architecture(fields: Fields) -> None:
+def _check_plain_architecture(fields: Fields, names: Mapping[str, str]) -> None:
     architecture = fields.architecture()
     if architecture not in EAGLE3_ARCHITECTURES:
         raise ConfigError(
             f"{fields.path}: draft architecture is {architecture!r}; expected one of "
             f"{', '.join(EAGLE3_ARCHITECTURES)}, or speculators' transformer_layer_config"
         )
-    if architecture == "LlamaForCausalLM" and "draft_vocab_size" not in fields.values:
+    is_named = f"{LAYER}hidden_norm.weight" in names or "draft_vocab_size" in fields.values
+    if architecture == "LlamaForCausalLM" and not is_named:
         raise ConfigError(
             f"{fields.path}: draft_vocab_size is absent; an EAGLE-3 head of architecture "
-            "'LlamaForCausalLM' has it, and EAGLE-1 heads and plain drafts are not served"
+            "'LlamaForCausalLM' has it; expected --speculative-algorithm EAGLE for an EAGLE-1 or "
+            "EAGLE-2 head, STANDALONE for a language model"
         )
 
 
-def _aux_layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Input-of-layer ids; a first id of 1 marks the output-of-layer convention.
+def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tuple[int, ...]:
+    """Input-of-layer ids; none where the head reads the target's last hidden.
 
-    L = 32: [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures.
+    In the plain layout a first id of 1 marks the output-of-layer convention: for L = 32,
+    [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures. speculators' are inputs.
     """
     value = fields.table("eagle_config").get(AUX_IDS)
     value = fields.get(AUX_IDS) if value is None else value
+    if not _stated(fields, "use_aux_hidden_state", True):
+        return ()
     if value is None:
         return Eagle3Config.default_aux_layer_ids(num_layers)
     named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
         raise CheckpointError(f"{named}; expected a list of layers")
-    ids = tuple(item + 1 for item in value) if value[0] == 1 else tuple(value)
+    are_outputs = value[0] == 1 and not speculators
+    ids = tuple(item + 1 for item in value) if are_outputs else tuple(value)
     if min(ids) < 0 or max(ids) > num_layers:
         raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
+    count = fields.integer("num_aux_hidden_states", len(ids))
+    if count != len(ids):
+        raise CheckpointError(f"{named}; expected num_aux_hidden_states {count} of them")
     return ids

@@ -1,6 +1,5 @@
 """EAGLE-3 heads in the layouts of EAGLE, SpecForge, SGLang and speculators, to and from params.
 
-Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` mean the same.
 The vocabulary map is stored as an offset: target id = draft id + d2t[draft id]. t2d is the mask of
 target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5:
 d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
@@ -8,8 +7,6 @@ d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,16 @@ import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError
 from jspec.core.model_spec import Eagle3Config
-from jspec.models.checkpoint import is_inv_freq
-from jspec.models.eagle3 import LAYER, eagle3_params
+from jspec.models.eagle3 import eagle3_params
 from jspec.models.eagle3_config import eagle3_config_json
+from jspec.models.head_files import (
+    LAYER,
+    canonical_name,
+    is_stray,
+    shared_embed,
+    shared_head,
+    stored_embed,
+)
 from jspec.models.hf_weights import (
     HostArray,
     Shape,
@@ -29,7 +33,7 @@ from jspec.models.hf_weights import (
     open_tensors,
     write_checkpoint,
 )
-from jspec.models.params import Form, ParamSpec, ParamTable, Part
+from jspec.models.params import ParamTable
 from jspec.models.params import Path as ParamPath
 from jspec.models.placement import nested
 from jspec.models.stored import (
@@ -43,16 +47,18 @@ from jspec.models.stored import (
 
 Params = dict[str, Any]
 EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
+# Tensors of variants, and what in config.json declares them; the last are not served at all.
 VARIANTS = {
-    "fc_norm.": "norms of the aux features before fc",
-    "input_norm.": "a norm of the concatenated aux features before fc",
-    "fc.bias": "a bias in fc",
-    "layers.0.self_attn.q_norm.": "a norm of q",
-    "layers.0.self_attn.k_norm.": "a norm of k",
-    "layers.0.self_attn.qkv_proj.": "q, k and v in one tensor",
-    "mask_hidden": "parallel drafting",
+    "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
+    "input_norm.": "an RMSNorm of all aux features before fc; expected norm_before_fc true in "
+    "config.json",
+    "fc.bias": "a bias in fc; expected bias true in config.json",
+    "layers.0.self_attn.q_norm.": "a norm of q; expected model_type 'qwen3' in config.json",
+    "layers.0.self_attn.k_norm.": "a norm of k; expected model_type 'qwen3' in config.json",
+    "additional_layers.": "SGLang's further layers, whose forward drops the first layer's "
+    "residual; expected layers.1 and so on",
+    "mask_hidden": "parallel drafting, which is not served; expected a plain EAGLE-3 head",
 }
-_SECOND_LAYER = re.compile(r"layers\.[1-9]")
 
 
 def load_eagle3(
@@ -79,11 +85,11 @@ def load_eagle3(
         if specs[HEAD] not in required and "lm_head.weight" in tensors:
             own.append(specs[HEAD])
         elif specs[HEAD] not in required:
-            shared[HEAD] = _shared_head(tensors, config, target_params)
+            shared[HEAD] = shared_head(tensors, config.layer, target_params)
         if "embed_tokens.weight" in tensors:
-            own.append(_stored_embed(specs[EMBED]))
+            own.append(stored_embed(specs[EMBED]))
         else:
-            shared[EMBED] = _shared_embed(tensors, config, target_params)
+            shared[EMBED] = shared_embed(tensors, config.layer, target_params)
         ids = _draft_ids(tensors, config)
         reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
         reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
@@ -101,14 +107,7 @@ def check_eagle3(path: Path, config: Eagle3Config) -> None:
 
 def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:
     """What the file must hold, which it does: all of a head, or all but lm_head, where U = V."""
-    _refuse_variants(tensors)
-    is_midlayer = any("midlayer." in stored_name for _, stored_name in tensors.sources.values())
-    if config.stated_num_layers != 1 and not is_midlayer:
-        raise CheckpointError(
-            f"{tensors.path}: num_hidden_layers is {config.stated_num_layers}; expected 1, a head "
-            "of more than one layer is not served (the number counts for nothing only where the "
-            "tensors are named midlayer)"
-        )
+    _refuse_variants(tensors, config)
     required = _own_table(config)
     if config.draft_vocab_size == config.layer.vocab_size:  # it may be the target's
         required = tuple(spec for spec in required if spec.path != HEAD)
@@ -116,7 +115,7 @@ def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:
         tensors,
         required,
         optional=_optional_shapes(config),
-        is_stray=_is_stray,
+        is_stray=lambda name: is_stray(name) or _is_unread(name, config),
         integers=("d2t", "t2d"),
     )
     return required
@@ -130,15 +129,17 @@ def save_eagle3(
     dtype: npt.DTypeLike,
     include_embed: bool = False,
 ) -> None:
-    """Writes unsharded params as a LlamaForCausalLMEagle3 (names with `midlayer.`).
+    """Writes unsharded params as a LlamaForCausalLMEagle3 (names with `midlayer.`, or `layers.0.`
+    where there are more layers).
 
     d2t and t2d are left out when U = V, where the map is the identity.
     Raises CheckpointError for draft_ids that do not ascend within [0, V), ConfigError for aux ids
     that readers would misread (see eagle3_config.eagle3_config_json).
     """
     own = stored_tensors(_own_table(config), params, dtype=dtype)
+    first = "midlayer." if config.layer.num_layers == 1 else LAYER
     tensors = {
-        f"midlayer.{name.removeprefix(LAYER)}" if name.startswith(LAYER) else name: value
+        first + name.removeprefix(LAYER) if name.startswith(LAYER) else name: value
         for name, value in own.items()
     }
     if include_embed:
@@ -146,12 +147,6 @@ def save_eagle3(
         tensors["embed_tokens.weight"] = np.ascontiguousarray(table, dtype=dtype)
     tensors |= _stored_vocabulary(np.asarray(params["draft_ids"]), config)
     write_checkpoint(path, eagle3_config_json(config, dtype=np.dtype(dtype).name), tensors)
-
-
-def canonical_name(name: str) -> str:
-    """model.midlayer.x, midlayer.x, model.layers.0.x and layers.0.x are all layers.0.x."""
-    name = name.removeprefix("model.")
-    return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def _own_table(config: Eagle3Config) -> ParamTable:
@@ -168,57 +163,32 @@ def _optional_shapes(config: Eagle3Config) -> dict[str, Shape]:
     return shapes
 
 
-def _refuse_variants(tensors: Tensors) -> None:
-    """CheckpointError that names every tensor of a head that is not served, and what it means."""
+def _refuse_variants(tensors: Tensors, config: Eagle3Config) -> None:
+    """CheckpointError that names every tensor of a variant that config.json does not declare."""
+    declared = {
+        name
+        for spec in eagle3_params(config)
+        for lay in spec.layouts
+        for part in lay
+        for name in part.names
+    }
     lines = [
-        f"tensor {name} of shape {tensors.shape(name)} means {reason}, which is not served; "
-        "expected a plain EAGLE-3 head"
+        f"tensor {name} of shape {tensors.shape(name)} means {reason}"
         for name in tensors.sources
-        if (reason := _variant(name)) is not None
+        if name not in declared and (reason := _variant(name)) is not None
     ]
     if lines:
         raise CheckpointError(f"{tensors.path}: {listed({'of such a head': lines})}")
 
 
 def _variant(name: str) -> str | None:
-    if _SECOND_LAYER.match(name):
-        return "a head of more than one layer"
     return next((reason for start, reason in VARIANTS.items() if name.startswith(start)), None)
 
 
-def _is_stray(name: str) -> bool:
-    """RoPE tables, and speculators' copies of the verifier's own norm and lm_head."""
-    return is_inv_freq(name) or name.startswith("verifier_")
-
-
-def _stored_embed(spec: ParamSpec) -> ParamSpec:
-    """The embedding as a weight that the head's own file stores."""
-    part = Part(
-        name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
-    )
-    return replace(spec, layouts=((part,),))
-
-
-def _shared_embed(tensors: Tensors, config: Eagle3Config, target_params: Params) -> Any:
-    table = target_params["embed"]["table"]
-    expected = (config.layer.vocab_size, config.layer.hidden_size)
-    if tuple(table.shape) != expected:
-        raise CheckpointError(
-            f"{tensors.path}: no tensor embed_tokens.weight; expected shape {expected}, and the "
-            f"target's table of shape {tuple(table.shape)} cannot stand in for it"
-        )
-    return table
-
-
-def _shared_head(tensors: Tensors, config: Eagle3Config, target_params: Params) -> Any:
-    shared = target_params["lm_head"]["kernel"]
-    expected = (config.layer.hidden_size, config.draft_vocab_size)
-    if tuple(shared.shape) != expected:
-        raise CheckpointError(
-            f"{tensors.path}: no tensor lm_head.weight; expected shape {expected[::-1]}, and the "
-            f"target's kernel of shape {tuple(shared.shape)} cannot stand in for it"
-        )
-    return shared
+def _is_unread(name: str, config: Eagle3Config) -> bool:
+    """fc of a head that reads the last hidden, and a norm that config.json turns off."""
+    is_fc = name == "fc.weight" and not config.aux_layer_ids
+    return is_fc or (name == "norm.weight" and not config.norm_before_head)
 
 
 def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:

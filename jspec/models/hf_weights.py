@@ -1,4 +1,4 @@
-"""Safetensors checkpoints on the host: the tensors of a directory by name, and a new one written.
+"""Checkpoints on the host: the tensors of a directory by name, and a new one written.
 
 Everything here is numpy. Knows no model: `models.stored` reads what a parameter table declares.
 """
@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from jspec.core.errors import CheckpointError
 from jspec.core.json_files import MIB, check_regular, read_object, shown
+from jspec.models.torch_files import open_torch_file
 
 HostArray = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -34,6 +35,11 @@ WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 PACKED_DTYPE = "U8"
 LISTED = 20  # tensors of a kind that an error names
+# One file or the index of several, safetensors before torch's.
+FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
 BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
 _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
@@ -41,14 +47,14 @@ _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the d
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """An open safetensors file: its header as safetensors reads it, and its bytes.
+    """An open weights' file: its header as safetensors reads one, and its bytes.
 
     Weights are read from the file, not through safetensors' map of it: reading lets other threads
     run meanwhile, maps nothing into the process, and a file cut short is an error, no signal.
     """
 
     path: Path
-    header: Any  # safetensors' handle
+    header: Any  # safetensors' handle, or a TorchFile
     file: BinaryIO
     spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one behind it
 
@@ -214,12 +220,18 @@ def listed(kinds: Mapping[str, Sequence[str]]) -> str:
     return "\n  ".join(lines)
 
 
+def has_tensors(path: Path) -> bool:
+    """Whether there is something in the directory that `open_tensors` would open."""
+    return any((path / name).exists() for names in FILES for name in names)
+
+
 @contextmanager
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
     """Opens `path`/model.safetensors, or the files of `path`/model.safetensors.index.json.
 
+    Where there is neither, pytorch_model.bin and its index: torch's files (models.torch_files).
     `canonical` maps a stored name to the one that the caller uses.
     Raises CheckpointError, naming the file, where one is missing, truncated or corrupt.
     """
@@ -241,6 +253,10 @@ def open_tensors(
 
 def _open(stack: ExitStack, path: Path) -> StoredFile:
     """Opens one file until `stack` ends. safetensors checks the header, so its spans are sound."""
+    if path.suffix == ".bin":
+        torch_file = open_torch_file(path)
+        opened = stack.enter_context(path.open("rb", buffering=0))
+        return StoredFile(path, torch_file, opened, torch_file.spans)
     try:
         header = stack.enter_context(safe_open(path, framework="np"))
         file = stack.enter_context(path.open("rb", buffering=0))
@@ -256,14 +272,14 @@ def _open(stack: ExitStack, path: Path) -> StoredFile:
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Each safetensors file of a checkpoint, with the tensors that its index promises."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.exists():
-        return {single: set()}
-    if not index.exists():
-        pickled = sorted(item.name for item in path.glob("pytorch_model*.bin"))
-        hint = f" (it has {pickled[0]}: convert it to safetensors)" if pickled else ""
-        raise CheckpointError(f"{path}: expected {single.name} or {index.name}{hint}")
+    """Each weights' file of a checkpoint, with the tensors that its index promises."""
+    found = [path / name for names in FILES for name in names if (path / name).exists()]
+    if not found:
+        single, parted = FILES[0]
+        raise CheckpointError(f"{path}: expected {single} or {parted}, or {FILES[1][0]}")
+    index = found[0]
+    if index.suffix != ".json":
+        return {index: set()}
     weight_map = read_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(

@@ -16,7 +16,7 @@ G = 2 kv heads
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jspec.core.errors import ConfigError
@@ -159,6 +159,33 @@ def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTab
         )
         for spec in table
     )
+
+
+def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
+    """The table, some of whose weights may also be stored as one tensor each, part behind part.
+
+    fused: by the name of the product (the last key but one of its path), that tensor's, which
+    stands where the parts' stand.
+
+    In:  qkv of layers.0.self_attn.{q,k,v}_proj.weight, {"qkv": "qkv_proj"}
+    Out: or of layers.0.self_attn.qkv_proj.weight, whose rows are q's, then k's, then v's
+    """
+    return tuple(_or_fused(spec, fused) for spec in table)
+
+
+def _or_fused(spec: ParamSpec, fused: Mapping[str, str]) -> ParamSpec:
+    name = fused.get(str(spec.path[-2])) if len(spec.path) > 1 else None
+    if name is None or not spec.layouts:
+        return spec
+    separate, whole, first = spec.layouts[0], [], 0
+    total = sum(part.size for part in separate)
+    for part in separate:
+        before, _, kind = part.name.rsplit(".", 2)
+        stored = f"{before}.{name}.{kind}"
+        shape = (total, *part.shape[1:])
+        whole.append(replace(part, name=stored, shape=shape, first=first))
+        first += part.size
+    return replace(spec, layouts=(*spec.layouts, tuple(whole)))
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:

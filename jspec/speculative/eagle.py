@@ -1,4 +1,4 @@
-"""Drafting with a feature-level head (EAGLE-3): propose a tree, advance over what was emitted.
+"""Drafting with a feature-level head (EAGLE-1 to 3): propose a tree, advance over what was emitted.
 
 A row of the head is a pair (token i + 1, feature i). Level 1 needs no forward: its candidates come
 from the last advance. How the tree grows from them is `beams`, how candidates are ranked
@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core import drafting, shapes
 from jspec.core.batch import DraftTree
-from jspec.core.cache_groups import CacheGroup, KVEntry
+from jspec.core.cache_groups import CacheGroup
 from jspec.core.config import SpeculativeConfig
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle3Config
+from jspec.core.model_spec import ModelSpec, cache_groups
 from jspec.core.pytree import pytree
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
@@ -56,11 +56,21 @@ class EagleState:
     level1_scores: jax.Array  # f32[., K], path scores, <= 0
 
 
-class FeatureHead(Protocol):
-    """A draft model that reads (token, feature) pairs: `models.eagle3.Eagle3Head`, or a fake."""
+class HeadConfig(Protocol):
+    """What a drafter asks of a head's config. aux_layer_ids: none if it reads the last hidden."""
 
     @property
-    def config(self) -> Eagle3Config: ...
+    def layer(self) -> ModelSpec: ...
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]: ...
+
+
+class FeatureHead(Protocol):
+    """A draft model that reads (token, feature) pairs: an Eagle1Head, an Eagle3Head, or a fake."""
+
+    @property
+    def config(self) -> HeadConfig: ...
 
     @property
     def table(self) -> ParamTable: ...
@@ -68,7 +78,7 @@ class FeatureHead(Protocol):
     @property
     def shard(self) -> Shard: ...
 
-    def features(self, params: Params, aux_hidden: jax.Array) -> jax.Array: ...
+    def features(self, params: Params, given: jax.Array, /) -> jax.Array: ...
 
     def forward(
         self,
@@ -86,7 +96,8 @@ class FeatureHead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EagleDrafter:
-    """EAGLE-3. `score_scale` is the c of the path score; `draft_noise` False drafts plain top-k.
+    """EAGLE, with any head. `score_scale` is the c of the path score; `draft_noise` False drafts
+    plain top-k.
 
     Plain top-k drafting exists to measure what shared noise gains; the emitted text is the same.
     """
@@ -106,13 +117,12 @@ class EagleDrafter:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        heads = self.head.config.layer.one_layer.attention
-        entry = KVEntry(heads.num_kv_heads, heads.head_dim, heads.head_dim)
-        return (CacheGroup("draft", 1, entry),)
+        return cache_groups(self.head.config.layer, name="draft")
 
     @property
     def needs(self) -> Needs:
-        return Needs(aux_layer_ids=self.head.config.aux_layer_ids)
+        ids = self.head.config.aux_layer_ids
+        return Needs(hidden=not ids, aux_layer_ids=ids)
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> EagleState:
         del context_length
@@ -195,7 +205,9 @@ class EagleDrafter:
         predicts are the level-1 candidates, behind `next_ids`.
         """
         del state  # all that it held came from the former last pair
-        fused = self.head.features(params, emitted.features.aux_hidden)
+        features = emitted.features
+        given = features.aux_hidden if self.needs.aux_layer_ids else features.hidden
+        fused = self.head.features(params, given)
         hidden, caches = self.head.forward(
             params,
             following_ids(emitted),
@@ -221,24 +233,14 @@ def eagle_source(request: DraftRequest) -> DraftSource:
     """
     args, path, shards = request.args, request.checkpoint, request.shards
     config = load_eagle3_config(
-        path, target=request.target, draft_rope_theta=args.speculative_draft_rope_theta
+        path,
+        target=request.target,
+        draft_rope_theta=args.speculative_draft_rope_theta,
+        reads_names=args.load_format != "dummy",
     )
-    if args.speculative.topk > config.draft_vocab_size:
-        raise ConfigError(
-            f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
-            f"{config.draft_vocab_size}, the draft vocabulary"
-        )
-    if config.draft_vocab_size % shards:
-        raise ConfigError(
-            f"tp_size is {shards}; expected a divisor of the draft vocabulary "
-            f"{config.draft_vocab_size}"
-        )
+    check_draft_vocabulary(config.draft_vocab_size, request)
     if args.load_format != "dummy":
         check_eagle3(path, config)  # before the target is read, which takes longer
-    elif config.stated_num_layers != 1:
-        raise ConfigError(
-            f"{path}: num_hidden_layers is {config.stated_num_layers}; expected 1 for a dummy head"
-        )
 
     def make(ops: Ops, shard: Shard) -> EagleDrafter:
         head = Eagle3Head(config, ops, shard)
@@ -261,3 +263,16 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         aux_layer_ids=config.aux_layer_ids,
         shares=("embed",),  # as most heads do
     )
+
+
+def check_draft_vocabulary(size: int, request: DraftRequest) -> None:
+    """ConfigError for a draft vocabulary of fewer than K ids, or that the shards cannot divide."""
+    topk = request.args.speculative.topk
+    if topk > size:
+        raise ConfigError(
+            f"speculative_eagle_topk is {topk}; expected at most {size}, the draft vocabulary"
+        )
+    if size % request.shards:
+        raise ConfigError(
+            f"tp_size is {request.shards}; expected a divisor of the draft vocabulary {size}"
+        )

@@ -21,38 +21,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.model_spec import Eagle3Config
 from jspec.core.noise import mix32
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
-from jspec.models.eagle3 import Eagle3Head
 from jspec.models.params import ParamTable, prefixed
 from jspec.pallas_kernels.attention.rows import AttentionRows
-from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.eagle import EagleDrafter, FeatureHead, HeadConfig
 from jspec.speculative.multi_layer import MultiLayerDrafter
 
 
 @dataclass(frozen=True, slots=True)
 class DialHead:
-    """An Eagle3Head whose params lie one level deeper, beside the dial's."""
+    """A head whose params lie one level deeper, beside the dial's."""
 
-    inner: Eagle3Head
+    inner: FeatureHead
 
     @property
     def table(self) -> ParamTable:
         return prefixed(self.inner.table, path=("head",), stored="")
 
     @property
-    def config(self) -> Eagle3Config:
+    def config(self) -> HeadConfig:
         return self.inner.config
 
     @property
     def shard(self) -> Shard:
         return self.inner.shard
 
-    def features(self, params: Params, aux_hidden: jax.Array) -> jax.Array:
-        return self.inner.features(params["head"], aux_hidden)
+    def features(self, params: Params, given: jax.Array, /) -> jax.Array:
+        return self.inner.features(params["head"], given)
 
     def forward(
         self,

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle3Config, ModelSpec
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
@@ -118,7 +119,13 @@ def unroll(
 
     params: the head's, with embed and draft_ids. All T rows are computed, so that products keep
     round shapes; the last ones hold token 0 and no valid row sees them.
+    Raises ConfigError for a head of several layers, or one that feeds back what it normed.
     """
+    if config.layer.num_layers != 1 or config.feeds_back_normed:
+        raise ConfigError(
+            f"the head has {config.layer.num_layers} layers and feeds_back_normed is "
+            f"{config.feeds_back_normed}; expected 1 and False, which is all that is trained here"
+        )
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
     attend = UnrolledAttention()

@@ -1,7 +1,8 @@
-"""An EAGLE-3 head in numpy float64: the specification, read off the paper and the stored names.
+"""EAGLE heads in numpy float64: the specification, read off the papers and the stored names.
 
 Independent of jspec: takes a checkpoint's tensors as they are stored ([out, in], d2t an offset)
-and recomputes every row of a chain from the beginning, so it has no cache to get wrong.
+and recomputes every row of a chain from the beginning, so it has no cache to get wrong. What is
+there by its name (biases, norms of q and k, fused products) is used; settings are given.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Reference:
+class HeadReference:
+    """What all heads share: a decoder's attention and MLP, row t rotated by position t."""
+
     tensors: Mapping[str, npt.NDArray[Any]]  # "fc.weight", "{layer}self_attn.q_proj.weight", ...
-    layer: str  # "midlayer." or "layers.0."
     head_dim: int
     eps: float
     theta: float
-    norm_before_residual: bool
+    layer: str = "layers.0."  # or "midlayer."
+    num_layers: int = 1
+    num_kv_heads: int = 0  # for fused q, k and v alone
 
     def weight(self, name: str) -> F64:
         return self.tensors[name].astype(np.float64)
@@ -32,21 +36,37 @@ class Eagle3Reference:
         root_mean_square: F64 = np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
         return x / root_mean_square * self.weight(name)
 
-    def heads(self, x: F64, name: str, *, rotate: bool) -> F64:
-        """[heads, T, D]; row t is rotated by position t."""
-        y = x @ self.weight(f"{self.layer}self_attn.{name}.weight").T
-        y = y.reshape(len(x), -1, self.head_dim).swapaxes(0, 1)
-        if not rotate:
-            return y
+    def product(self, x: F64, name: str) -> F64:
+        y = x @ self.weight(f"{name}.weight").T
+        return y + self.weight(f"{name}.bias") if f"{name}.bias" in self.tensors else y
+
+    def heads(self, x: F64, layer: str) -> tuple[F64, F64, F64]:
+        """q, k and v as [heads, T, D], not yet rotated."""
+        attention = f"{layer}self_attn."
+        if f"{attention}qkv_proj.weight" in self.tensors:
+            y = self.product(x, f"{attention}qkv_proj")
+            kv = self.num_kv_heads * self.head_dim
+            parts = [y[:, : -2 * kv], y[:, -2 * kv : -kv], y[:, -kv:]]
+        else:
+            parts = [self.product(x, f"{attention}{name}_proj") for name in "qkv"]
+        q, k, v = (y.reshape(len(x), -1, self.head_dim).swapaxes(0, 1) for y in parts)
+        if f"{attention}q_norm.weight" in self.tensors:
+            q, k = (
+                self.norm(q, f"{attention}q_norm.weight"),
+                self.norm(k, f"{attention}k_norm.weight"),
+            )
+        return q, k, v
+
+    def rotated(self, y: F64) -> F64:
         half = self.head_dim // 2
         inverse = self.theta ** (-np.arange(half) / half)
-        turn = np.exp(1j * np.arange(len(x))[:, None] * inverse)  # complex numbers, not cos and sin
+        turn = np.exp(1j * np.arange(y.shape[1])[:, None] * inverse)  # complex, not cos and sin
         turned = (y[..., :half] + 1j * y[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], -1)
 
-    def attention(self, x: F64) -> F64:
-        q, k = self.heads(x, "q_proj", rotate=True), self.heads(x, "k_proj", rotate=True)
-        v = self.heads(x, "v_proj", rotate=False)
+    def attention(self, x: F64, layer: str) -> F64:
+        q, k, v = self.heads(x, layer)
+        q, k = self.rotated(q), self.rotated(k)
         mixed = np.zeros_like(q)
         for h in range(len(q)):
             g = h * len(k) // len(q)
@@ -55,43 +75,119 @@ class Eagle3Reference:
                 weights = np.exp(scores - scores.max())
                 mixed[h, t] = weights / weights.sum() @ v[g, : t + 1]
         flat = mixed.swapaxes(0, 1).reshape(len(x), -1)
-        return flat @ self.weight(f"{self.layer}self_attn.o_proj.weight").T
+        return self.product(flat, f"{layer}self_attn.o_proj")
 
-    def mlp(self, x: F64) -> F64:
-        weights = [
-            self.weight(f"{self.layer}mlp.{n}_proj.weight").T for n in ("gate", "up", "down")
-        ]
-        gate, up = x @ weights[0], x @ weights[1]
+    def mlp(self, x: F64, layer: str) -> F64:
+        if f"{layer}mlp.gate_up_proj.weight" in self.tensors:
+            gate, up = np.split(self.product(x, f"{layer}mlp.gate_up_proj"), 2, axis=-1)
+        else:
+            gate, up = (self.product(x, f"{layer}mlp.{name}_proj") for name in ("gate", "up"))
         silu: F64 = gate / (1 + np.exp(-gate))
-        return (silu * up) @ weights[2]
+        return self.product(silu * up, f"{layer}mlp.down_proj")
+
+    def behind(self, h: F64, layer: str) -> F64:
+        """h and the MLP of its norm."""
+        return h + self.mlp(self.norm(h, f"{layer}post_attention_layernorm.weight"), layer)
+
+    def further(self, h: F64) -> F64:
+        """Through the layers behind the first."""
+        for i in range(1, self.num_layers):
+            layer = f"layers.{i}."
+            normed = self.norm(h, f"{layer}input_layernorm.weight")
+            h = self.behind(h + self.attention(normed, layer), layer)
+        return h
+
+    def fuse(self, given: npt.NDArray[Any]) -> F64:
+        """Features of the target as the head's rows take them."""
+        raise NotImplementedError
 
     def run(self, tokens: list[int], hidden: F64) -> F64:
-        """h2[T, E] of rows 0..T-1, each a pair (tokens[t], hidden[t]) at position t."""
-        embedded = self.weight("embed_tokens.weight")[tokens]
-        normed = self.norm(hidden, f"{self.layer}hidden_norm.weight")
-        wide = [self.norm(embedded, f"{self.layer}input_layernorm.weight"), normed]
-        h1 = normed if self.norm_before_residual else hidden
-        h1 = h1 + self.attention(np.concatenate(wide, -1))
-        return h1 + self.mlp(self.norm(h1, f"{self.layer}post_attention_layernorm.weight"))
+        """What is fed back [T, E] of rows 0..T-1, each a pair (tokens[t], hidden[t]) at t."""
+        raise NotImplementedError
 
-    def fuse(self, aux_hidden: npt.NDArray[Any]) -> F64:
-        return aux_hidden.astype(np.float64) @ self.weight("fc.weight").T
-
-    def logits(self, h2: F64) -> F64:
-        return self.norm(h2, "norm.weight") @ self.weight("lm_head.weight").T
+    def logits(self, carried: F64) -> F64:
+        """[T, U] of what is fed back."""
+        raise NotImplementedError
 
     def target_id(self, draft_id: int) -> int:
         return draft_id + int(self.tensors["d2t"][draft_id]) if "d2t" in self.tensors else draft_id
 
     def chain(
-        self, tokens: list[int], aux_hidden: npt.NDArray[Any], *, num_steps: int
+        self, tokens: list[int], given: npt.NDArray[Any], *, num_steps: int
     ) -> tuple[list[int], F64]:
         """Greedy drafts (target ids) and the logits [num_steps, U] that chose them."""
-        tokens, hidden = list(tokens), self.fuse(aux_hidden)
+        tokens, hidden = list(tokens), self.fuse(given)
         drafts, chosen_from = [], []
         for _ in range(num_steps):
-            last = self.run(tokens, hidden)[-1]
-            chosen_from.append(self.logits(last))
+            last = self.run(tokens, hidden)[-1:]
+            chosen_from.append(self.logits(last)[0])
             drafts.append(self.target_id(int(chosen_from[-1].argmax())))
             tokens, hidden = [*tokens, drafts[-1]], np.vstack([hidden, last])
         return drafts, np.stack(chosen_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Reference(HeadReference):
+    """num_features: of the target's layers; 0 for a head that reads the last hidden.
+
+    normed: "whole" or "each" of the features before fc. norm_head: a norm before lm_head.
+    feeds_back_normed: behind that norm.
+    """
+
+    norm_before_residual: bool = False
+    num_features: int = 3
+    normed: str = ""
+    norm_head: bool = True
+    feeds_back_normed: bool = False
+    logit_scale: float = 1.0
+
+    def fuse(self, given: npt.NDArray[Any]) -> F64:
+        x = given.astype(np.float64)
+        if not self.num_features:
+            return x
+        if self.normed == "whole":
+            x = self.norm(x, "input_norm.weight")
+        elif self.normed == "each":
+            parts = np.split(x, self.num_features, axis=-1)
+            x = np.hstack([self.norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
+        return self.product(x, "fc")
+
+    def run(self, tokens: list[int], hidden: F64) -> F64:
+        embedded = self.weight("embed_tokens.weight")[tokens]
+        normed = self.norm(hidden, f"{self.layer}hidden_norm.weight")
+        wide = [self.norm(embedded, f"{self.layer}input_layernorm.weight"), normed]
+        h1 = normed if self.norm_before_residual else hidden
+        h1 = h1 + self.attention(np.concatenate(wide, -1), self.layer)
+        h2 = self.further(self.behind(h1, self.layer))
+        return self.norm(h2, "norm.weight") if self.feeds_back_normed else h2
+
+    def logits(self, carried: F64) -> F64:
+        if self.norm_head and not self.feeds_back_normed:
+            carried = self.norm(carried, "norm.weight")
+        return carried @ self.weight("lm_head.weight").T * self.logit_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Reference(HeadReference):
+    """lm_head: the target's, of the draft vocabulary [U, E]. hot_ids: its target ids."""
+
+    lm_head: npt.NDArray[Any]
+    hot_ids: npt.NDArray[Any]
+    norms_inputs: bool = False
+
+    def fuse(self, given: npt.NDArray[Any]) -> F64:
+        return given.astype(np.float64)
+
+    def run(self, tokens: list[int], hidden: F64) -> F64:
+        embedded = self.weight("embed_tokens.weight")[tokens]
+        if self.norms_inputs:
+            embedded = self.norm(embedded, "embedding_layernorm.weight")
+            hidden = self.norm(hidden, "hidden_states_layernorm.weight")
+        h = self.product(np.concatenate([embedded, hidden], -1), "fc")
+        return self.further(self.behind(h + self.attention(h, self.layer), self.layer))
+
+    def logits(self, carried: F64) -> F64:
+        return carried @ self.lm_head.astype(np.float64).T
+
+    def target_id(self, draft_id: int) -> int:
+        return int(self.hot_ids[draft_id])

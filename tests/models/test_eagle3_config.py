@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from jspec.core.config import RopeConfig
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.core.model_spec import (
+    DenseSpec,
+    Eagle3Config,
+    FeatureNorm,
+    ModelSpec,
+    uniform_decoder,
+)
 from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
 
 SIZES: dict[str, Any] = {
@@ -175,15 +181,15 @@ def test_the_speculators_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_output": True}, "norm_output is True"),
-        ({"norm_before_fc": True}, "norm_before_fc is True"),
-        ({"fc_norm": True}, "fc_norm is True"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc is True and fc_norm is True"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
         (
-            {
-                "transformer_layer_config": HEAD | {"model_type": "qwen3"},
-            },
-            "model_type is 'qwen3'.*norms q and k",
+            {"transformer_layer_config": HEAD | {"model_type": "gemma2"}},
+            "model_type is 'gemma2'; expected 'llama' or 'qwen3'",
+        ),
+        (
+            {"transformer_layer_config": HEAD | {"final_logit_softcapping": 30.0}},
+            "final_logit_softcapping is 30.0; expected no such key",
         ),
     ],
 )
@@ -195,23 +201,74 @@ def test_speculators_variants_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("values", "changes"),
+    [
+        (SPECULATORS | {"norm_output": True}, {"feeds_back_normed": True}),
+        (SPECULATORS | {"norm_output": False}, {}),
+        (SPECULATORS | {"norm_before_fc": True}, {"feature_norm": FeatureNorm.WHOLE}),
+        (SPECULATORS | {"fc_norm": True}, {"feature_norm": FeatureNorm.EACH}),
+        (SPECULATORS | {AUX_IDS: [1, 15, 28]}, {"aux_layer_ids": (1, 15, 28)}),  # inputs always
+        (HEAD | {"norm_output": False}, {"norm_before_head": False}),
+        (HEAD | {"eagle_config": {"use_last_layernorm": False}}, {"norm_before_head": False}),
+        (HEAD | {"eagle_config": {"norm_before_fc": True}}, {"feature_norm": FeatureNorm.WHOLE}),
+        (HEAD | {"fc_norm": True}, {"feature_norm": FeatureNorm.EACH}),
+        (HEAD | {"eagle_config": {"use_aux_hidden_state": False}}, {"aux_layer_ids": ()}),
+        (HEAD | {"bias": True}, {"fc_bias": True}),
+        (HEAD | {"logit_scale": 0.5}, {"logit_scale": 0.5}),
+    ],
+)
+def test_each_variant_is_a_property(
+    values: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """norm_output is one key with two meanings: before lm_head, and of what is fed back."""
+    usual = load_head(tmp_path, SPECULATORS if "transformer_layer_config" in values else HEAD)
+    assert load_head(tmp_path, values) == replace(usual, **changes)
+
+
+def test_the_layers_styles(tmp_path: Path) -> None:
+    layer = HEAD | {"mlp_bias": True, "attention_bias": True, "num_hidden_layers": 3}
+    plain = load_head(tmp_path, layer).layer
+    assert plain.num_layers == 3
+    attention, ffn = plain.one_layer.attention, plain.one_layer.ffn
+    assert (attention.qkv_bias, attention.out_bias, attention.qk_norm) == (True, True, False)
+    assert ffn == DenseSpec(inner=14336, bias=True)
+    qwen2 = load_head(tmp_path, HEAD | {"qkv_bias": True}).layer.one_layer.attention
+    assert (qwen2.qkv_bias, qwen2.out_bias) == (True, False)
+    qwen3 = SPECULATORS | {"transformer_layer_config": HEAD | {"model_type": "qwen3"}}
+    assert load_head(tmp_path, qwen3).layer.one_layer.attention.qk_norm
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_output": False}, "norm_output is False"),
-        ({"fc_norm": True}, "fc_norm is True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-        ({"bias": True}, "bias is True.*fc"),
-        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True; expected"),
+        (
+            {"eagle_config": {"use_input_layernorm_in_first_layer": False}},
+            "use_input_layernorm_in_first_layer is False; expected True",
+        ),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4; expected 1"),
+        ({"eagle_config": {"hidden_scale": 2.0}}, "hidden_scale is 2.0; expected no such key"),
         ({"parallel_drafting": True}, "parallel_drafting is True"),
-        ({"mlp_bias": True}, "mlp_bias is True.*a head's MLP has no biases"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier is 0.2; expected no such key"),
+        ({"norm_after_fc": True}, "norm_after_fc is True; expected no such key"),
         ({"layer_types": ["sliding_attention"]}, "layer_types has .*sliding.*expected 'full_att"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
         ({"architectures": ["LlamaForCausalLMEagle"]}, "architecture is 'LlamaForCausalLMEagle'"),
+        (
+            {"hidden_size": 2048, "target_hidden_size": 4096}
+            | {"eagle_config": {"use_aux_hidden_state": False}},
+            "hidden_size is 2048; expected the target's 4096, since a head without aux layers",
+        ),
     ],
 )
 def test_plain_variants_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load_head(tmp_path, HEAD | changes)
+
+
+def test_keys_that_say_nothing_of_the_forward_are_no_error(tmp_path: Path) -> None:
+    said = {"norm_after_fc": False, "aux_loss": None, "transformers_version": "4.57.0", "pad": 3}
+    assert load_head(tmp_path, HEAD | said) == load_head(tmp_path, HEAD)
 
 
 def test_norm_output_true_is_the_usual_head_in_the_plain_layout(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import Eagle3Config, uniform_decoder
+from jspec.core.model_spec import Eagle3Config, FeatureNorm, uniform_decoder
 from jspec.models.decoder import Params
 from jspec.models.eagle3 import eagle3_params
 from jspec.models.eagle3_config import load_eagle3_config
-from jspec.models.hf_eagle3 import canonical_name, check_eagle3, load_eagle3, save_eagle3
+from jspec.models.head_files import canonical_name
+from jspec.models.hf_eagle3 import check_eagle3, load_eagle3, save_eagle3
 from tests.models.random_params import assert_same, random_params
 
 SIZES: dict[str, Any] = {
@@ -54,6 +55,7 @@ def random_head(config: Eagle3Config, *, dtype: Any = np.float32) -> Params:
 
 def written(path: Path, config: Eagle3Config = CONFIG, **changes: Any) -> Path:
     """A saved head with tensors replaced, added or (None) removed."""
+    path.mkdir(exist_ok=True)
     save_eagle3(path, config, random_head(config), dtype=np.float32, include_embed=True)
     tensors = load_file(path / "model.safetensors") | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
@@ -177,12 +179,13 @@ def test_a_map_that_contradicts_itself_is_refused(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("fc_norm.0.weight", (8,), "norms of the aux features before fc"),
-        ("input_norm.weight", (24,), "a norm of the concatenated aux features"),
-        ("fc.bias", (8,), "a bias in fc"),
-        ("layers.1.self_attn.q_proj.weight", (8, 8), "more than one layer"),
-        ("midlayer.self_attn.q_norm.weight", (4,), "a norm of q"),
-        ("midlayer.self_attn.qkv_proj.weight", (16, 16), "q, k and v in one tensor"),
+        ("fc_norm.0.weight", (8,), r"each aux feature before fc; expected fc_norm true"),
+        ("input_norm.weight", (24,), r"all aux features .* expected norm_before_fc true"),
+        ("fc.bias", (8,), "a bias in fc; expected bias true"),
+        ("midlayer.self_attn.q_norm.weight", (4,), "a norm of q; expected model_type 'qwen3'"),
+        ("additional_layers.0.hidden_norm.weight", (8,), "SGLang's further layers"),
+        ("mask_hidden", (1, 24), "parallel drafting, which is not served"),
+        ("midlayer.self_attn.qkv_proj.weight", (16, 16), r"unknown tensor .*qkv_proj\.weight"),
         ("other.weight", (3,), r"unknown tensor other\.weight of shape \(3,\)"),
         ("lm_head.weight", (7, 8), r"lm_head\.weight has shape \(7, 8\); expected \(6, 8\)"),
         ("fc.weight", (8, 16), r"fc\.weight has shape \(8, 16\); expected \(8, 24\)"),
@@ -198,42 +201,92 @@ def test_a_tensor_that_does_not_fit_is_named(
         load(written(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("name", ["layers.1.x", "model.layers.2.x", "layers.10.x"])
-def test_a_second_layers_tensors_are_refused_whatever_the_config_says(
-    name: str, tmp_path: Path
-) -> None:
-    written(tmp_path, **{name: np.zeros(3, np.float32)})
-    canonical = name.removeprefix("model.")
-    for config in (CONFIG, replace(CONFIG, stated_num_layers=40)):
-        with pytest.raises(CheckpointError, match=rf"tensor {canonical} .*more than one layer"):
-            load(tmp_path, config)
-
-
 def test_every_tensor_of_a_variant_is_named(tmp_path: Path) -> None:
-    strange: dict[str, Any] = {"fc.bias": np.zeros(8), "layers.1.x": np.zeros(1)}
+    strange: dict[str, Any] = {"fc.bias": np.zeros(8), "mask_hidden": np.zeros((1, 24))}
     with pytest.raises(CheckpointError) as caught:
         load(written(tmp_path, **strange))
     assert "a bias in fc" in str(caught.value)
-    assert "more than one layer" in str(caught.value)
+    assert "parallel drafting" in str(caught.value)
 
 
-def test_the_configs_number_of_layers_counts_unless_the_tensors_say_midlayer(
-    tmp_path: Path,
-) -> None:
-    written(tmp_path)
-    file = tmp_path / "config.json"
-    values = json.loads(file.read_text()) | {"num_hidden_layers": 40}
-    file.write_text(json.dumps(values))
+def restated(path: Path, **changes: Any) -> Path:
+    """The head's config.json with other values."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
+
+
+def renamed(path: Path, old: str, new: str) -> Path:
+    """The head's tensors with a part of their names replaced."""
+    tensors = load_file(path / "model.safetensors")
+    kept = {name.replace(old, new): value for name, value in tensors.items()}
+    save_file(kept, path / "model.safetensors")
+    return path
+
+
+def test_a_midlayer_head_may_state_its_targets_number_of_layers(tmp_path: Path) -> None:
+    restated(written(tmp_path), num_hidden_layers=40)
     config = load_eagle3_config(tmp_path, target=TARGET)
-    assert config == replace(CONFIG, stated_num_layers=40)
-    assert_same(load(tmp_path, config), random_head(CONFIG))  # midlayer
-    renamed = {
-        name.replace("midlayer.", "layers.0."): value
-        for name, value in load_file(tmp_path / "model.safetensors").items()
-    }
-    save_file(renamed, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="num_hidden_layers is 40; expected 1, a head of"):
-        load(tmp_path, config)
+    assert config == CONFIG
+    assert_same(load(tmp_path, config), random_head(CONFIG))
+    renamed(tmp_path, "midlayer.", "layers.0.")
+    with pytest.raises(CheckpointError, match=r"is 40, but the weights beside it have 1: \[0\]"):
+        load_eagle3_config(tmp_path, target=TARGET)
+    stated = load_eagle3_config(tmp_path, target=TARGET, reads_names=False)
+    assert stated.layer.num_layers == 40  # nothing but config.json, for weights that are made
+
+
+@pytest.mark.parametrize(("stated", "found"), [(1, r"2: \[0, 1\]"), (3, r"2: \[0, 1\]")])
+def test_more_layers_than_weights_or_fewer_are_an_error(
+    stated: int, found: str, tmp_path: Path
+) -> None:
+    two = replace(CONFIG, layer=replace(LAYER, layers=LAYER.layers * 2))
+    written(tmp_path, two)
+    assert load_eagle3_config(tmp_path, target=TARGET) == two
+    assert_same(load(tmp_path, two), random_head(two))
+    restated(tmp_path, num_hidden_layers=stated)
+    with pytest.raises(CheckpointError, match=rf"num_hidden_layers is {stated}, .* have {found}"):
+        load_eagle3_config(tmp_path, target=TARGET)
+
+
+def test_what_bias_means_the_tensors_tell(tmp_path: Path) -> None:
+    """SGLang reads it for fc, vLLM for the attention."""
+    of_fc = replace(CONFIG, fc_bias=True)
+    written(tmp_path / "fc", of_fc)
+    assert load_eagle3_config(tmp_path / "fc", target=TARGET) == of_fc
+    attention = replace(LAYER.one_layer.attention, qkv_bias=True)
+    layer = replace(LAYER, layers=(replace(LAYER.one_layer, attention=attention),))
+    of_qkv = replace(CONFIG, layer=layer)
+    restated(written(tmp_path / "qkv", of_qkv), bias=True, qkv_bias=False)
+    assert load_eagle3_config(tmp_path / "qkv", target=TARGET) == of_qkv
+    restated(written(tmp_path / "none"), bias=True)
+    with pytest.raises(CheckpointError, match=r"bias is True, but the weights beside it have none"):
+        load_eagle3_config(tmp_path / "none", target=TARGET)
+
+
+@pytest.mark.parametrize("norm", list(FeatureNorm))
+def test_norms_before_fc_survive(norm: FeatureNorm, tmp_path: Path) -> None:
+    config = replace(CONFIG, feature_norm=norm, logit_scale=0.5)
+    save_eagle3(tmp_path, config, random_head(config), dtype=np.float32, include_embed=True)
+    assert load_eagle3_config(tmp_path, target=TARGET) == config
+    assert_same(load(tmp_path, config), random_head(config))
+
+
+def test_what_a_head_does_not_read_may_be_there(tmp_path: Path) -> None:
+    """fc of a head that reads the last hidden, and a norm that config.json turns off."""
+    config = replace(CONFIG, aux_layer_ids=(), norm_before_head=False)
+    unread: dict[str, Any] = {"fc.weight": np.zeros((8, 24)), "norm.weight": np.zeros(8)}
+    written(tmp_path, config, **unread)
+    assert load_eagle3_config(tmp_path, target=TARGET) == config
+    assert_same(load(tmp_path, config), random_head(config))
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+    for read in (lambda: load_eagle3_config(tmp_path, target=TARGET), lambda: load(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+            read()
 
 
 def test_all_that_does_not_fit_a_head_is_one_error(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""jspec's EAGLE-3 head against two independent ones: numpy float64, and speculators' torch."""
+"""jspec's EAGLE-3 head against two independent ones: numpy float64, and speculators' torch.
+
+Every published layout and variant, written to disk under its own names, read by the loader, and
+run over pages. Each case joins several variants that do not touch each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,158 +17,235 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.core.config import RopeConfig
-from jspec.core.model_spec import Eagle3Config, uniform_decoder
-from jspec.layers.attention import causal_attention
-from jspec.layers.embedding import embed
-from jspec.models.decoder import LayerSettings, Params
-from jspec.models.eagle3 import Eagle3Head, eagle3_params, run_head_layer
+from jspec.core.model_spec import DenseSpec, Eagle3Config, FeatureNorm, ModelSpec, uniform_decoder
+from jspec.models.decoder import Params
+from jspec.models.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
 from tests.models.eagle3_reference import Eagle3Reference
+from tests.models.head_laws import PagedHead, check_head
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"
-TARGET = uniform_decoder(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-)
-Run = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+OF_SPECULATORS = ("plain", "norm_before_residual", "norm_before_fc", "fc_norm", "qwen3_layers")
+# A setting of each golden head that the reference must be told.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"normed": "whole"},
+    "fc_norm": {"normed": "each", "feeds_back_normed": True},
+    "qwen3_layers": {"normed": "each", "norm_before_residual": True, "num_layers": 2},
+}
+SIZE = 16
 
 
-def dense_head(config: Eagle3Config, params: Params) -> Run:
-    """(tokens[B, T], hidden[B, T, E]) -> (h2, logits) of every row, positions 0..T-1."""
-
-    @jax.jit
-    def run(params: Params, tokens: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        h2 = run_head_layer(
-            params["layer"],
-            embed(params["embed"], tokens),
-            hidden,
-            jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-            causal_attention,
-            config=config,
-            settings=LayerSettings(Ops()),
-        )
-        return h2, Eagle3Head(config, Ops()).logits(params, h2)
-
-    def call(tokens: Any, hidden: Any) -> tuple[jax.Array, jax.Array]:
-        with jax.default_matmul_precision("highest"):
-            h2, logits = run(params, jnp.asarray(tokens), jnp.asarray(hidden, jnp.float32))
-        return h2, logits
-
-    return call
-
-
-def reference(path: Path, config: Eagle3Config, *, layer: str) -> Eagle3Reference:
-    return Eagle3Reference(
-        tensors=load_file(path / "model.safetensors"),
-        layer=layer,
-        head_dim=config.layer.one_layer.attention.head_dim,
-        eps=config.layer.rms_norm_eps,
-        theta=config.layer.one_layer.attention.rope.theta,
-        norm_before_residual=config.norm_before_residual,
-    )
-
-
-def random_head(*, norm_before_residual: bool) -> tuple[Eagle3Config, Params]:
-    layer = uniform_decoder(
+def golden_target(size: int) -> ModelSpec:
+    return uniform_decoder(
         vocab_size=96,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=1,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=3000.0),
+        hidden_size=size,
+        intermediate_size=48,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
     )
-    config = Eagle3Config(
-        layer=layer,
-        draft_vocab_size=24,
-        target_hidden_size=32,
-        aux_layer_ids=(0, 2, 4, 8),
-        norm_before_residual=norm_before_residual,
-    )
-    rng = np.random.default_rng(7)
-    params: Params = jax.tree.map(
-        lambda leaf: (rng.standard_normal(leaf.shape) / 5).astype(leaf.dtype),
-        abstract_params(eagle3_params(config), dtype=np.float32),
-    )
-    params["draft_ids"] = np.sort(rng.choice(96, 24, replace=False)).astype(np.int32)
-    for scale in (params["norm"], *(params["layer"][n] for n in ("input_norm", "hidden_norm"))):
-        scale["scale"] = rng.uniform(0.5, 1.5, 32).astype(np.float32)
-    return config, params
 
 
-@pytest.mark.parametrize("variant", ["plain", "norm_before_residual"])
-def test_every_chain_row_equals_speculators(variant: str) -> None:
-    config = load_eagle3_config(GOLDEN / variant, target=TARGET)
-    params = load_eagle3(GOLDEN / variant, config, target_params={}, dtype=np.float32)
-    golden = np.load(GOLDEN / variant / "outputs.npz")
+def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
+    golden = np.load(GOLDEN / name / "outputs.npz")
+    config = load_eagle3_config(
+        GOLDEN / name, target=golden_target(golden["aux_hidden"].shape[1] // 3)
+    )
+    params = load_eagle3(GOLDEN / name, config, target_params={}, dtype=np.float32)
+    return config, params, golden
+
+
+@pytest.mark.parametrize("name", OF_SPECULATORS)
+def test_every_chain_row_equals_speculators(name: str) -> None:
+    """Step s of row t is the s-th draft forward behind a prompt of t + 1 rows."""
+    config, params, golden = golden_head(name)
     num_steps, num_rows = golden["logits"].shape[:2]
-    run = dense_head(config, params)
-    # chain b: the true features of rows 0..b, then the head's own output, one row a step
-    chains = np.arange(num_rows - num_steps + 1)
-    tokens = np.tile(golden["token_ids"], (len(chains), 1))
-    features = np.asarray(golden["aux_hidden"] @ params["fc"]["kernel"])
-    hidden = np.tile(features, (len(chains), 1, 1))
-    for step in range(num_steps):
-        h2, logits = (np.asarray(out)[chains, chains + step] for out in run(tokens, hidden))
-        np.testing.assert_allclose(h2, golden["hidden"][step, chains], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(logits, golden["logits"][step, chains], rtol=1e-5, atol=1e-5)
-        if step + 1 < num_steps:
-            hidden[chains, chains + step + 1] = h2
+    paged = PagedHead(Eagle3Head(config, Ops()), params, num_rows=num_rows + 1)
+    tokens = golden["token_ids"]
+    fused = paged.fuse(golden["aux_hidden"])
+
+    def check(carried: Any, logits: Any, step: int, rows: Any) -> None:
+        expected = golden["hidden"][step, rows]
+        if config.feeds_back_normed:  # recorded in front of the norm
+            scale = np.asarray(params["norm"]["scale"])
+            mean = np.square(expected).mean(-1, keepdims=True)
+            expected = expected / np.sqrt(mean + config.layer.rms_norm_eps) * scale
+        np.testing.assert_allclose(carried, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(logits, golden["logits"][step, rows], rtol=1e-5, atol=1e-5)
+
+    for last in (0, 7, num_rows - num_steps):
+        kv, carried, logits = paged.run(
+            paged.empty(), tokens, fused, start=0, count=last + 1, is_prompt=True
+        )
+        check(carried, logits, 0, slice(last + 1))
+        for step in range(1, num_steps):
+            slot = last + step
+            kv, carried, logits = paged.run(kv, tokens[slot : slot + 1], carried[-1:], start=slot)
+            check(carried, logits, step, slice(last, last + 1))
 
 
-@pytest.mark.parametrize("variant", ["plain", "norm_before_residual"])
-def test_the_numpy_reference_equals_speculators_too(variant: str) -> None:
-    config = load_eagle3_config(GOLDEN / variant, target=TARGET)
-    golden = np.load(GOLDEN / variant / "outputs.npz")
-    head = reference(GOLDEN / variant, config, layer="layers.0.")
-    h2 = head.run(list(golden["token_ids"]), head.fuse(golden["aux_hidden"]))
-    np.testing.assert_allclose(h2, golden["hidden"][0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(head.logits(h2), golden["logits"][0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
-def test_prefill_and_chain_equal_the_numpy_reference(
-    layer: str, norm_before_residual: bool, tmp_path: Path
-) -> None:
-    config, params = random_head(norm_before_residual=norm_before_residual)
-    save_eagle3(tmp_path, config, params, dtype=np.float32, include_embed=True)
-    stored = load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("midlayer.", layer): value for name, value in stored.items()}
-    save_file(renamed, tmp_path / "model.safetensors")
-    loaded = load_eagle3(tmp_path, config, target_params={}, dtype=np.float32)
-    run = dense_head(config, loaded)
-    expected = reference(tmp_path, config, layer=layer)
-
-    rng = np.random.default_rng(1)
-    num_rows, num_steps = 12, 4
-    prompt = [int(token) for token in rng.integers(0, 96, num_rows)]
-    aux_hidden = rng.standard_normal((num_rows, 4 * 32))
-    drafts, chosen_from = expected.chain(prompt, aux_hidden, num_steps=num_steps)
-
-    # the rows behind the chain are padding that causal attention never shows to it
-    tokens = np.zeros((1, num_rows + num_steps), np.int32)
-    hidden = np.zeros((1, num_rows + num_steps, 32), np.float32)
-    tokens[0, :num_rows] = prompt
-    hidden[0, :num_rows] = aux_hidden @ loaded["fc"]["kernel"]
-    h2, logits = run(tokens, hidden)
-    np.testing.assert_allclose(
-        h2[0, :num_rows], expected.run(prompt, expected.fuse(aux_hidden)), rtol=1e-5, atol=1e-5
+@pytest.mark.parametrize("name", OF_SPECULATORS)
+def test_the_numpy_reference_equals_speculators_too(name: str) -> None:
+    config, _, golden = golden_head(name)
+    head = Eagle3Reference(
+        tensors=load_file(GOLDEN / name / "model.safetensors"),
+        head_dim=16,
+        eps=1e-6,
+        theta=10000.0,
+        **SETTINGS.get(name, {}),
     )
-    for step in range(num_steps):
-        row = num_rows - 1 + step
-        np.testing.assert_allclose(logits[0, row], chosen_from[step], rtol=1e-5, atol=1e-5)
-        draft_id = int(loaded["draft_ids"][int(jnp.argmax(logits[0, row]))])
-        assert draft_id == drafts[step]
-        tokens[0, row + 1], hidden[0, row + 1] = draft_id, h2[0, row]
-        h2, logits = run(tokens, hidden)
+    carried = head.run(list(golden["token_ids"]), head.fuse(golden["aux_hidden"]))
+    if not config.feeds_back_normed:
+        np.testing.assert_allclose(carried, golden["hidden"][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(head.logits(carried), golden["logits"][0], rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A head as somebody publishes it. layer: the name of its first layer; root: of all tensors.
+
+    changes: of its config; attention: of its attention; settings: what the reference is told.
+    """
+
+    layer: str = "midlayer."
+    root: str = ""
+    num_layers: int = 1
+    mlp_bias: bool = False
+    is_fused: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Eagle3Config:
+        spec = uniform_decoder(
+            vocab_size=96,
+            hidden_size=SIZE,
+            intermediate_size=24,
+            num_layers=1,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=8,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig(theta=3000.0),
+        )
+        layer = replace(
+            spec.one_layer,
+            attention=replace(spec.one_layer.attention, **self.attention),
+            ffn=DenseSpec(inner=24, bias=self.mlp_bias),
+        )
+        sizes = {"draft_vocab_size": 24, "target_hidden_size": SIZE, "aux_layer_ids": (0, 2, 8)}
+        return Eagle3Config(
+            layer=replace(spec, layers=(layer,) * self.num_layers), **(sizes | self.changes)
+        )
+
+
+LAYOUTS = {
+    "eagle": Layout(),
+    "sglang_fused": Layout(root="model.", is_fused=True, attention={"qkv_bias": True}),
+    "speculators_names": Layout(
+        layer="layers.0.",
+        changes={"norm_before_residual": True, "aux_layer_ids": (0, 2, 4, 8)},
+        settings={"norm_before_residual": True, "num_features": 4},
+    ),
+    "gpt_oss_style": Layout(
+        changes={"feature_norm": FeatureNorm.WHOLE, "fc_bias": True, "logit_scale": 0.5},
+        settings={"normed": "whole", "logit_scale": 0.5},
+    ),
+    "3.1_of_two_qwen3_layers": Layout(
+        layer="layers.0.",
+        num_layers=2,
+        mlp_bias=True,
+        changes={"feature_norm": FeatureNorm.EACH},
+        attention={"qk_norm": True, "qkv_bias": True, "out_bias": True},
+        settings={"normed": "each", "num_layers": 2},
+    ),
+    "last_hidden_and_full_vocabulary": Layout(
+        layer="layers.0.",
+        root="model.",
+        changes={"aux_layer_ids": (), "draft_vocab_size": 96, "norm_before_head": False},
+        settings={"num_features": 0, "norm_head": False},
+    ),
+    "of_a_wider_target": Layout(changes={"target_hidden_size": 40}),
+}
+
+
+def random_head(config: Eagle3Config) -> Params:
+    rng = np.random.default_rng(7)
+
+    def draw(path: Any, leaf: Any) -> Any:
+        if "norm" in str(path):
+            return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+        return (rng.standard_normal(leaf.shape) / 3).astype(leaf.dtype)
+
+    params: Params = jax.tree_util.tree_map_with_path(
+        draw, abstract_params(eagle3_params(config), dtype=np.float32)
+    )
+    ids = rng.choice(96, config.draft_vocab_size, replace=False)
+    params["draft_ids"] = np.sort(ids).astype(np.int32)
+    return params
+
+
+def written(path: Path, layout: Layout, params: Params) -> None:
+    """The head under the names that `layout` says, its products fused if it says so."""
+    save_eagle3(path, layout.config, params, dtype=np.float32, include_embed=True)
+    tensors = load_file(path / "model.safetensors")
+    first = "midlayer." if layout.num_layers == 1 else "layers.0."
+    tensors = {name.replace(first, layout.layer): value for name, value in tensors.items()}
+    if layout.is_fused:
+        for start, names in (("self_attn.", "q k v"), ("mlp.", "gate up")):
+            parts = names.split()
+            joined = "".join(parts) if start == "self_attn." else "_".join(parts)
+            for kind in ("weight", "bias"):
+                stored = [f"{layout.layer}{start}{part}_proj.{kind}" for part in parts]
+                if stored[0] in tensors:
+                    values = [tensors.pop(name) for name in stored]
+                    tensors[f"{layout.layer}{start}{joined}_proj.{kind}"] = np.concatenate(values)
+    save_file(
+        {layout.root + name: value for name, value in tensors.items()}, path / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    params = random_head(layout.config)
+    written(tmp_path, layout, params)
+    target = replace(golden_target(layout.config.target_hidden_size), vocab_size=96)
+    config = load_eagle3_config(tmp_path, target=target)
+    assert config == layout.config
+    loaded = load_eagle3(tmp_path, config, target_params={}, dtype=np.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    reference = Eagle3Reference(
+        tensors={name.removeprefix(layout.root): value for name, value in stored.items()},
+        head_dim=8,
+        eps=1e-6,
+        theta=3000.0,
+        layer=layout.layer,
+        num_kv_heads=3,
+        **layout.settings,
+    )
+    width = max(len(config.aux_layer_ids), 1) * config.target_hidden_size
+    head = Eagle3Head(config, Ops())
+    check_head(head, loaded, reference, vocab_size=96, width=width)
+    assert jnp.asarray(loaded["draft_ids"]).shape == (config.draft_vocab_size,)
+
+
+def test_a_head_that_feeds_back_its_norm_drafts_as_the_reference() -> None:
+    """speculators alone says so, so its own file is the case; golden chains have forced tokens."""
+    config, params, _ = golden_head("fc_norm")
+    assert config.feeds_back_normed
+    reference = Eagle3Reference(
+        tensors=load_file(GOLDEN / "fc_norm" / "model.safetensors"),
+        head_dim=16,
+        eps=1e-6,
+        theta=10000.0,
+        **SETTINGS["fc_norm"],
+    )
+    width = 3 * config.target_hidden_size
+    check_head(Eagle3Head(config, Ops()), params, reference, vocab_size=96, width=width)

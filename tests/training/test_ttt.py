@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.errors import ConfigError
 from jspec.training.dense import causal_attend, forward
 from jspec.training.loop import LoopConfig, init_state, learning_rate, make_step
 from jspec.training.ttt import (
@@ -43,6 +46,15 @@ def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
         assert len(chain) == min(DEPTHS, LENGTH - 1 - t)
         for depth, logits in enumerate(chain):
             np.testing.assert_allclose(unrolled[depth][1, t], logits, atol=2e-5, rtol=1e-5)
+
+
+def test_a_head_of_several_layers_is_not_trained() -> None:
+    config, params, _ = tiny_head(*tiny_target())
+    two = replace(config, layer=replace(config.layer, layers=config.layer.layers * 2))
+    aux = jnp.zeros((1, LENGTH, 1))
+    for other in (two, replace(config, feeds_back_normed=True)):
+        with pytest.raises(ConfigError, match="expected 1 and False"):
+            unroll(other, params, random_rows(1, LENGTH), aux, num_depths=1, dtype=jnp.float32)
 
 
 def test_the_last_feature_reaches_no_earlier_row() -> None:
