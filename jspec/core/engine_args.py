@@ -132,11 +132,13 @@ class EngineArgs:
     )
     speculative_ngram_external_corpus_path: str | None = argument(
         None,
-        "Token ids (.npy, or text) that NGRAM looks up where the row itself has nothing",
+        "What NGRAM looks up where the row itself has nothing: a text, a directory of texts, "
+        '.jsonl with a "text" field, or token ids (.npy, or a text of integers)',
         _SPECULATION,
+        is_local=True,
     )
     speculative_ngram_external_corpus_max_tokens: int = argument(
-        10_000_000, "Ids read of it", _SPECULATION, low=2, high=2**31 - 1
+        10_000_000, "Tokens read of it", _SPECULATION, low=2, high=2**31 - 1
     )
     simulate_acceptance: float | None = argument(
         None,

@@ -150,7 +150,12 @@ _OTHER_SPECULATIVE = (
     _refused("--speculative-adaptive-config", _TEXT, "S/K/N are fixed at start"),
     _warns("--speculative-ngram-min-bfs-breadth", _INT, _NGRAM_TREE),
     _warns("--speculative-ngram-max-bfs-breadth", _INT, _NGRAM_TREE),
-    _warns("--speculative-ngram-match-type", _TEXT, _NGRAM_TREE),
+    _refused(
+        "--speculative-ngram-match-type",
+        _TEXT,
+        "the longest matches come first, then the latest; continuations are not counted",
+        neutral=("bfs",),
+    ),
     _warns("--speculative-ngram-max-trie-depth", _INT, _NGRAM_LOOKUP),
     _warns("--speculative-ngram-capacity", _INT, _NGRAM_LOOKUP),
     _warns("--speculative-ngram-external-sam-budget", _INT, _NGRAM_LOOKUP),

@@ -300,7 +300,10 @@ def _scores(
 
 
 def ngram_source(request: DraftRequest) -> DraftSource:
-    """Lookup in the row, and in the corpus that the arguments name. Its row in `registry`."""
+    """Lookup in the row, and in the corpus that the arguments name. Its row in `registry`.
+
+    Raises ConfigError for a corpus that cannot be read, before any weight is.
+    """
     args = request.args
     longest = args.speculative_ngram_max_match_window_size
     drafter = NgramDrafter(
@@ -309,15 +312,17 @@ def ngram_source(request: DraftRequest) -> DraftSource:
         max_match=longest,
     )
 
+    if args.speculative_ngram_external_corpus_path is None:
+        return DraftSource(make=made(drafter))
+    ids = read_corpus(
+        Path(args.speculative_ngram_external_corpus_path),
+        vocab_size=request.target.vocab_size,
+        max_tokens=args.speculative_ngram_external_corpus_max_tokens,
+        tokenizer=request.tokenizer,
+    )
+
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
         del target_params, dtype, place
-        if args.speculative_ngram_external_corpus_path is None:
-            return {}
-        ids = read_corpus(
-            Path(args.speculative_ngram_external_corpus_path),
-            vocab_size=request.target.vocab_size,
-            max_tokens=args.speculative_ngram_external_corpus_max_tokens,
-        )
         return sort_corpus(ids, max_match=longest)
 
     return DraftSource(make=made(drafter), read=read)
