@@ -298,7 +298,11 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
     [
         (["run_server.py", "--port", "0", "--trust-remote-code"], "--trust-remote-code has no"),
         (["run_server.py", "--port", "0"], "loading "),
-        (["-m", "jspec.cli", "generate", "x", "--trust-remote-code"], "--trust-remote-code has no"),
+        pytest.param(
+            ["-m", "jspec.cli", "generate", "x", "--trust-remote-code"],
+            "--trust-remote-code has no",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ctrl_c_ends_a_start_at_any_moment(flags: list[str], words: list[str], moment: str) -> None:
