@@ -133,7 +133,7 @@ def test_bytes_under_way_stay_below_the_bound() -> None:
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_several_are_under_way_at_once(num_workers: int) -> None:
     """Each waits for the others before it is put: one after the other would never end."""
-    together = threading.Barrier(num_workers, timeout=20)
+    together = threading.Barrier(num_workers, timeout=60)
     watched = Watched(before_put=together.wait)
     reads = watched.reads([KIB] * (4 * num_workers))
     stream(reads, watched.put, num_workers=num_workers, max_bytes=100 * KIB)
