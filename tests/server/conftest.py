@@ -23,12 +23,6 @@ from jspec.server.server_args import ServerArgs
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
 
-def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run of the tests; all its worker processes have the same one."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
@@ -48,7 +42,7 @@ def engine_arguments(
         "context_length": 16384,
         "max_total_tokens": 40000,
         "dtype": "float32",  # a GPU would choose bfloat16, in which near-ties may flip
-        "compilation_cache_dir": str(session_folder(tmp_path_factory) / "server_programs"),
+        "compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
     }
 
 
