@@ -28,7 +28,7 @@ def output_of(module: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=580,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-4000:]

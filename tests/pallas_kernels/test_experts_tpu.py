@@ -98,7 +98,7 @@ def test_compiles_for_a_tpu_and_copies_no_weights(topology: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=580,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-4000:]

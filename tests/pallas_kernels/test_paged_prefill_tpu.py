@@ -217,14 +217,14 @@ SLOW = {
 }
 
 
-@settings(_SLOW_EXAMPLES, max_examples=6)
+@settings(_SLOW_EXAMPLES, max_examples=4)
 @given(drawn=row_lengths(batch=5, queries=80, slots=PACKED.slots_per_row), seed=st.integers(0, 99))
 def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:
     check(PACKED, np.random.default_rng(seed), *drawn)
 
 
 @pytest.mark.slow
-@settings(_SLOW_EXAMPLES, max_examples=100)
+@settings(_SLOW_EXAMPLES, max_examples=25)
 @given(drawn=row_lengths(batch=5, queries=80, slots=PACKED.slots_per_row), seed=st.integers(0, 99))
 def test_more_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:
     check(PACKED, np.random.default_rng(seed), *drawn)
@@ -244,7 +244,7 @@ def test_every_feature_equals_the_reference(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_every_shape_equals_the_reference(name: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng([seed, len(name)])
         check(SLOW[name], rng, *draw_lengths(rng, SLOW[name]))
 
@@ -322,10 +322,11 @@ def test_shapes_that_the_kernel_cannot_take_are_refused(
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
 )
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_mosaic_compiles_it_without_copying_the_pool(topology: str) -> None:
+@pytest.mark.parametrize(("topology", "every"), [("v5e:2x2", 1), ("v5p:2x2x1", 4), ("v6e:2x2", 4)])
+def test_mosaic_compiles_it_without_copying_the_pool(topology: str, every: int) -> None:
+    """Every shape for one chip, every fourth for the others."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.tpu_prefill_compile", topology],
+        [sys.executable, "-m", "tests.pallas_kernels.tpu_prefill_compile", topology, str(every)],
         capture_output=True,
         text=True,
         check=False,
@@ -333,7 +334,7 @@ def test_mosaic_compiles_it_without_copying_the_pool(topology: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(programs) > 10
+    assert len(programs) > 10 // every
     for program in programs:
         assert program["kernels"] == 1, program
         assert program["pool_copies"] == [], program

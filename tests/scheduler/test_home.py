@@ -194,7 +194,7 @@ def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
     with interruption(partial(started.wait, 10)):
         home.run(work("mine"))
     assert ended == ["mine cancelled"]
-    other.join(timeout=10)
+    other.join(timeout=60)
     assert ended == ["mine cancelled", "other done"]
     assert home.run(loop_id()) == id(home._loop)
     home.stop()

@@ -39,7 +39,7 @@ def make_loop(
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, timeout=30))
+    asyncio.run(asyncio.wait_for(main, timeout=120))
 
 
 async def read(stream: ChunkStream) -> list[StreamChunk]:

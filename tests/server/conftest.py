@@ -66,12 +66,12 @@ def live_url(engine: Engine) -> Iterator[str]:
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
-    thread.join(timeout=30)
+    thread.join(timeout=120)
 
 
 @pytest.fixture
 def client(live_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=live_url, timeout=120, trust_env=False) as client:
         yield client
         client.post("/abort_request", json={"abort_all": True})
 

@@ -15,7 +15,7 @@ from jspec.api import Engine
 ENDLESS = {"max_new_tokens": 16000, "ignore_eos": True}
 
 
-def wait_idle(engine: Engine, *, seconds: float = 30.0) -> None:
+def wait_idle(engine: Engine, *, seconds: float = 120.0) -> None:
     """Waits until nothing runs, then asserts that every slot and page came back."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -28,14 +28,14 @@ def wait_idle(engine: Engine, *, seconds: float = 30.0) -> None:
     raise AssertionError(f"not idle after {seconds} s: {engine.stats}")
 
 
-def wait_running(engine: Engine, num_running: int, *, seconds: float = 30.0) -> None:
+def wait_running(engine: Engine, num_running: int, *, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while engine.stats.num_running != num_running:
         assert time.monotonic() < deadline, engine.stats
         time.sleep(0.005)
 
 
-def wait_taken(engine: Engine, num_taken: int, *, seconds: float = 30.0) -> None:
+def wait_taken(engine: Engine, num_taken: int, *, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while engine.stats.num_running + engine.stats.num_queued < num_taken:
         assert time.monotonic() < deadline, engine.stats

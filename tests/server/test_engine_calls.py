@@ -40,7 +40,7 @@ def test_an_interrupt_ends_its_request_alone(
     assert stats.num_aborted == num_aborted + 1
     if is_queued:
         assert asyncio.run(engine.abort_all()) == 2
-        filling.join(timeout=30)
+        filling.join(timeout=120)
     wait_idle(engine)
 
 
@@ -98,7 +98,7 @@ def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any])
     for thread in shutting:
         thread.start()
     for thread in shutting:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     with pytest.raises(EngineClosedError):
         list(read)

@@ -240,7 +240,7 @@ def test_a_full_queue_is_a_503_with_retry_after(client: httpx.Client, engine: En
         assert engine.stats.num_requests == before.num_requests
         assert client.get("/health_generate").status_code == 200
         client.post("/abort_request", json={"abort_all": True}).raise_for_status()
-        assert len(filling.result(timeout=30)) == 32
+        assert len(filling.result(timeout=120)) == 32
     wait_idle(engine)
 
 
@@ -253,7 +253,7 @@ def test_abort_all_ends_everything(client: httpx.Client, engine: Engine) -> None
         response = client.post("/abort_request", json={"abort_all": True})
         assert (response.status_code, response.json()) == (200, {"num_aborted": 8})
         for answer in answers:
-            reason = answer.result(timeout=30)["meta_info"]["finish_reason"]
+            reason = answer.result(timeout=120)["meta_info"]["finish_reason"]
             assert reason["type"] == "abort"
     wait_idle(engine)
     assert client.get("/health").status_code == 200
@@ -266,7 +266,7 @@ def test_abort_by_rid_ends_all_of_it_and_nothing_else(client: httpx.Client, engi
             client,
             text="x",
             rid="r-10",
-            sampling_params={"max_new_tokens": 3000, "ignore_eos": True},
+            sampling_params={"max_new_tokens": 1000, "ignore_eos": True},
         )
         mine = pool.submit(
             generate, client, text=["x", "y"], rid="r-1", sampling_params={**ENDLESS, "n": 2}
@@ -277,9 +277,9 @@ def test_abort_by_rid_ends_all_of_it_and_nothing_else(client: httpx.Client, engi
         assert "not in use" in again.json()["message"]
         assert client.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 0}
         assert client.post("/abort_request", json={"rid": "r-1"}).json() == {"num_aborted": 4}
-        reasons = [r["meta_info"]["finish_reason"]["type"] for r in mine.result(timeout=30)]
+        reasons = [r["meta_info"]["finish_reason"]["type"] for r in mine.result(timeout=120)]
         assert reasons == ["abort"] * 4
-        finish = other.result(timeout=60)["meta_info"]["finish_reason"]
+        finish = other.result(timeout=120)["meta_info"]["finish_reason"]
         assert finish["type"] == "length"
     wait_idle(engine)
 
@@ -327,7 +327,7 @@ def send_and_leave(url: str, path: str, body: dict[str, Any], *, read: int) -> N
     assert where.port is not None
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=120) as connection:
         connection.sendall(head.encode() + content)
         while read > 0:
             read -= len(connection.recv(read))
@@ -354,7 +354,7 @@ def test_a_client_that_goes_away_frees_everything(
         kwargs={"read": 2000 if stream else 0},
     )
     leaving.start()
-    leaving.join(timeout=30)
+    leaving.join(timeout=120)
     deadline = time.monotonic() + 20
     while engine.stats.num_aborted < before.num_aborted + num_sequences:
         assert engine.stats.num_finished == before.num_finished
@@ -365,11 +365,11 @@ def test_a_client_that_goes_away_frees_everything(
 
 def test_normal_and_impatient_clients_together(live_url: str, engine: Engine) -> None:  # C13
     params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
-    with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=live_url, timeout=120, trust_env=False) as client:
         expected = generate(client, text=PROMPTS[0], sampling_params=params)["output_ids"]
 
     def normal(_: int) -> bool:
-        with httpx.Client(base_url=live_url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=live_url, timeout=120, trust_env=False) as client:
             answers = [generate(client, text=PROMPTS[0], sampling_params=params) for _ in range(3)]
         return all(answer["output_ids"] == expected for answer in answers)
 

@@ -85,11 +85,20 @@ def test_an_error_of_the_engine_speaks_of_the_clients_names(client: httpx.Client
     assert response.json()["message"].startswith(expected)
 
 
-def test_the_default_length_ends_at_the_context(client: httpx.Client) -> None:
-    ids = [1] * 16380
+def test_the_default_length_ends_at_the_context(engine_arguments: dict[str, Any]) -> None:
+    arguments = {
+        **engine_arguments,
+        "speculative_algorithm": "NONE",
+        "speculative_draft_model_path": None,
+        "max_running_requests": 1,
+        "context_length": 64,
+        "max_total_tokens": 128,
+    }
     params = {"ignore_eos": True, "sampling_seed": 1}
-    body = {"input_ids": ids, "sampling_params": params}
-    meta = client.post("/generate", json=body).raise_for_status().json()["meta_info"]
+    with Engine(**arguments) as small:
+        app = create_app(small, ServerArgs())
+        body = {"input_ids": [1] * 60, "sampling_params": params}
+        meta = ask(app, "POST", "/generate", json=body).raise_for_status().json()["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 4}
 
 

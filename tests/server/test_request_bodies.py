@@ -64,19 +64,19 @@ def test_the_413_reaches_a_client_that_sends_everything_first(engine: Engine) ->
             assert status == "HTTP/1.1 413 Request Entity Too Large"
             assert "connection: close" in headers.lower()
         # A client that asks first is answered before it sends anything.
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
             head = "POST /generate HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\n"
             connection.sendall(f"{head}Content-Length: 8000000\r\n\r\n".encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=120)
 
 
 def post_all_then_read(port: int, body: bytes, *, chunked: bool) -> tuple[str, str]:
     """Sends the whole body before it reads; returns the status line and the headers."""
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         connection.sendall(f"POST /generate HTTP/1.1\r\nHost: t\r\n{length}\r\n\r\n".encode())
         connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
         answer = b""

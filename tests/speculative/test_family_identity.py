@@ -47,6 +47,14 @@ YARN = RopeConfig(
 )
 
 
+# A chain, a tree, a lookup's tree.
+DRAFTS = (
+    ((3, 1, 4), Algorithm.EAGLE3),
+    ((3, 4, 16), Algorithm.EAGLE3),
+    ((3, 3, 8), Algorithm.NGRAM),
+)
+
+
 def target_of(family: str) -> ModelSpec:
     """A target as wide as TARGET, of two layers: compiling is what the test costs."""
     attention, windows = ATTENTION, (None, None)
@@ -110,7 +118,7 @@ def engine_of(spec: SpeculativeConfig, target: ModelSpec, params: Params) -> Com
     )
 
 
-def check(family: str) -> None:
+def check(family: str, drafts: tuple[tuple[tuple[int, int, int], Algorithm], ...]) -> None:
     target = target_of(family)
     params = drawn(target)
     plain = engine_of(PLAIN, target, params)
@@ -121,11 +129,7 @@ def check(family: str) -> None:
         assert [len(ids) for ids in expected] == [NEW_TOKENS] * 3
         assert len({*expected}) == 3
         cases.append((requests, expected))
-    for shape, algorithm in (
-        ((3, 1, 4), Algorithm.EAGLE3),
-        ((3, 4, 16), Algorithm.EAGLE3),
-        ((3, 3, 8), Algorithm.NGRAM),
-    ):
+    for shape, algorithm in drafts:
         compiled = engine_of(spec_of(*shape, algorithm), target, params)
         histogram = np.zeros(shape[0] + 1, int)
         for requests, expected in cases:
@@ -145,11 +149,16 @@ def check(family: str) -> None:
 
 
 def test_speculative_equals_plain() -> None:
-    check(FAST)
+    check(FAST, DRAFTS[1:])
+
+
+@pytest.mark.slow
+def test_a_chain_equals_plain() -> None:
+    check(FAST, DRAFTS[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", [f.name for f in FAMILIES if f.name not in (FAST, "llama")])
 def test_speculative_equals_plain_for_the_other_families(family: str) -> None:
-    check(family)
+    check(family, DRAFTS[1:])

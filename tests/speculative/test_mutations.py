@@ -160,7 +160,13 @@ def test_the_checks_pass_without_a_mutation() -> None:
     check_history()
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.title)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(m, id=m.title, marks=() if m.title in REQUIRED else pytest.mark.slow)
+        for m in MUTATIONS
+    ],
+)
 def test_a_moved_index_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     original = mutation.original.value
     monkeypatch.setattr(mutation.owner, mutation.name, mutation.mutate(original))

@@ -40,7 +40,7 @@ def pieces_of(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_pieces_add_up_to_decode_for_any_ids(
     tokenizers_by_kind: Mapping[str, Tokenizer],
