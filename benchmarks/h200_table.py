@@ -32,6 +32,7 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 import numpy as np
 
 from benchmarks import peers
+from benchmarks.decode_floor import floor_ms
 from benchmarks.environment import describe, without_paths
 from benchmarks.workloads import MODES, WORKLOADS, Workload
 
@@ -192,9 +193,22 @@ def measure(engine: Any, name: str, workload: Workload, rng: np.random.Generator
     return {
         "tokens_per_second": round(rate, 1),
         "ms_per_step": round(1e3 * int(size) * acceptance / rate, 4),
+        "target_floor_ms": round(target_floor_ms(workload, group, int(size)), 4),
         "acceptance_length": round(acceptance, 3),
         "all_tokens_per_second": [round(r, 1) for r in rates],
     }
+
+
+def target_floor_ms(workload: Workload, mode: str, batch: int) -> float:
+    """Of one step: what the target alone reads, on one H200, in the middle of a long run."""
+    shape = MODES[mode]
+    return floor_ms(
+        workload.target,
+        batch=batch,
+        nodes=1 if shape is None else shape[2],
+        context=workload.prompt_len + workload.long_run // 2,
+        itemsize=2 if workload.dtype == "bfloat16" else 4,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What the H200 table runs: model shapes as config.json files, engine arguments, batch sizes.
 
-Llama-3.1-8B and Qwen3-30B-A3B, each with an EAGLE-3 head of its width, and tiny pairs of both
-builds for a smoke test on a CPU. Weights are random (load_format "dummy"): no checkpoint is needed.
+Llama-3.1-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and tiny pairs
+of all three builds for a smoke test on a CPU. Weights are random (load_format "dummy"): no
+checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.config import RopeConfig
+from jspec.core.json_files import Fields
 from jspec.core.model_spec import (
     AttentionSpec,
     DenseSpec,
@@ -94,10 +96,18 @@ class Workload:
 
 
 def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) -> Any:
-    """A head of the target's first layer; a mixture's head is a dense Llama layer."""
+    """A head of the target's widths; a mixture's head is a dense Llama layer with full attention,
+    as wide inside as the experts of one token together."""
     layer = target.layers[0]
     if isinstance(layer.ffn, MoESpec):
-        attention = replace(layer.attention, qk_norm=False)
+        attention = replace(
+            layer.attention,
+            window=None,
+            sinks=False,
+            qk_norm=False,
+            qkv_bias=False,
+            out_bias=False,
+        )
         dense = DenseSpec(inner=layer.ffn.inner * layer.ffn.top_k)
         layer = replace(layer, attention=attention, ffn=dense)
     return Eagle3Config(
@@ -153,6 +163,61 @@ QWEN3_30B_A3B = ModelSpec(
     eos_token_ids=(151645,),
     family="qwen3_moe",
 )
+# What the published config.json says of the model; its experts in the engine's dtype, not mxfp4.
+GPT_OSS_20B_JSON: Mapping[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+TINY_GPT_OSS_JSON: Mapping[str, Any] = {
+    **GPT_OSS_20B_JSON,
+    "eos_token_id": 319,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "sliding_window": 16,
+    "vocab_size": 320,
+}
+
+
+def _of_json(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec that the family's own reader makes of a config.json."""
+    return family_named("gpt_oss").read(Fields(Path("gpt-oss/config.json"), dict(config)))
+
+
+GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON)
+TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON)
 TINY_MOE = replace(
     TINY,
     layers=tuple(
@@ -165,15 +230,15 @@ TINY_MOE = replace(
     ),
     family="qwen3_moe",
 )
-WORKLOADS: Mapping[str, Workload] = {
-    "llama-3.1-8b": Workload(
-        name="llama-3.1-8b",
-        target=LLAMA_8B,
-        draft=draft_of(
-            LLAMA_8B,
-            draft_vocab_size=32000,
-            aux=Eagle3Config.default_aux_layer_ids(LLAMA_8B.num_layers),
-        ),
+
+
+def _published(name: str, target: ModelSpec) -> Workload:
+    """A real model's shapes in bfloat16, as the peers were measured."""
+    aux = Eagle3Config.default_aux_layer_ids(target.num_layers)
+    return Workload(
+        name=name,
+        target=target,
+        draft=draft_of(target, draft_vocab_size=32000, aux=aux),
         dtype="bfloat16",
         batches=(1, 8, 32, 64),
         prompt_len=1024,
@@ -182,11 +247,15 @@ WORKLOADS: Mapping[str, Workload] = {
         prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
         # 64 rows of 1,024 + 288 tokens and their scratch; one row of 8,192.
         engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
-    ),
-    "tiny": Workload(
-        name="tiny",
-        target=TINY,
-        draft=draft_of(TINY, draft_vocab_size=160, aux=(0, 2, 3)),
+    )
+
+
+def _tiny(name: str, target: ModelSpec) -> Workload:
+    """For a smoke test on a CPU."""
+    return Workload(
+        name=name,
+        target=target,
+        draft=draft_of(target, draft_vocab_size=160, aux=(0, 2, 3)),
         dtype="float32",
         batches=(1, 2),
         prompt_len=24,
@@ -194,33 +263,17 @@ WORKLOADS: Mapping[str, Workload] = {
         short_run=7,
         prefills=((1, 8), (2, 24)),
         engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
-    ),
-    "qwen3-30b-a3b": Workload(
-        name="qwen3-30b-a3b",
-        target=QWEN3_30B_A3B,
-        draft=draft_of(
-            QWEN3_30B_A3B,
-            draft_vocab_size=32000,
-            aux=Eagle3Config.default_aux_layer_ids(QWEN3_30B_A3B.num_layers),
-        ),
-        dtype="bfloat16",
-        batches=(1, 8, 32, 64),
-        prompt_len=1024,
-        long_run=288,
-        short_run=32,
-        prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
-        engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
-    ),
-    "tiny-moe": Workload(
-        name="tiny-moe",
-        target=TINY_MOE,
-        draft=draft_of(TINY_MOE, draft_vocab_size=160, aux=(0, 2, 3)),
-        dtype="float32",
-        batches=(1, 2),
-        prompt_len=24,
-        long_run=25,
-        short_run=7,
-        prefills=((1, 8), (2, 24)),
-        engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
-    ),
+    )
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _published("llama-3.1-8b", LLAMA_8B),
+        _published("qwen3-30b-a3b", QWEN3_30B_A3B),
+        _published("gpt-oss-20b", GPT_OSS_20B),
+        _tiny("tiny", TINY),
+        _tiny("tiny-moe", TINY_MOE),
+        _tiny("tiny-gpt-oss", TINY_GPT_OSS),
+    )
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from benchmarks import load_checkpoint, peers
+from benchmarks.decode_floor import experts_touched, read_bytes
 from benchmarks.environment import without_paths
 from benchmarks.h200_table import (
     Options,
@@ -29,6 +31,7 @@ from benchmarks.h200_table import (
     run_mode,
     start_kind,
     table,
+    target_floor_ms,
 )
 from benchmarks.step_parts import (
     ACCEPT,
@@ -48,6 +51,7 @@ from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.core.batch import DraftTree
 from jspec.core.config import SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
+from jspec.core.model_spec import DenseSpec, MoESpec
 from jspec.models.checkpoint import load_model_spec
 from jspec.models.decoder import Decoder
 from jspec.models.eagle3_config import load_eagle3_config
@@ -270,6 +274,43 @@ class Sized:
         for n in shape:
             self.size *= n
         self.nbytes = self.size * dtype.itemsize
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt-oss"])
+def test_a_mixture_end_to_end(name: str, tmp_path: Path) -> None:
+    workload = replace(WORKLOADS[name], batches=(1,), prefills=())
+    record = record_at(tmp_path / "table.json")
+    run_mode("chain", ["chain/1"], record, options_of(workload, tmp_path / "programs"))
+    assert record.cells["chain/1"]["acceptance_length"] == 3.0
+    assert record.cells["chain/1"]["target_floor_ms"] > 0
+
+
+def test_what_a_step_of_a_mixture_reads_at_least() -> None:
+    """The floors of Qwen3-30B-A3B that docs/benchmarks.md has, and gpt-oss's, whose windowed half
+    of the layers reads 128 tokens of KV."""
+    qwen, oss = WORKLOADS["qwen3-30b-a3b"], WORKLOADS["gpt-oss-20b"]
+    found = [target_floor_ms(qwen, "plain", batch) for batch in (1, 8, 32, 64)]
+    assert found == pytest.approx([1.37, 5.96, 12.6, 14.9], rel=0.03)
+    mixture = oss.target.layers[0].ffn
+    assert isinstance(mixture, MoESpec)
+    assert experts_touched(mixture, tokens=1) == pytest.approx(4)
+    assert 31.9 < experts_touched(mixture, tokens=256) <= 32
+    of = partial(read_bytes, oss.target, batch=64, nodes=1, itemsize=2)
+    assert of(context=1128) - of(context=128) == 64 * 12 * 1000 * 2 * 8 * 64 * 2
+    # All experts once: 32 of 24.9 million matrices' numbers in each of 24 layers.
+    assert of(context=0) > 2 * 24 * 0.999 * 32 * 3 * 2880 * 2880
+    llama = WORKLOADS["llama-3.1-8b"]
+    assert target_floor_ms(llama, "plain", 1) == pytest.approx(3.38, rel=0.02)
+
+
+def test_the_head_of_a_mixture_is_a_plain_dense_layer() -> None:
+    head = WORKLOADS["gpt-oss-20b"].draft.layer.one_layer
+    attention = head.attention
+    assert (attention.window, attention.sinks, attention.qkv_bias) == (None, False, False)
+    assert (attention.out_bias, attention.head_dim, attention.num_heads) == (False, 64, 64)
+    assert head.ffn == DenseSpec(inner=4 * 2880)
+    assert WORKLOADS["gpt-oss-20b"].draft.layer.hidden_size == 2880
 
 
 @pytest.mark.slow

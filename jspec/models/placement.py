@@ -52,9 +52,12 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, by_columns: bool) -> NamedSharding 
     """Where a weight lives: for jax.device_put and jax.jit.
 
     by_columns: if the table marks it, it gets a Format that orders its memory as [out, in]; its
-    shape stays as it is (`Ops.by_columns`).
+    shape stays as it is (`Ops.by_columns`). A table whose rows are looked up always lies by rows:
+    a TPU would turn [201088, 2880], which pads less so, and turn all of it back in each step.
     """
     split = NamedSharding(mesh, partition_spec(spec))
+    if spec.init is Init.TABLE:
+        return Format(Layout(major_to_minor=(0, 1)), split)
     if not (by_columns and spec.by_columns):
         return split
     return Format(Layout(major_to_minor=(1, 0)), split)

@@ -1,7 +1,8 @@
 """Compiles step programs ahead of time for chips that are not there; run in a process of its own.
 
     python -m tests.engine.step_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
-    python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only decode
+    python -m tests.engine.step_compile gpt-oss-20b tpu7x:2x2x1 3/1/4 --layers 2 --backend tpu
+    python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only 'decode*'
 
 For each S/K/N every program that an engine with one bucket of each kind has: one chunk of prefill,
 and decode over all slots without and with filters and penalties; with a pool that fills the memory
@@ -24,8 +25,8 @@ import dataclasses
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from benchmarks.workloads import QWEN3_30B_A3B, draft_of
+from benchmarks.workloads import GPT_OSS_20B, QWEN3_30B_A3B, draft_of
 from jspec.core import sharding
 from jspec.core.config import Algorithm, RopeConfig, ServeLimits, SpeculativeConfig
+from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
 from jspec.engine.compilation import ProgramShape, compiler_options, lower
 from jspec.engine.programs import ProgramKey, program_keys
@@ -55,7 +57,13 @@ from tests.engine.weight_copies import weight_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 GIB = 1 << 30
-HBM_BYTES = {"v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB, "h200": 141 * 10**9}  # a chip
+HBM_BYTES = {  # of a device, rounded down: what the TPU compiler says is there
+    "v5e": 63 * GIB // 4,
+    "v5p": 95 * GIB,
+    "v6e": 125 * GIB // 4,
+    "tpu7x": 379 * GIB // 4,
+    "h200": 141 * 10**9,
+}
 STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a step needs beside them
 
 _LLAMA_3_ROPE = RopeConfig(theta=500000.0, factor=8.0)
@@ -90,7 +98,22 @@ MODELS = {
         rope=_LLAMA_3_ROPE,
     ),
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
 }
+
+
+def first_layers(model: ModelSpec, count: int | None) -> ModelSpec:
+    """The model cut to its first `count` layers; every width stays. None: all of them."""
+    if count is not None and not 2 <= count <= model.num_layers:
+        raise ConfigError(f"--layers is {count}; expected 2 to {model.num_layers}, or no such word")
+    return dataclasses.replace(model, layers=model.layers[:count])
+
+
+def aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Three layers that feed an EAGLE-3 head: of a model cut short the first, middle and last."""
+    if num_layers < 7:
+        return 0, num_layers // 2, num_layers
+    return Eagle3Config.default_aux_layer_ids(num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +152,11 @@ class Case:
 
 
 def make_case(
-    model: str, topology: str, shape: str, *, page_size: int, ops: Ops, num_rounds: int = 1
+    model: ModelSpec, topology: str, shape: str, *, page_size: int, ops: Ops, num_rounds: int = 1
 ) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
-    program, params = _program(MODELS[model], shape, shards=mesh.size, ops=ops)
+    program, params = _program(model, shape, shards=mesh.size, ops=ops)
     limits = ServeLimits(
         spec=program.spec,
         num_slots=64,
@@ -141,7 +164,7 @@ def make_case(
         page_size=page_size,
         context_length=8192,
         decode_buckets=(64,),
-        prefill_buckets=(2048,),
+        prefill_buckets=(1920,),  # no width of a model: its activations are not like weights
         prefill_rows=16,
         num_rounds=num_rounds,
     )
@@ -188,7 +211,7 @@ def _program(config: ModelSpec, shape: str, *, shards: int, ops: Ops) -> tuple[S
             topk=topk,
             num_draft_tokens=num_draft_tokens,
         )
-        aux = Eagle3Config.default_aux_layer_ids(config.num_layers)
+        aux = aux_layers(config.num_layers)
         draft_config = draft_of(
             config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux
         )
@@ -215,7 +238,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     pools = case.local_pools()
     shapes = {x.shape for x in pools}
-    weights = {x.shape for x in case.local_weights() if len(x.shape) == 2}
+    weights = {x.shape for x in case.local_weights() if len(x.shape) >= 2}
     unshared = memory.output_size_in_bytes - memory.alias_size_in_bytes
     code = memory.generated_code_size_in_bytes
     return {
@@ -231,29 +254,24 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
     }
 
 
-def main(
-    model: str,
-    topology: str,
-    shapes: list[str],
-    *,
-    only: str,
-    page_size: int,
-    ops: Ops,
-    num_rounds: int,
-) -> None:
-    make = partial(make_case, page_size=page_size, ops=ops, num_rounds=num_rounds)
-    cases = {shape: make(model, topology, shape) for shape in shapes}
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        running = [
-            (shape, threads.submit(compile_one, case, key))
-            for shape, case in cases.items()
-            for key in program_keys(case.limits)
-            if str(key).startswith(only)
-        ]
-        for shape, future in running:
-            what = {"topology": topology, "model": model, "shape": shape}
-            seen = {"hbm_bytes": hbm_bytes(topology), **future.result()}
-            print(json.dumps({**what, **seen}), flush=True)
+def main(options: argparse.Namespace) -> None:
+    """One program after the other: libtpu crashed or hung where several were compiled at once."""
+    model = first_layers(MODELS[options.model], options.layers)
+    for shape in options.shapes:
+        case = make_case(
+            model,
+            options.topology,
+            shape,
+            page_size=options.page_size,
+            ops=OPS[options.backend],
+            num_rounds=options.num_continuous_decode_steps,
+        )
+        what = {"topology": options.topology, "model": options.model, "shape": shape}
+        what |= {"layers": model.num_layers, "devices": case.mesh.size}
+        for key in program_keys(case.limits):
+            if fnmatch(str(key), options.only):
+                seen = {"hbm_bytes": hbm_bytes(options.topology), **compile_one(case, key)}
+                print(json.dumps({**what, **seen}), flush=True)
 
 
 if __name__ == "__main__":
@@ -261,17 +279,9 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("topology")
     parser.add_argument("shapes", nargs="+", metavar="S/K/N")
-    parser.add_argument("--only", default="", metavar="START", help="programs so called")
+    parser.add_argument("--layers", type=int, metavar="N", help="the model's first N; all else")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla", choices=OPS)
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
-    arguments = parser.parse_args()
-    main(
-        arguments.model,
-        arguments.topology,
-        arguments.shapes,
-        only=arguments.only,
-        page_size=arguments.page_size,
-        ops=OPS[arguments.backend],
-        num_rounds=arguments.num_continuous_decode_steps,
-    )
+    main(parser.parse_args())

@@ -1,8 +1,9 @@
 """Steps at real shapes compile for TPUs, ahead of time, and fit: plain, chain and tree.
 
-Every kind of program, in one bucket (another differs by a static size), with a pool that fills the
-chips: no copy of the pool, and every weight is read as it lies. Needs the TPU compiler
-(`pip install -e '.[tpu]'`), not a TPU: nothing is run.
+Two layers of each model, with a pool that fills the chips: no copy of the pool, and weights are
+read as they lie. Every chip compiles all nine kinds of program, and so does every model
+(tpu_programs.few). Needs the TPU compiler (`pip install -e '.[tpu]'`), not a TPU: nothing is run.
+All layers: `python -m benchmarks.tpu_compile`.
 """
 
 from __future__ import annotations
@@ -10,71 +11,161 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BACKEND = ("--backend", "tpu")
-SHAPES = ("0/1/1", "3/1/4", "3/4/16")
-PROGRAMS = {"prefill T=2048 all", "decode B=64", "decode B=64 all"}
-# Model, slice, page size: 8B on four chips of each generation, 70B on eight.
-CASES = [
-    ("llama-3.1-8b", "v5e:2x2", 16),
-    ("llama-3.1-8b", "v5p:2x2x1", 64),
-    ("llama-3.1-8b", "v6e:2x2", 16),
-    ("llama-3.1-70b", "v5p:2x2x2", 64),
-]
+from benchmarks.tpu_compile import main as compile_all
+from benchmarks.tpu_compile import what
+from benchmarks.tpu_programs import (
+    LEAST_EFFORT,
+    MODELS,
+    PROGRAMS,
+    SHAPES,
+    SLICES,
+    CompileError,
+    Job,
+    few,
+    full_depth,
+    run_job,
+)
+
+LAYERS = 2
+TIMEOUT = 300.0  # seconds of one process; alone on two cores a program takes 5 to 20
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
 )
 
 
-def compiled_programs(*arguments: str) -> list[dict[str, Any]]:
-    """What step_compile prints of each program, from a process of its own.
+def chip(job: Job) -> str:
+    return job.topology.partition(":")[0]
 
-    A second one, if a signal ended the first: libtpu's own code generator (for v5p's sparse cores)
-    crashed once in many runs of the same programs.
-    """
-    command = [sys.executable, "-m", "tests.engine.step_compile", *arguments, *BACKEND]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
-    if done.returncode < 0:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+def test_every_chip_and_every_model_meets_every_kind() -> None:
+    jobs = few(LAYERS)
+    kinds = set(itertools.product(SHAPES, PROGRAMS))
+    chips = {"v5e", "v5p", "v6e", "tpu7x"}
+    assert {(job.model, chip(job)) for job in jobs} == set(itertools.product(MODELS, chips))
+    for name in MODELS:
+        assert {(job.shape, job.program) for job in jobs if job.model == name} == kinds
+    for name in chips:
+        assert {(job.shape, job.program) for job in jobs if chip(job) == name} == kinds
+    assert len(jobs) == len(set(jobs)) == 9 * len(chips)
+
+
+def test_the_full_matrix_names_each_program_once() -> None:
+    jobs = full_depth()
+    assert len(jobs) == len({str(job) for job in jobs})
+    assert len(jobs) == 9 * sum(len(topologies) for topologies in SLICES.values())
+    assert all(job.layers is None for job in jobs)
+
+
+def of_experts(line: str) -> bool:
+    """Whether the line rewrites a stack of experts, [X, K, N]."""
+    return what(line).partition("]")[0].count(",") == 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2 * TIMEOUT + 60)
 @needs_compiler
-@pytest.mark.parametrize(("model", "topology", "page_size"), CASES)
-def test_every_step_compiles_for_a_tpu(model: str, topology: str, page_size: int) -> None:
-    programs = compiled_programs(model, topology, *SHAPES, "--page-size", str(page_size))
-    assert len(programs) == len(SHAPES) * len(PROGRAMS)
-    seen = {(program["shape"], program["program"]) for program in programs}
-    assert seen == set(itertools.product(SHAPES, PROGRAMS))
-    for program in programs:
-        print({name: value for name, value in program.items() if "copies" not in name})
-        assert program["kernels"] >= 32, "a layer without a Mosaic kernel"
-        name = f"{program['shape']} {program['program']}"
-        assert program["pool_copies"] == [], name
-        assert program["weight_copies"] == [], name
-        assert program["device_bytes"] < program["hbm_bytes"], program
-        assert program["pool_bytes"] > program["hbm_bytes"] / 3, program
+@pytest.mark.parametrize("job", few(LAYERS), ids=str)
+def test_a_step_compiles_for_a_tpu(job: Job) -> None:
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    print({name: value for name, value in found.items() if "copies" not in name})
+    assert found["program"] == job.program
+    assert found["layers"] == LAYERS
+    assert found["kernels"] >= LAYERS, "a layer without a Mosaic kernel"
+    assert found["pool_copies"] == []
+    # A prompt's experts are XLA's grouped product, which turns stacks that lie turned.
+    is_prompt = job.program.startswith("prefill")
+    assert [x for x in found["weight_copies"] if not (is_prompt and of_experts(x))] == []
+    assert found["device_bytes"] < found["hbm_bytes"]
+    assert found["pool_bytes"] > found["hbm_bytes"] / 3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * TIMEOUT + 60)
 @needs_compiler
 def test_several_rounds_compile_for_a_tpu_and_copy_nothing() -> None:
-    rounds = ("--num-continuous-decode-steps", "3")
-    programs = compiled_programs("small", "v5e:2x2", "3/1/4", "--only", "decode", *rounds)
-    assert {program["program"] for program in programs} == {"decode B=64", "decode B=64 all"}
-    for program in programs:
-        assert program["pool_copies"] == []
-        assert program["weight_copies"] == []
-        assert program["kernels"] >= 3 * 7, "a layer of a round without a Mosaic kernel"
+    job = Job(
+        model="small",
+        topology="v5e:2x2",
+        shape="3/1/4",
+        program="decode B=64 all",
+        page_size=16,
+        rounds=3,
+    )
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert found["pool_copies"] == []
+    assert found["weight_copies"] == []
+    assert found["kernels"] >= 3 * 7, "a layer of a round without a Mosaic kernel"
+
+
+JOB = Job(model="small", topology="v5e:2x2", shape="0/1/1", program="decode B=64")
+
+
+def process(*scripts: str) -> Callable[[Job], Sequence[str]]:
+    """The commands of the first process of a job, the second, ..."""
+    left = iter(scripts)
+    return lambda _: [sys.executable, "-c", next(left)]
+
+
+CRASH = "import os, signal, sys; print('at', file=sys.stderr); os.kill(os.getpid(), signal.SIGSEGV)"
+HANG = "import time; time.sleep(60)"
+GOOD = """print('a warning'); print('{"seconds": 1.5}')"""
+WRONG = "raise ValueError('no such tile')"
+
+
+@pytest.mark.parametrize(
+    ("bad", "ended"), [(CRASH, "signal 11"), (HANG, "no end within 5 s")], ids=["crash", "hang"]
+)
+def test_a_program_is_started_again_once_if_its_process_was_ended(bad: str, ended: str) -> None:
+    found = run_job(JOB, timeout=5.0, command=process(bad, GOOD))
+    assert found == {"seconds": 1.5, "ended": [ended]}
+
+
+def test_two_crashes_or_an_error_are_errors_with_what_was_said() -> None:
+    with pytest.raises(CompileError, match=r"(?s)decode B=64: signal 11, then signal 11.*at"):
+        run_job(JOB, timeout=30.0, command=process(CRASH, CRASH))
+    with pytest.raises(CompileError, match="no such tile"):
+        run_job(JOB, timeout=30.0, command=process(WRONG))
+    with pytest.raises(CompileError, match="0 programs are called so; expected one"):
+        run_job(JOB, timeout=30.0, command=process("pass"))
+
+
+def test_what_a_line_rewrites() -> None:
+    line = "  %copy.7 = bf16[32,2880,720]{2,1,0:T(16,128)(2,1)} copy(%param.57), sharding={}"
+    assert what(line) == "bf16[32,2880,720] copy"
+    assert of_experts(line)
+    assert not of_experts("  %copy.1 = bf16[201088,2880]{1,0:T(8,128)} copy(%param.48)")
+
+
+def test_the_file_of_results_grows_and_keeps_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(job: Job, *, timeout: float) -> dict[str, Any]:
+        assert timeout == 7.0
+        if job.shape == "3/1/4":
+            raise CompileError("signal 11, then signal 11")
+        made = dict.fromkeys(("layers", "devices", "seconds", "temp_bytes", "pool_bytes"), 1)
+        made |= {"num_pages": 1, "kernels": 2, "hbm_bytes": 4, "device_bytes": 3, "ended": []}
+        return made | {"pool_copies": [], "weight_copies": ["%a = f32[2]{0} copy(%b)"]}
+
+    monkeypatch.setattr("benchmarks.tpu_compile.run_job", seen)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1")
+    path = tmp_path / "deep" / "tpu.json"
+    words = ["--only", "*70b* decode B=64", "--timeout", "7", "--output", str(path)]
+    assert compile_all(words) == 1
+    stored = json.loads(path.read_text("utf-8"))
+    assert stored["command"].startswith("python -m benchmarks.tpu_compile --only")
+    plain, chain, tree = stored["cells"].values()
+    assert plain == tree | {"command": plain["command"]}
+    assert (plain["fits"], plain["pool_copies"], plain["weight_copies"]) == (True, 0, 1)
+    assert (plain["copied"], plain["libtpu"]) == (["f32[2] copy"], "libtpu 1")
+    assert "0/1/1" in plain["command"]
+    assert chain["error"] == "signal 11, then signal 11"
+    assert compile_all(["--only", "nothing", "--output", str(path)]) == 2

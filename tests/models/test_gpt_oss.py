@@ -21,6 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.workloads import GPT_OSS_20B_JSON
 from jspec.core import sharding
 from jspec.core.config import RopeConfig, YarnConfig
 from jspec.core.errors import CheckpointError, ConfigError
@@ -49,42 +50,16 @@ from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
 GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"],
+    **GPT_OSS_20B_JSON,
     "model_type": "gpt_oss",
-    "attention_bias": True,
-    "eos_token_id": 200002,
     "experts_per_token": 4,
-    "head_dim": 64,
     "hidden_act": "silu",
-    "hidden_size": 2880,
     "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
     "pad_token_id": 199999,
     "quantization_config": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
         "quant_method": "mxfp4",
     },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
 }
 
 

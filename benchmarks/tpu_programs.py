@@ -1,0 +1,148 @@
+"""Which step programs are compiled ahead of time for which TPUs, and how: one process a program.
+
+The TPU's compiler has ended in a segmentation fault and in what looked like a hang where several
+programs were compiled at once in one process, and in long runs of one. So each program gets a
+process of its own with a time-out, and a second one if a signal or the time-out ended the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = ("0/1/1", "3/1/4", "3/4/16")  # plain, chain, tree
+PROGRAMS = ("decode B=64", "prefill T=1920 all", "decode B=64 all")
+MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
+# A slice of each chip that holds the model in bfloat16 with room for KV.
+V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
+SLICES: Mapping[str, tuple[str, ...]] = {
+    "llama-3.1-8b": (V5P, V7X, "v5e:2x2", V6E),
+    "qwen3-30b-a3b": (V5P, V7X, "v5e:2x4", V6E),
+    "gpt-oss-20b": (V5P, V7X, "v5e:2x4", V6E),
+    "llama-3.1-70b": ("v5p:2x2x2",),
+}
+# XLA's least effort, for tests: a third of the time. Kernels, layouts and what is in place are the
+# same; fusions are coarser, so bytes beside the arguments differ.
+LEAST_EFFORT: Mapping[str, str] = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One program of one model on one slice. layers: how many of the model's first; None: all."""
+
+    model: str
+    topology: str
+    shape: str  # S/K/N
+    program: str
+    layers: int | None = None
+    page_size: int = 64
+    rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.topology} {self.shape} {self.program}"
+
+    @property
+    def words(self) -> list[str]:
+        """Of the command line behind `python -m`."""
+        layers = [] if self.layers is None else ["--layers", str(self.layers)]
+        rounds = [] if self.rounds == 1 else ["--num-continuous-decode-steps", str(self.rounds)]
+        return [
+            *("tests.engine.step_compile", self.model, self.topology, self.shape),
+            *("--only", self.program, "--page-size", str(self.page_size), "--backend", "tpu"),
+            *layers,
+            *rounds,
+        ]
+
+
+class CompileError(Exception):
+    """A program did not compile; the text is the end of what its process said."""
+
+
+def run_job(
+    job: Job,
+    *,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    command: Callable[[Job], Sequence[str]] = lambda job: [sys.executable, "-m", *job.words],
+) -> dict[str, Any]:
+    """What step_compile says of the program, and `ended`: how each process before ended.
+
+    Raises CompileError if both were ended by a signal or the time-out, or one said what is wrong.
+    """
+    ended: list[str] = []
+    said = ""
+    while len(ended) < 2:
+        try:
+            done = subprocess.run(
+                command(job),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout,
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+            )
+        except subprocess.TimeoutExpired as error:
+            said = error.stderr.decode(errors="replace") if error.stderr else ""
+            ended.append(f"no end within {timeout:g} s")
+            continue
+        said = done.stderr
+        if done.returncode == 0:
+            lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
+            if len(lines) != 1:
+                raise CompileError(f"{job}: {len(lines)} programs are called so; expected one")
+            found: dict[str, Any] = json.loads(lines[0])
+            return found | {"ended": ended}
+        if done.returncode > 0:
+            raise CompileError(f"{job}: {said[-4000:]}")
+        ended.append(f"signal {-done.returncode}")
+    raise CompileError(f"{job}: {', then '.join(ended)}\n{said[-4000:]}")
+
+
+def full_depth() -> list[Job]:
+    """The matrix in the order in which it is worth having: the newest large chips first."""
+    slices = [(model, i) for i in range(len(SLICES["llama-3.1-8b"])) for model in MODELS]
+    first = [
+        Job(model=model, topology=SLICES[model][i], shape=shape, program=program)
+        for model, i in slices
+        for program, shape in (
+            ("prefill T=1920 all", "0/1/1"),
+            *(("decode B=64", shape) for shape in SHAPES),
+        )
+    ]
+    every = [
+        Job(model=model, topology=topology, shape=shape, program=program)
+        for model, topologies in SLICES.items()
+        for topology in topologies
+        for shape in SHAPES
+        for program in PROGRAMS
+    ]
+    return list(dict.fromkeys((*first, *every)))
+
+
+def few(layers: int = 2) -> list[Job]:
+    """For CI: three of the nine kinds (S/K/N x program) on each model and chip, so that every chip
+    compiles all nine, and every model does.
+
+    Kind (shape s, program p) belongs to group (s + p) % 3; model m on chip c has group
+    (m + c) % 3, and three groups are all nine kinds.
+    """
+    return [
+        Job(
+            model=model,
+            topology=SLICES[model][chip],
+            shape=SHAPES[shape],
+            program=PROGRAMS[(m + chip - shape) % 3],
+            layers=layers,
+        )
+        for m, model in enumerate(MODELS)
+        for chip in range(len(SLICES[model]))
+        for shape in range(len(SHAPES))
+    ]
