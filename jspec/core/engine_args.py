@@ -22,7 +22,7 @@ ATTENTION_BACKENDS = ("auto", "xla", "pallas")
 LOAD_FORMATS = ("auto", "dummy")
 COMPILE_AT_START = ("auto", "first", "all")
 MODEL_PATHS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
-PATHS = (*MODEL_PATHS, "compilation_cache_dir")
+PATHS = (*MODEL_PATHS, "speculative_token_map", "compilation_cache_dir")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 
@@ -33,13 +33,15 @@ class EngineArgs:
 
     model_path: a Hugging Face directory; None serves the bundled pair, with EAGLE3 unless
         `speculative_algorithm` says otherwise.
-    speculative_algorithm: "EAGLE3", "NGRAM", "STANDALONE" or "NONE"; a model path without it
-        decodes plainly.
-    speculative_draft_model_path: an EAGLE-3 head or, for STANDALONE, a language model with the
-        target's vocabulary.
+    speculative_algorithm: "EAGLE", "EAGLE3", "NGRAM", "STANDALONE" or "NONE"; a model path without
+        it decodes plainly.
+    speculative_draft_model_path: an EAGLE head (EAGLE: of EAGLE-1 or EAGLE-2) or, for STANDALONE, a
+        language model with the target's vocabulary.
     speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: S/K/N, 3/1/4 if
         unset; one that is left out follows from the others where it can.
     speculative_draft_rope_theta: overrides the draft checkpoint's rope theta.
+    speculative_token_map: a file of target ids, the only ones that an EAGLE head may draft: .json,
+        .npy, .safetensors or .pt.
     speculative_draft_noise: False drafts plain top-k instead of with shared noise (same text,
         fewer accepted drafts; for measurements).
     speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: tokens at a
@@ -80,6 +82,7 @@ class EngineArgs:
     speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
     speculative_draft_rope_theta: float | None = None
+    speculative_token_map: str | None = None
     speculative_draft_noise: bool = True
     speculative_ngram_min_match_window_size: int = 1
     speculative_ngram_max_match_window_size: int = 12
@@ -154,6 +157,13 @@ class EngineArgs:
             )
             raise ConfigError(
                 f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
+            )
+        token_map = self.speculative_token_map
+        if token_map is not None and algorithm is not Algorithm.EAGLE:
+            because = " (an EAGLE-3 head has a map of its own)"
+            raise ConfigError(
+                f"speculative_token_map is {token_map!r}, but speculative_algorithm is "
+                f"{algorithm.value}; expected it unset{because * (algorithm is Algorithm.EAGLE3)}"
             )
         least, most = "min_match_window_size", "max_match_window_size"
         longest = self.speculative_ngram_max_match_window_size

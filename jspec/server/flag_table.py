@@ -142,18 +142,23 @@ SPECULATIVE_FLAGS = (
     _sets(
         "--speculative-algorithm",
         _TEXT,
-        "EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair",
+        "EAGLE, EAGLE3, NGRAM, STANDALONE or NONE; unset: EAGLE3 for the bundled pair",
     ),
     _sets(
         "--speculative-draft-model-path",
         _TEXT,
-        "Directory of the EAGLE-3 head, or of the language model that drafts (STANDALONE)",
+        "Directory of the EAGLE head, or of the language model that drafts (STANDALONE)",
         "--speculative-draft-model",
     ),
     _sets("--speculative-num-steps", _INT, "S: draft levels (3)"),
     _sets("--speculative-eagle-topk", _INT, "K: branches a level (1)"),
     _sets("--speculative-num-draft-tokens", _INT, "N: tree nodes verified, root included (4)"),
     _sets("--speculative-draft-rope-theta", _FLOAT, "Overrides the head's rope theta"),
+    _sets(
+        "--speculative-token-map",
+        _TEXT,
+        "File of the ids that an EAGLE head may draft: .json, .npy, .safetensors or .pt (FR-Spec)",
+    ),
     Flag(
         names=("--disable-speculative-draft-noise",),
         kind=_SWITCH,
@@ -187,7 +192,6 @@ SPECULATIVE_FLAGS = (
     _refused("--speculative-accept-threshold-acc", _FLOAT, _EXACT, neutral=("1", "1.0")),
     _refused("--speculative-use-rejection-sampling", _SWITCH, _EXACT),
     _refused("--speculative-use-block-verification", _SWITCH, _EXACT),
-    _refused("--speculative-token-map", _TEXT, "an EAGLE-3 head brings its own vocabulary (d2t)"),
     _refused(
         "--speculative-draft-model-quantization",
         _TEXT,
