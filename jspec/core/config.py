@@ -17,6 +17,7 @@ class Algorithm(enum.Enum):
     """How drafts are made; the values are SGLang's `speculative_algorithm`."""
 
     NONE = "NONE"
+    EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
     NGRAM = "NGRAM"
     STANDALONE = "STANDALONE"
@@ -30,6 +31,7 @@ class Algorithm(enum.Enum):
 
 _DRAFTING = {
     Algorithm.NONE: drafting.NO_DRAFTING,
+    Algorithm.EAGLE: drafting.EAGLE,
     Algorithm.EAGLE3: drafting.EAGLE,
     Algorithm.NGRAM: drafting.NGRAM,
     Algorithm.STANDALONE: drafting.STANDALONE,

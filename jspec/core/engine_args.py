@@ -90,9 +90,9 @@ class EngineArgs:
     )
     speculative_algorithm: str | None = argument(
         None,
-        "EAGLE3, NGRAM, STANDALONE, NEXTN (the target's own layers for multi-token prediction; "
-        "also EAGLE with --enable-multi-layer-eagle) or NONE; unset: EAGLE3 for the bundled pair, "
-        "else NONE",
+        "EAGLE (EAGLE-1 and EAGLE-2), EAGLE3, NGRAM, STANDALONE, NEXTN (the target's own layers "
+        "for multi-token prediction; also EAGLE with --enable-multi-layer-eagle) or NONE; unset: "
+        "EAGLE3 for the bundled pair, else NONE",
         _SPECULATION,
     )
     enable_multi_layer_eagle: bool = argument(
@@ -100,7 +100,7 @@ class EngineArgs:
     )
     speculative_draft_model_path: str | None = argument(
         None,
-        "Directory of the EAGLE-3 head, of the language model that drafts (STANDALONE), or of the "
+        "Directory of the EAGLE head, of the language model that drafts (STANDALONE), or of the "
         "layers that are not in the target's (NEXTN)",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
@@ -116,6 +116,12 @@ class EngineArgs:
     )
     speculative_draft_rope_theta: float | None = argument(
         None, "Overrides the head's rope theta", _SPECULATION, above=0
+    )
+    speculative_token_map: str | None = argument(
+        None,
+        "File of the ids that an EAGLE head may draft: .json, .npy, .safetensors or .pt (FR-Spec)",
+        _SPECULATION,
+        is_local=True,
     )
     speculative_draft_noise: bool = argument(
         True,
@@ -238,6 +244,13 @@ class EngineArgs:
             )
             raise ConfigError(
                 f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
+            )
+        token_map = self.speculative_token_map
+        if token_map is not None and algorithm is not Algorithm.EAGLE:
+            because = " (an EAGLE-3 head has a map of its own)"
+            raise ConfigError(
+                f"speculative_token_map is {token_map!r}, but speculative_algorithm is "
+                f"{algorithm.value}; expected it unset{because * (algorithm is Algorithm.EAGLE3)}"
             )
         name = "speculative_ngram_min_match_window_size"
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size

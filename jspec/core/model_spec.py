@@ -230,6 +230,25 @@ class MtpConfig:
         return self.model.num_layers
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle1Config:
+    """An EAGLE-1 or EAGLE-2 head: the layers of `layer` behind fc([embedding; hidden]).
+
+    The first layer norms nothing before its attention; lm_head is the target's, or its columns of
+    `draft_vocab_size` of the ids. norms_inputs: embedding and hidden are normed before fc.
+    """
+
+    layer: ModelSpec  # of equal layers; its sizes are the target's
+    draft_vocab_size: int  # U
+    fc_bias: bool = True
+    norms_inputs: bool = False
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """None: it reads the target's last hidden, after its final norm."""
+        return ()
+
+
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """What the model keeps for each token: runs of layers with one entry and one window, in order.
 

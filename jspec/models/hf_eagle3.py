@@ -168,8 +168,8 @@ def _refuse_variants(tensors: Tensors, config: Eagle3Config) -> None:
     declared = {
         name
         for spec in eagle3_params(config)
-        for lay in spec.layouts
-        for part in lay
+        for layout in spec.layouts
+        for part in layout
         for name in part.names
     }
     lines = [

@@ -136,7 +136,6 @@ _OTHER_SPECULATIVE = (
     _refused("--speculative-accept-threshold-acc", _FLOAT, _EXACT, neutral=("1", "1.0")),
     _refused("--speculative-use-rejection-sampling", _SWITCH, _EXACT),
     _refused("--speculative-use-block-verification", _SWITCH, _EXACT),
-    _refused("--speculative-token-map", _TEXT, "an EAGLE-3 head brings its own vocabulary (d2t)"),
     _refused(
         "--speculative-draft-model-quantization",
         _TEXT,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from jspec.core.config import Algorithm
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.eagle import eagle_source
+from jspec.speculative.eagle1 import eagle1_source
 from jspec.speculative.multi_layer import multi_layer_source
 from jspec.speculative.ngram import ngram_source
 from jspec.speculative.source import DraftRequest, DraftSource, ReadSource, made
@@ -23,6 +24,7 @@ def plain_source(request: DraftRequest) -> DraftSource:
 DRAFTERS: Mapping[Algorithm, ReadSource] = MappingProxyType(
     {
         Algorithm.NONE: plain_source,
+        Algorithm.EAGLE: eagle1_source,
         Algorithm.EAGLE3: eagle_source,
         Algorithm.NGRAM: ngram_source,
         Algorithm.STANDALONE: standalone_source,

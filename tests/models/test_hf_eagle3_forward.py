@@ -85,7 +85,11 @@ def test_every_chain_row_equals_speculators(name: str) -> None:
         check(carried, logits, 0, slice(last + 1))
         for step in range(1, num_steps):
             slot = last + step
-            kv, carried, logits = paged.run(kv, tokens[slot : slot + 1], carried[-1:], start=slot)
+            padded = np.zeros((num_rows, carried.shape[1]), np.float32)
+            padded[0] = carried[-1]
+            ids = np.zeros(num_rows, np.int32)
+            ids[0] = tokens[slot]
+            kv, carried, logits = paged.run(kv, ids, padded, start=slot, count=1, is_prompt=True)
             check(carried, logits, step, slice(last, last + 1))
 
 
@@ -146,7 +150,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "eagle": Layout(),
+    "eagle_of_a_wider_target": Layout(changes={"target_hidden_size": 40}),
     "sglang_fused": Layout(root="model.", is_fused=True, attention={"qkv_bias": True}),
     "speculators_names": Layout(
         layer="layers.0.",
@@ -171,7 +175,6 @@ LAYOUTS = {
         changes={"aux_layer_ids": (), "draft_vocab_size": 96, "norm_before_head": False},
         settings={"num_features": 0, "norm_head": False},
     ),
-    "of_a_wider_target": Layout(changes={"target_hidden_size": 40}),
 }
 
 

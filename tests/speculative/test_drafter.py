@@ -14,7 +14,7 @@ from jspec.core.batch import DraftTree, Features
 from jspec.core.cache_groups import CacheGroup, KVEntry
 from jspec.core.config import Algorithm
 from jspec.core.errors import ConfigError
-from jspec.core.model_spec import MtpConfig
+from jspec.core.model_spec import Eagle1Config, MtpConfig
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder
@@ -24,6 +24,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import (
     Drafter,
     Emitted,
+    Needs,
     NoDrafter,
     RowsInStep,
     emitted_by,
@@ -141,8 +142,11 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
 def drafters() -> dict[Algorithm, Drafter]:
     """One of each algorithm; none is run here."""
     head: Any = dataclasses.make_dataclass("Head", ["config"], frozen=True)(DRAFT)
+    eagle1 = Eagle1Config(layer=DRAFT.layer, draft_vocab_size=DRAFT.layer.vocab_size)
+    of_last_hidden = dataclasses.replace(head, config=eagle1)
     return {
         Algorithm.NONE: NoDrafter(),
+        Algorithm.EAGLE: EagleDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.EAGLE)),
         Algorithm.EAGLE3: EagleDrafter(head, spec_of(3, 2, 7)),
         Algorithm.NGRAM: NgramDrafter(spec_of(3, 2, 7, Algorithm.NGRAM)),
         Algorithm.STANDALONE: StandaloneDrafter(
@@ -163,9 +167,11 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
         assert drafter.drafting.has_model == bool(drafter.cache_groups)
         hash((drafter.cache_groups, drafter.needs))
     assert {a: d.drafting.lookahead for a, d in made.items() if d.drafting.lookahead} == {
+        Algorithm.EAGLE: 1,
         Algorithm.EAGLE3: 1,
         Algorithm.MULTI_LAYER_EAGLE: 1,
     }
+    assert made[Algorithm.EAGLE].needs == Needs(hidden=True)
     ahead = {a: d.drafting.tokens_ahead(3, 2) for a, d in made.items()}
     assert ahead[Algorithm.EAGLE3] == 1
     assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 holds token i + 3

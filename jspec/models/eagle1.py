@@ -1,0 +1,309 @@
+"""The EAGLE-1 draft head (Li et al., 2024, arXiv:2401.15077); EAGLE-2 drafts with the same one.
+
+row i of the draft holds the pair (token i + 1, the target's last hidden of position i)
+x = fc([embed(token); h])                       width 2E in, embedding first; h after the final norm
+h1 = x + attention(x)                           nothing is normed before the first layer's attention
+out = h1 + mlp(post_norm(h1))                   through further layers, a decoder's, if there are
+logits = lm_head(out)                           the target's lm_head, no norm before it
+
+What is fed back is out. HASS's `add_para_norm` norms embedding and h before fc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Array, Float, Int
+
+from jspec.core.errors import ConfigError
+from jspec.core.json_files import Fields, read_fields
+from jspec.core.model_spec import Eagle1Config, LayerSpec, ModelSpec
+from jspec.layers.attention import attention
+from jspec.layers.embedding import embed
+from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.norm import Residual, norm, norm_of_sum
+from jspec.models.decoder import (
+    KVPool,
+    LayerSettings,
+    PagedAttend,
+    Params,
+    feed_forward,
+    paged_layer,
+)
+from jspec.models.family import read_attention, read_decoder, read_dense, refuse_quantized
+from jspec.models.head_files import (
+    LAYER,
+    canonical_name,
+    check_target,
+    further_layers,
+    head_layers,
+    is_stray,
+    num_stored_layers,
+    plain_layer,
+    refuse_unknown,
+    shared_embed,
+    shared_head,
+    stored_embed,
+    stored_names,
+)
+from jspec.models.hf_weights import HostArray, Tensors, open_tensors
+from jspec.models.params import (
+    Init,
+    ParamSpec,
+    ParamTable,
+    Split,
+    lm_head,
+    prefixed,
+    product,
+)
+from jspec.models.params import norm as norm_param
+from jspec.models.placement import nested
+from jspec.models.stored import ParamRead, Place, check_names, on_host, param_reads
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle",
+    "EagleLlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2ForCausalLMEagle",
+)
+KNOWN = frozenset(
+    ("rms_norm_eps", "bias", "qkv_bias", "attention_bias", "mlp_bias", "add_para_norm")
+)
+
+
+def load_eagle1_config(
+    path: Path,
+    *,
+    target: ModelSpec,
+    hot_vocab_size: int | None = None,
+    draft_rope_theta: float | None = None,
+    reads_names: bool = True,
+) -> Eagle1Config:
+    """An EAGLE-1 head's shape from `path`/config.json, checked against its target.
+
+    hot_vocab_size: U, where drafts are chosen among some of the target's ids. fc has a bias unless
+    config.json or the names of the tensors (if reads_names) say otherwise, q, k and v have one if
+    they say so. RoPE comes from the head's own config, theta 10000 where it has none.
+    Raises ConfigError for what is not served, CheckpointError for a head of another target.
+    """
+    fields = read_fields(path / "config.json")
+    names = stored_names(path) if reads_names else {}
+    _check_kind(fields)
+    has_fc_bias = fields.flag("bias", True) and (not names or "fc.bias" in names)
+    layer = _read_layers(fields, names)
+    if draft_rope_theta is not None:
+        spec = layer.one_layer
+        rope = replace(spec.attention.rope, theta=draft_rope_theta)
+        spec = replace(spec, attention=replace(spec.attention, rope=rope))
+        layer = replace(layer, layers=(spec,) * layer.num_layers)
+    check_target(fields, layer, target, hidden_size=layer.hidden_size)
+    return Eagle1Config(
+        layer=layer,
+        draft_vocab_size=hot_vocab_size or layer.vocab_size,
+        fc_bias=has_fc_bias,
+        norms_inputs=fields.flag("add_para_norm", False),
+    )
+
+
+def _check_kind(fields: Fields) -> None:
+    """ConfigError for another kind of head, and for what changes the forward unread."""
+    if fields.get("draft_vocab_size") is not None or fields.get("eagle_config") is not None:
+        name = "draft_vocab_size" if "draft_vocab_size" in fields.values else "eagle_config"
+        fields.refuse(name, allowed=(), why="an EAGLE-3 head: use --speculative-algorithm EAGLE3")
+    fields.refuse("speculators_model_type", allowed=(), why="use --speculative-algorithm EAGLE3")
+    architecture = fields.architecture()
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{fields.path}: draft architecture is {architecture!r}; expected one of "
+            f"{', '.join(ARCHITECTURES)} for an EAGLE-1 or EAGLE-2 head"
+        )
+    refuse_quantized(fields)
+    refuse_unknown(fields, known=KNOWN)
+
+
+def _read_layers(fields: Fields, names: Mapping[str, str]) -> ModelSpec:
+    """The head's layers; what config.json does not say of biases, the names of the tensors do."""
+    bias = fields.flag("attention_bias", False)
+    qkv_bias = bias or fields.flag("qkv_bias", f"{LAYER}self_attn.q_proj.bias" in names)
+    spec = read_attention(fields, qkv_bias=qkv_bias, out_bias=bias)
+    dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
+    count = num_stored_layers(fields, names, stated=fields.integer("num_hidden_layers", 1))
+    layer = read_decoder(
+        fields, family="llama", attention=spec, ffn=lambda _: dense, windows=(None,) * count
+    )
+    return replace(layer, tie_word_embeddings=False)
+
+
+def eagle1_params(config: Eagle1Config) -> ParamTable:
+    """The table of a head; `load_eagle1` reads embed, lm_head and draft_ids in its own way."""
+    model = config.layer
+    E, U = model.hidden_size, config.draft_vocab_size
+    first = plain_layer(model.one_layer, size=E, input_norm=False)
+    layers = (*prefixed(first, path=("layers", 0), stored=LAYER), *further_layers(model))
+    norms = (
+        norm_param("embed_norm", "embedding_layernorm", E),
+        norm_param("hidden_norm", "hidden_states_layernorm", E),
+    )
+    return (
+        ParamSpec(path=("embed", "table"), shape=(model.vocab_size, E), init=Init.TABLE),
+        *(norms if config.norms_inputs else ()),
+        *product(("fc",), 2 * E, (("fc", E, 1),), bias=config.fc_bias),
+        *head_layers(layers),
+        replace(lm_head(E, U, tied=False), layouts=()),
+        ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, is_integer=True),
+    )
+
+
+@partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
+def _paged_first_layer(
+    params: Params,
+    x: jax.Array,
+    pages: jax.Array,
+    rows: AttentionRows,
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+) -> tuple[jax.Array, jax.Array]:
+    """A decoder's layer without a norm before its attention."""
+    attend = PagedAttend(pages, rows, spec.attention, settings)
+    mixed = attention(
+        params["attention"],
+        x,
+        rows.q_positions,
+        attend,
+        spec=spec.attention,
+        eps=spec.eps,
+        shard=settings.shard,
+    )
+    stream = Residual(x=x, delta=mixed)
+    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
+    return x + feed_forward(params, normed, spec=spec, settings=settings), attend.pages
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle1Head:
+    """An EAGLE-1 head over its own pools, one a layer."""
+
+    config: Eagle1Config
+    ops: Ops
+    shard: Shard = field(default_factory=Shard)
+
+    @property
+    def table(self) -> ParamTable:
+        return eagle1_params(self.config)
+
+    def features(self, params: Params, given: Float[Array, "*b E"], /) -> Float[Array, "*b E"]:
+        """The target's last hidden as it is: fc joins it with a token in every forward."""
+        del params
+        return given
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: Int[Array, "T"],
+        hidden: Float[Array, "T E"],
+        kv: KVPool,
+        rows: AttentionRows,
+        *,
+        queries_per_row: int | None,
+    ) -> tuple[Float[Array, "T E"], KVPool]:
+        """(what is fed back and scored, pools with the new rows)."""
+        settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        layer, eps = self.config.layer, self.config.layer.rms_norm_eps
+        embedded = embed(params["embed"], token_ids)
+        if self.config.norms_inputs:
+            embedded = norm(params["embed_norm"], embedded, eps=eps)
+            hidden = norm(params["hidden_norm"], hidden, eps=eps)
+        x = linear(params["fc"], jnp.concatenate((embedded, hidden), axis=-1))
+        x, first = _paged_first_layer(
+            params["layers"][0], x, kv[0], rows, spec=layer.layers[0], settings=settings
+        )
+        pages, stream = [first], Residual(x=x)
+        for i, spec in enumerate(layer.layers[1:], start=1):
+            stream, behind = paged_layer(
+                params["layers"][i], stream, kv[i], rows, spec=spec, settings=settings
+            )
+            pages.append(behind)
+        return stream.sum(), tuple(pages)
+
+    def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
+        """f32 logits over this device's shard of the draft vocabulary."""
+        return logits_of(hidden, params["lm_head"]["kernel"])
+
+
+def check_eagle1(path: Path, config: Eagle1Config) -> None:
+    """Reads the headers alone: CheckpointError for a head that `load_eagle1` would refuse by them.
+
+    For a caller that would load the target first.
+    """
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        _check(tensors, config)
+
+
+def load_eagle1(
+    path: Path,
+    config: Eagle1Config,
+    *,
+    hot_ids: HostArray | None = None,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Params (`dtype`; draft_ids int32[U]) of a head, where `place` puts them.
+
+    Where the file has no embedding, `embed.table` is the target's very array, as `lm_head.kernel`
+    always is, or its columns of hot_ids i32[U]. On the host, all others are numpy.
+    Raises CheckpointError for a file that is unreadable or does not fit `config`.
+    """
+    specs = {spec.path: spec for spec in eagle1_params(config)}
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        own = list(_check(tensors, config))
+        kernel = shared_head(tensors, config.layer, target_params)
+        shared: dict[Any, Any] = {
+            ("lm_head", "kernel"): kernel if hot_ids is None else _columns(kernel, hot_ids)
+        }
+        if "embed_tokens.weight" in tensors:
+            own.append(stored_embed(specs["embed", "table"]))
+        else:
+            shared["embed", "table"] = shared_embed(tensors, config.layer, target_params)
+        ids = np.arange(config.draft_vocab_size) if hot_ids is None else hot_ids
+        ids = ids.astype(np.int32)
+        reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
+        reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
+        return nested({**place(reads), **shared}.items())
+
+
+def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:
+    """What the file must hold, which it does. lm_head is the target's, whatever the file has."""
+    required = tuple(spec for spec in eagle1_params(config) if spec.layouts)
+    table = (config.layer.vocab_size, config.layer.hidden_size)
+    check_names(
+        tensors,
+        required,
+        optional={"embed_tokens.weight": table},
+        is_stray=lambda name: is_stray(name) or name.startswith("lm_head") or name in _UNREAD,
+    )
+    return required
+
+
+# EAGLE's first layer has no such norm; files made from a decoder's template have its weight.
+_UNREAD = (f"{LAYER}input_layernorm.weight",)
+
+
+def _columns(kernel: Any, ids: HostArray) -> Any:
+    """kernel[:, ids], split as the kernel is."""
+    chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(ids), axis=1, mode="clip")
+    return jax.device_put(chosen, kernel.sharding) if isinstance(kernel, jax.Array) else chosen
