@@ -19,10 +19,11 @@ from jspec.core.errors import ConfigError
 DEFAULT_SPEC = (3, 1, 4)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "xla", "pallas")
+SAMPLING_DEFAULTS = ("model", "openai")
 LOAD_FORMATS = ("auto", "dummy")
 COMPILE_AT_START = ("auto", "first", "all")
 MODEL_PATHS = ("model_path", "tokenizer_path", "speculative_draft_model_path")
-PATHS = (*MODEL_PATHS, "compilation_cache_dir")
+PATHS = (*MODEL_PATHS, "compilation_cache_dir", "chat_template")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 
@@ -53,6 +54,9 @@ class EngineArgs:
     load_format: "auto" reads safetensors; "dummy" makes random weights on the devices, at the
         shapes of config.json.
     skip_tokenizer_init: no tokenizer; token ids in, token ids out.
+    chat_template: a file with the Jinja template of chats; unset: the checkpoint's own.
+    sampling_defaults: "model" samples as generation_config.json says where a request names
+        nothing; "openai" at temperature 1, without filters.
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
     attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
         those on a TPU, and on a Hopper GPU where they serve model and dtype.
@@ -88,6 +92,8 @@ class EngineArgs:
     simulate_acceptance: float | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
+    chat_template: str | None = None
+    sampling_defaults: str = "model"
     dtype: str = "auto"
     attention_backend: str = "auto"
     page_size: int | None = None
@@ -111,6 +117,8 @@ class EngineArgs:
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("compile_at_start", self.compile_at_start, COMPILE_AT_START)
+        _check_choice("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
+        _check_path("chat_template", self.chat_template)
         for name in ("page_size", "max_running_requests", "context_length", "max_total_tokens"):
             _check_positive(name, getattr(self, name))
         _check_positive("chunked_prefill_size", self.chunked_prefill_size)

@@ -131,10 +131,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(
+        cls, values: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
         """Builds params from a JSON object. A field this version does not implement is an error.
 
-        Raises RequestError naming the field and, for a near miss, the closest known name.
+        defaults: of fields that `values` does not have, or has as null. Raises RequestError naming
+        the field and, for a near miss, the closest known name.
         """
         if not isinstance(values, Mapping):
             raise RequestError(f"sampling_params is {values!r}; expected fields and their values")
@@ -142,9 +145,9 @@ class SamplingParams:
         for name in values:
             if name not in known:
                 raise RequestError(unknown_field("sampling_params", name, set(known)))
-        return cls(
-            **{name: known[name].read(value) for name, value in values.items() if value is not None}
-        )
+        given = {name: value for name, value in values.items() if value is not None}
+        whole = {**(defaults or {}), **given}
+        return cls(**{name: known[name].read(value) for name, value in whole.items()})
 
     @property
     def wanted_tokens(self) -> int:

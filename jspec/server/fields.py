@@ -17,6 +17,7 @@ JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]
 Hints = Mapping[str, str]
 NO_HINTS: Hints = {}
+NO_DEFAULTS: Mapping[str, Any] = {}
 MAX_RID_CHARS = 256
 
 

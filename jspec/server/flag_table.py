@@ -129,13 +129,18 @@ MODEL_FLAGS = (
     _refused("--quantization", _TEXT, "quantized weights are not implemented", neutral=("none",)),
     _refused("--kv-cache-dtype", _TEXT, "the KV cache has the model's dtype", neutral=("auto",)),
     _refused("--revision", _TEXT, "models are directories; nothing is downloaded"),
-    _refused("--chat-template", _TEXT, "/v1/chat/completions is not served yet"),
+    _sets("--chat-template", _TEXT, "File with the chats' Jinja template; unset: the model's own"),
+    _sets(
+        "--sampling-defaults",
+        _TEXT,
+        "model: as generation_config.json says; openai: temperature 1, no filters (model)",
+    ),
     _refused("--is-embedding", _SWITCH, "only generation is served"),
     _refused("--lora-paths", _MANY, _NO_ADAPTER),
     _refused("--enable-lora", _SWITCH, _NO_ADAPTER),
     _refused("--grammar-backend", _TEXT, "grammars are not implemented", neutral=("none",)),
-    _refused("--reasoning-parser", _TEXT, "/v1/chat/completions is not served yet"),
-    _refused("--tool-call-parser", _TEXT, "/v1/chat/completions is not served yet"),
+    _refused("--reasoning-parser", _TEXT, "reasoning is not told apart from the answer"),
+    _refused("--tool-call-parser", _TEXT, "tools are not implemented"),
 )
 
 SPECULATIVE_FLAGS = (

@@ -5,12 +5,14 @@ It knows field names and neutral values; it does not tokenize and it asks no eng
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
+    NO_DEFAULTS,
     Hints,
     JsonObject,
     Neutral,
@@ -105,7 +107,7 @@ class GenerateCall:
     group: str | None = None
 
 
-def parse_generate(body: object) -> GenerateCall:
+def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
     """Raises RequestError naming the field, its value and what was expected."""
     values = as_object(body, "the request body")
     where = "the request body"
@@ -113,7 +115,9 @@ def parse_generate(body: object) -> GenerateCall:
         where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS
     )
     sources, is_list = _sources(values)
-    sampling = _sampling(values.get("sampling_params"), len(sources), is_list=is_list)
+    sampling = _sampling(
+        values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
+    )
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
     rid = values.get("rid")
     return GenerateCall(
@@ -151,19 +155,21 @@ def _check_not_empty(name: str, items: list[Any]) -> None:
         raise RequestError(f"{name} is an empty list; expected at least one item")
 
 
-def _sampling(value: object, num_prompts: int, *, is_list: bool) -> list[SamplingParams]:
+def _sampling(
+    value: object, num_prompts: int, *, defaults: Mapping[str, Any], is_list: bool
+) -> list[SamplingParams]:
     if isinstance(value, list):
         if not is_list or len(value) != num_prompts:
             expected = f"a list of {num_prompts}" if is_list else "one object"
             raise RequestError(f"sampling_params is a list of {len(value)}; expected {expected}")
-        return [sampling_params(item) for item in value]
-    return [sampling_params(value)] * num_prompts
+        return [sampling_params(item, defaults) for item in value]
+    return [sampling_params(value, defaults)] * num_prompts
 
 
-def sampling_params(value: object) -> SamplingParams:
+def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
     """Checked sampling parameters of one prompt; null is all defaults. Raises RequestError."""
     if value is None:
-        return SamplingParams()
+        value = {}
     where = "sampling_params"
     values = without_neutral(
         where,
@@ -172,7 +178,7 @@ def sampling_params(value: object) -> SamplingParams:
         neutral=NEUTRAL_SAMPLING,
         hints=SAMPLING_HINTS,
     )
-    return SamplingParams.from_mapping(values)
+    return SamplingParams.from_mapping(values, defaults=defaults)
 
 
 def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:

@@ -9,8 +9,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.types import Receive
 
 from jspec.api import Engine
 from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
@@ -19,11 +23,19 @@ from jspec.core.response import Completion
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.stats import SchedulerStats
+from jspec.server.chat_schemas import ChatCall
+from jspec.server.http import unless_gone
 from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.spec_tokens import SpecTokenTracker
-from jspec.server.streaming import SequenceFold, close_all
+from jspec.server.streaming import (
+    EventStream,
+    SequenceFold,
+    close_all,
+    fold_all,
+    fold_events,
+)
 
 SAMPLE_SECONDS = 1.0
 PROBE_SECONDS = 20.0
@@ -53,8 +65,31 @@ class Work:
         self.service.forget(self.names)
         await close_all(self.streams)
 
+    async def finish(self, receive: Receive) -> None:
+        """Waits for all sequences and closes; a client that goes away ends them."""
+        try:
+            await unless_gone(receive, fold_all(self.streams, self.folds))
+        finally:
+            await self.close()
+
     def completions(self) -> list[Completion]:
         return [fold.completion for fold in self.folds]
+
+
+def answer_stream(
+    work: Work,
+    event: Callable[[int, SequenceFold], dict[str, Any] | None],
+    last: Callable[[], dict[str, Any] | None] = lambda: None,
+) -> EventStream:
+    """The answer whose events `event` makes, one for a sequence's new tokens; see fold_events."""
+    events = fold_events(
+        work.streams,
+        work.folds,
+        interval=work.service.args.stream_interval,
+        event=event,
+        last=last,
+    )
+    return EventStream(events, close=work.close)
 
 
 class Service:
@@ -139,6 +174,17 @@ class Service:
             service=self,
             names=names,
         )
+
+    async def chat_prompt(self, call: ChatCall) -> PromptCall:
+        """The one prompt of a chat, rendered and tokenized. Raises RequestError."""
+        make = partial(
+            self.engine.chat_prompt, call.messages, call.sampling, **call.template_options
+        )
+        if call.num_chars > INLINE_CHARS:
+            ids, sampling = await asyncio.to_thread(make)
+        else:
+            ids, sampling = make()
+        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid)
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
         return [
