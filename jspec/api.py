@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,9 +29,9 @@ from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
-from jspec.engine.loading import resolve_paths
+from jspec.engine.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.memory import resolve_dtype
-from jspec.models.checkpoint import load_model_spec, load_sampling_defaults
+from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
@@ -42,13 +41,6 @@ from jspec.text.chat_template import ChatTemplate
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
 from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
-
-
-def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
-    name, which may lie elsewhere and name none."""
-    named = () if tokenizer is None else tokenizer.eos_token_ids
-    return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))
 
 
 class Engine:
@@ -164,14 +156,11 @@ class Engine:
         return tuple(EngineStream(self._home, stream) for stream in streams)
 
     async def _submit(self, requests: Sequence[Request]) -> list[ChunkStream]:
-        # Nothing awaits between the check and the last submit, so the check still holds there.
-        self._check_batch(requests)
+        # Nothing yields between the check and the last submit, so the check still holds there.
+        await self._check(requests)
         return [self._loop.submit(request) for request in requests]
 
     async def _check(self, requests: Sequence[Request]) -> None:
-        self._check_batch(requests)
-
-    def _check_batch(self, requests: Sequence[Request]) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""
         budget.check_batch(
             self._limits,
@@ -325,6 +314,26 @@ class Engine:
             return sum(self._loop.abort(name) for name in self._loop.request_ids)
 
         return await self._home.call(run())
+
+    async def pause_generation(self, *, abort: bool = False) -> int:
+        """Plans no further step until `continue_generation`; requests are taken, and wait.
+
+        abort: ends those that are there, and returns how many.
+        """
+        self._loop.pause()
+        return await self.abort_all() if abort else 0
+
+    async def continue_generation(self) -> None:
+        """Goes on where it was paused; nothing if it was not."""
+
+        async def run() -> None:
+            self._loop.resume()
+
+        await self._home.call(run())
+
+    @property
+    def is_paused(self) -> bool:
+        return self._loop.is_paused
 
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""

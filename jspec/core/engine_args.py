@@ -60,7 +60,7 @@ class EngineArgs:
     dtype: "auto" is float32 on a CPU, bfloat16 elsewhere.
     attention_backend: "xla" runs anywhere, "pallas" are the platform's own kernels; "auto" takes
         those on a TPU, and on a Hopper GPU where they serve model and dtype.
-    max_queued_requests: sequences that may wait, and that a call of generate() feeds at once; 128,
+    max_queued_requests: sequences that may wait, and that a call of generate() feeds at once; 1024,
         or max_running_requests if that is more.
     max_total_tokens: tokens that the KV pool holds, whole pages; the scratch of drafts is
         extra. mem_fraction_static: share of a device's

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import SHOWN_CHARS, RequestError, shown
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.sampling_fields import (
     Flag,
@@ -140,7 +140,9 @@ class SamplingParams:
         the field and, for a near miss, the closest known name.
         """
         if not isinstance(values, Mapping):
-            raise RequestError(f"sampling_params is {values!r}; expected fields and their values")
+            raise RequestError(
+                f"sampling_params is {shown(values)}; expected fields and their values"
+            )
         known = {parameter.name: parameter for parameter in table_of(cls)}
         for name in values:
             if name not in known:
@@ -170,10 +172,13 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
     """
     import difflib
 
+    shown_name, name = shown(name), name[:SHOWN_CHARS]
     if not hint:
         hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
     did_you_mean = f"did you mean {hint}? " if hint else ""
-    return f"{where} has the unknown field {name!r}; {did_you_mean}expected one of {sorted(known)}"
+    return (
+        f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
+# Clients send their whole benchmark or batch at once; each waiting request holds its ids.
+DEFAULT_QUEUE = 1024
 LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
 
 
@@ -79,7 +81,7 @@ def resolve_limits(
         prefill_rows=min(4 if is_cpu else 16, num_slots),
         overlap_depth=args.overlap_depth,
         num_rounds=args.num_continuous_decode_steps,
-        max_queued_requests=args.max_queued_requests or max(128, num_slots),
+        max_queued_requests=args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
     )
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
     return _sized(limits, args, groups, devices=devices, of_page=of_page)

@@ -16,19 +16,23 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jspec import __version__
 from jspec.api import Engine
+from jspec.server.control_endpoints import ControlEndpoints
 from jspec.server.http import (
     HANDLERS,
     BearerAuth,
+    RequestLog,
     error_response,
     read_json,
 )
 from jspec.server.openai_endpoints import OpenAIEndpoints
+from jspec.server.origins import OriginGuard
 from jspec.server.page import CONTENT_SECURITY_POLICY, PAGE
 from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
 from jspec.server.server_args import ServerArgs
@@ -50,15 +54,29 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
             watching.cancel()
             await asyncio.wait({watching})
 
-    middleware = []
-    if args.api_key is not None:
-        middleware.append(Middleware(BearerAuth, api_key=args.api_key))
-    return Starlette(
+    app = Starlette(
         routes=endpoints.routes(),
         exception_handlers={**HANDLERS, Exception: _on_bug},
-        middleware=middleware,
+        middleware=middleware_of(args),
         lifespan=lifespan,
     )
+    app.state.service = endpoints.service
+    return app
+
+
+def middleware_of(args: ServerArgs) -> list[Middleware]:
+    """What every request passes, outermost first."""
+    found = [Middleware(RequestLog)] if args.log_requests else []
+    if args.origins:
+        found.append(
+            Middleware(
+                CORSMiddleware, allow_origins=args.origins, allow_methods=["*"], allow_headers=["*"]
+            )
+        )
+    found.append(Middleware(OriginGuard, args=args))
+    if args.api_key is not None:
+        found.append(Middleware(BearerAuth, api_key=args.api_key))
+    return found
 
 
 async def _on_bug(_: Request, __: Exception) -> Response:
@@ -76,7 +94,7 @@ class Endpoints:
         self._args = service.args
 
     def routes(self) -> list[Route]:
-        get, post, any_of = ["GET"], ["POST"], ["GET", "POST"]
+        get, post = ["GET"], ["POST"]
         return [
             Route("/", self.page, methods=get),
             Route("/generate", self.generate, methods=["POST", "PUT"]),
@@ -89,11 +107,11 @@ class Endpoints:
             Route("/get_model_info", self.model_info, methods=get),
             Route("/metrics", self.metrics, methods=get),
             Route("/abort_request", self.abort_request, methods=post),
-            Route("/flush_cache", self.flush_cache, methods=any_of),
+            *ControlEndpoints(self.service).routes(),
         ]
 
     async def _read(self, request: Request) -> object:
-        return await read_json(request, max_bytes=self._args.max_request_bytes)
+        return await read_json(request, self._args)
 
     # Generation.
 
@@ -138,7 +156,8 @@ class Endpoints:
         engine = self.service.engine
         info = engine.get_server_info()
         server = {name: getattr(self._args, name) for name in ServerArgs.names()}
-        server["api_key"] = None if self._args.api_key is None else "(set)"
+        for name in ("api_key", "ssl_keyfile_password"):
+            server[name] = None if server[name] is None else "(set)"
         server["served_model_name"] = self.service.model_name
         live = self.service.meter.rates(engine.stats)
         states = [
@@ -179,10 +198,6 @@ class Endpoints:
             num_aborted = await self.service.abort(call.rid)
         return JSONResponse({"num_aborted": num_aborted})
 
-    async def flush_cache(self, _: Request) -> Response:
-        """GET or POST /flush_cache."""
-        return PlainTextResponse("Nothing to flush: there is no prefix cache yet.\n")
-
 
 def _health(is_well: bool) -> Response:
     if is_well:
@@ -193,11 +208,12 @@ def _health(is_well: bool) -> Response:
 
 
 def _without_key(argv: list[str]) -> list[str]:
-    """The command line with the API key taken out."""
+    """The command line with the secrets taken out."""
     words = list(argv)
     for index, word in enumerate(words):
-        if word == "--api-key" and index + 1 < len(words):
-            words[index + 1] = "***"
-        elif word.startswith("--api-key="):
-            words[index] = "--api-key=***"
+        for flag in ("--api-key", "--ssl-keyfile-password"):
+            if word == flag and index + 1 < len(words):
+                words[index + 1] = "***"
+            elif word.startswith(f"{flag}="):
+                words[index] = f"{flag}=***"
     return words

@@ -46,7 +46,7 @@ class OpenAIEndpoints:
         ]
 
     async def _read(self, request: Request) -> object:
-        return await read_json(request, max_bytes=self.service.args.max_request_bytes)
+        return await read_json(request, self.service.args)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""

@@ -22,6 +22,7 @@ from jspec.server.fields import (
     Neutral,
     as_object,
     check_ids,
+    check_number_of_prompts,
     check_rid,
     check_text,
     expand_rid,
@@ -174,6 +175,8 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
             f"prompt is {shorten(prompt)}; expected text, a list of texts, a list of token ids, "
             f"or a list of such lists"
         )
+    if isinstance(prompt[0], str | list):
+        check_number_of_prompts("prompt", prompt)
     if isinstance(prompt[0], str):
         return [{"text": check_text("prompt", item)} for item in prompt]
     if isinstance(prompt[0], list):

@@ -18,6 +18,7 @@ from jspec.server.fields import (
     Neutral,
     as_object,
     check_ids,
+    check_number_of_prompts,
     check_rid,
     check_text,
     expand_rid,
@@ -140,19 +141,20 @@ def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
     if text is not None:
         if not isinstance(text, list):
             return [{"text": check_text("text", text)}], False
-        _check_not_empty("text", text)
+        _check_number("text", text)
         return [{"text": check_text("text", item)} for item in text], True
     if not isinstance(ids, list):
         raise RequestError(f"input_ids is {shorten(ids)}; expected a list of token ids")
-    _check_not_empty("input_ids", ids)
-    if isinstance(ids[0], list):
+    if not ids or isinstance(ids[0], list):
+        _check_number("input_ids", ids)
         return [{"input_ids": check_ids("input_ids", row)} for row in ids], True
     return [{"input_ids": check_ids("input_ids", ids)}], False
 
 
-def _check_not_empty(name: str, items: list[Any]) -> None:
+def _check_number(name: str, items: list[Any]) -> None:
     if not items:
         raise RequestError(f"{name} is an empty list; expected at least one item")
+    check_number_of_prompts(name, items)
 
 
 def _sampling(

@@ -20,6 +20,7 @@ from jspec.api import Engine
 from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion
+from jspec.engine.profiling import Profiler
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.stats import SchedulerStats
@@ -106,8 +107,19 @@ class Service:
             read_stats=lambda: engine.stats,
             meter=self.meter,
         )
+        self.profiler = Profiler()
+        self.is_shutting_down = False
         self._groups: dict[str, tuple[str, ...]] = {}
         self._is_cut_said = False
+
+    @property
+    def unready(self) -> str:
+        """Why no request should be sent here now; empty if there is no reason."""
+        if self.engine.is_closed:
+            return "the engine is closed"
+        if self.is_shutting_down:
+            return "the server is shutting down"
+        return "generation is paused" if self.engine.is_paused else ""
 
     @property
     def model_name(self) -> str:
@@ -135,6 +147,11 @@ class Service:
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
         started = time.monotonic()
+        if self.is_shutting_down:
+            raise EngineClosedError("the server is shutting down")
+        # Before anything is tokenized, which takes long for what will be refused anyway.
+        num_sequences = sum(prompt.sampling.n for prompt in prompts)
+        budget.check_number(self.engine.limits, num_sequences)
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         num_chars = sum(
             len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
@@ -229,22 +246,25 @@ class Service:
     async def probe(self) -> bool:
         """Whether the engine makes progress: on running requests, else on one token of its own.
 
-        A busy engine is not asked for a token, which would wait behind all others.
+        A busy engine is not asked for a token, which would wait behind all others: it is well if it
+        ends any step within PROBE_SECONDS, of a prompt that emits nothing yet too.
         """
+        if self.unready:
+            return False
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                if not await self._is_emitting():
+                if not await self._is_stepping():
                     await self._emit_one()
         except (TimeoutError, EngineClosedError):
             return False
         return not self.engine.is_closed
 
-    async def _is_emitting(self) -> bool:
-        """Waits until running requests emit; False once none is running."""
-        before = self.engine.stats.num_emitted
+    async def _is_stepping(self) -> bool:
+        """Waits until a step of running requests ends; False once none is running."""
+        before = self.engine.stats.num_steps
         while self.engine.stats.num_running and not self.engine.is_closed:
             await asyncio.sleep(POLL_SECONDS)
-            if self.engine.stats.num_emitted > before:
+            if self.engine.stats.num_steps > before:
                 return True
         return False
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import RequestError, shown
 from jspec.core.request import unknown_field
 
 Message = dict[str, Any]
@@ -27,7 +27,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None,),
     "annotations": (None, []),
 }
-_SHOWN = 80  # characters of a value in a message
 
 
 def check_messages(messages: object, *, name: str = "messages") -> tuple[Message, ...]:
@@ -125,8 +124,4 @@ def _check_text(value: object, where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    try:
-        text = repr(value) if value is not None else "null"
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return "null" if value is None else shown(value)
