@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,30 +21,24 @@ import jax
 from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
+from jspec.core.errors import EngineClosedError, RequestError
 from jspec.core.protocols import TextStream
-from jspec.core.request import Request, StreamChunk
+from jspec.core.request import Request, SamplingParams, StreamChunk
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
-from jspec.engine.loading import resolve_paths
-from jspec.models.checkpoint import load_model_spec
+from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
+from jspec.text.chat_template import ChatTemplate
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
 from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
-
-
-def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
-    name, which may lie elsewhere and name none."""
-    named = () if tokenizer is None else tokenizer.eos_token_ids
-    return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))
 
 
 class Engine:
@@ -80,6 +73,9 @@ class Engine:
         if not self.args.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
         self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
+        template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
+        is_models = self.args.sampling_defaults == "model"
+        defaults = load_sampling_defaults(paths.target) if is_models else {}
         runner, self.config = build_runner(self.args, progress=progress)
         self._limits = runner.limits
         self._runner = runner
@@ -87,7 +83,10 @@ class Engine:
             self._tokenizer,
             vocab_size=runner.vocab_size,
             eos_token_ids=self.eos_token_ids,
+            context_length=runner.limits.context_length,
             random_seed=self.config.random_seed,
+            chat_template=template,
+            defaults=defaults,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
 
@@ -134,6 +133,17 @@ class Engine:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         return self._intake.requests(prompt, input_ids, sampling_params, request_id=request_id)
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Sampling parameters of a request that names none: the checkpoint's."""
+        return self._intake.defaults
+
+    def chat_prompt(
+        self, messages: object, sampling_params: Params = None, **options: Any
+    ) -> tuple[tuple[int, ...], SamplingParams]:
+        """Ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
+        return self._intake.chat(messages, sampling_params, **options)
+
     # Generation.
 
     async def submit(self, requests: Sequence[Request]) -> tuple[EngineStream, ...]:
@@ -145,35 +155,18 @@ class Engine:
         return tuple(EngineStream(self._home, stream) for stream in streams)
 
     async def _submit(self, requests: Sequence[Request]) -> list[ChunkStream]:
-        # Nothing awaits between the check and the last submit, so the check still holds there.
-        self._check_batch(requests)
+        # Nothing yields between the check and the last submit, so the check still holds there.
+        await self._check(requests)
         return [self._loop.submit(request) for request in requests]
 
     async def _check(self, requests: Sequence[Request]) -> None:
-        self._check_batch(requests)
-
-    def _check_batch(self, requests: Sequence[Request]) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""
-        in_use = set(self._loop.request_ids)
-        for request in requests:
-            if request.request_id in in_use:
-                raise RequestError(
-                    f"request_id is {request.request_id!r}; expected one that is not in use"
-                )
-            in_use.add(request.request_id)
-            budget.clip_max_new_tokens(
-                self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
-            )
-        bound, num_queued = self._limits.max_queued_requests, self.stats.num_queued
-        if len(requests) > bound:
-            raise RequestError(
-                f"{len(requests)} sequences at once; expected at most max_queued_requests {bound}"
-            )
-        if num_queued + len(requests) > bound:
-            raise QueueFullError(
-                f"{num_queued} requests are waiting and {len(requests)} came; expected at most "
-                f"max_queued_requests {bound} together"
-            )
+        budget.check_batch(
+            self._limits,
+            requests,
+            in_use=self._loop.request_ids,
+            num_queued=self.stats.num_queued,
+        )
 
     async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
         """Chunks of one request, one a step. Closing the iterator aborts the request."""
@@ -239,7 +232,7 @@ class Engine:
 
         A streamed result is cumulative, as SGLang's: each dict holds all text so far.
         """
-        requests, is_single = self._batch(prompt, sampling_params, input_ids)
+        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids)
         if stream:
             if not is_single:
                 raise RequestError(f"stream with {len(requests)} sequences; expected one")
@@ -261,10 +254,34 @@ class Engine:
             return self._home.run(
                 self.async_generate(prompt, sampling_params, input_ids, stream=False)
             )
-        requests, is_single = self._batch(prompt, sampling_params, input_ids)
+        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids)
         if not is_single:
             raise RequestError(f"stream with {len(requests)} sequences; expected one")
         return self._iterate(requests[0])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params = None,
+        *,
+        stream: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As generate, for messages ({"role", "content"}) through the chat template.
+
+        Without max_new_tokens an answer may be as long as the context allows.
+        continue_final_message: the answer goes on with the assistant's last message.
+        """
+        ids, sampling = self.chat_prompt(
+            messages,
+            sampling_params,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 
     def _iterate(self, request: Request) -> Iterator[dict[str, Any]]:
         stream = self._stream(request)
@@ -278,44 +295,6 @@ class Engine:
             # Refused once the engine is closed, and if dropped on its own loop: it ends by that.
             with suppress(EngineClosedError, RequestError):
                 self._home.run(close_unless_running(stream))
-
-    def _batch(
-        self,
-        prompt: str | Sequence[str] | None,
-        sampling_params: Params | Sequence[Params],
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    ) -> tuple[list[Request], bool]:
-        """All Requests of a call, and whether it asked for exactly one sequence."""
-        prompts: list[dict[str, Any]]
-        if input_ids is not None:
-            if prompt is not None:
-                raise RequestError("expected exactly one of prompt (text) and input_ids")
-            if not isinstance(input_ids, Sequence):
-                raise RequestError(f"input_ids is {input_ids!r}; expected a list of ids or lists")
-            is_list = bool(input_ids) and isinstance(input_ids[0], Sequence)
-            rows = list(input_ids) if is_list else [input_ids]
-            for row in rows:
-                if not isinstance(row, Sequence):
-                    raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
-            prompts = [{"input_ids": row} for row in rows]
-        else:
-            is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-            texts = list(prompt) if is_list else [prompt]  # type: ignore[arg-type]
-            prompts = [{"prompt": text} for text in texts]
-        if isinstance(sampling_params, Sequence):
-            params = list(sampling_params)
-        else:
-            params = [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
-            )
-        groups = [
-            self.requests(sampling_params=p, **source)
-            for source, p in zip(prompts, params, strict=True)
-        ]
-        requests = [request for group in groups for request in group]
-        return requests, not is_list and len(requests) == 1
 
     # The engine itself.
 
@@ -334,6 +313,26 @@ class Engine:
             return sum(self._loop.abort(name) for name in self._loop.request_ids)
 
         return await self._home.call(run())
+
+    async def pause_generation(self, *, abort: bool = False) -> int:
+        """Plans no further step until `continue_generation`; requests are taken, and wait.
+
+        abort: ends those that are there, and returns how many.
+        """
+        self._loop.pause()
+        return await self.abort_all() if abort else 0
+
+    async def continue_generation(self) -> None:
+        """Goes on where it was paused; nothing if it was not."""
+
+        async def run() -> None:
+            self._loop.resume()
+
+        await self._home.call(run())
+
+    @property
+    def is_paused(self) -> bool:
+        return self._loop.is_paused
 
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""

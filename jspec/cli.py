@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
@@ -22,7 +22,6 @@ from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.device_memory import share_for_server
 from jspec.engine.interrupts import interruptible
-from jspec.models.checkpoint import load_default_temperature
 from jspec.server.flag_table import GROUPS
 from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
 from jspec.server.spec_tokens import SpecToken, SpecTokenTracker
@@ -213,13 +212,12 @@ def run_generate(argv: Sequence[str]) -> int:
     )
     add_flags(parser, groups=ENGINE_GROUPS)
     options, settings = parse_flags(parser, argv)
-    sampling = SamplingParams.from_mapping(
-        {
-            "temperature": options.temperature,
-            "max_new_tokens": options.max_new_tokens,
-            "sampling_seed": options.seed,
-        }
-    )
+    asked = {
+        "temperature": options.temperature,
+        "max_new_tokens": options.max_new_tokens,
+        "sampling_seed": options.seed,
+    }
+    SamplingParams.from_mapping(asked)  # what is wrong is said before anything loads
     prompt = read_prompt(options.prompt, sys.stdin)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -227,9 +225,7 @@ def run_generate(argv: Sequence[str]) -> int:
         print(f"jspec: warning: {warning}", file=sys.stderr)
     os.environ.update(share_for_server(os.environ))
     with interruptible():
-        engine, sampling = _start_one_stream(
-            settings, sampling, is_temperature_given=options.temperature is not None
-        )
+        engine, sampling = _start_one_stream(settings, asked)
     with engine:
         style = choose_style(sys.stdout, plain_marks=options.plain_marks)
         asyncio.run(
@@ -241,21 +237,18 @@ def run_generate(argv: Sequence[str]) -> int:
 
 
 def _start_one_stream(
-    settings: Settings, sampling: SamplingParams, *, is_temperature_given: bool
+    settings: Settings, asked: Mapping[str, Any]
 ) -> tuple[Engine, SamplingParams]:
-    """An engine for one stream, and how it samples where nothing was said."""
+    """An engine for one stream, and how it samples: as asked, else as the model's defaults."""
     from jspec.api import Engine
-    from jspec.engine.loading import resolve_paths
     from jspec.server.serve import measurement_warnings
 
     for warning in measurement_warnings(settings.engine_args):
         print(f"jspec: warning: {warning}", file=sys.stderr)
-    if not is_temperature_given:
-        paths = resolve_paths(settings.engine_args)
-        sampling = replace(sampling, temperature=load_default_temperature(paths.target))
-    if sampling.sampling_seed is None and settings.engine_args.random_seed is None:
-        sampling = replace(sampling, sampling_seed=secrets.randbits(SEED_BITS))
-    return Engine(progress=_show_progress(sys.stderr), **one_stream(settings.engine)), sampling
+    if asked["sampling_seed"] is None and settings.engine_args.random_seed is None:
+        asked = {**asked, "sampling_seed": secrets.randbits(SEED_BITS)}
+    engine = Engine(progress=_show_progress(sys.stderr), **one_stream(settings.engine))
+    return engine, SamplingParams.from_mapping(asked, defaults=engine.sampling_defaults)
 
 
 def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jspec.cli import Painter, Style, Summary, choose_style, generate, main, one
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.loading import BUNDLED
-from jspec.models.checkpoint import load_default_temperature
+from jspec.models.checkpoint import load_sampling_defaults
 from jspec.server.serve import log_progress
 from jspec.server.spec_tokens import SpecToken
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
@@ -173,7 +173,7 @@ def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         main(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "0 is greedy; unset: the model's own, 0.7 for the bundled pair" in text
-    assert load_default_temperature(BUNDLED / "target") == 0.7
+    assert load_sampling_defaults(BUNDLED / "target") == {"temperature": 0.7}
     assert "Most new tokens (128)" in text
     assert SamplingParams().wanted_tokens == 128
 

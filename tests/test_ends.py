@@ -6,8 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from jspec.api import end_of_sequence_ids
-from jspec.engine.loading import BUNDLED
+from jspec.engine.loading import BUNDLED, end_of_sequence_ids
 from jspec.text.tokenizer import Tokenizer
 
 TARGET = BUNDLED / "target"

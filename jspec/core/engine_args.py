@@ -71,6 +71,20 @@ class EngineArgs:
         translated={"safetensors": "auto"},
     )
     skip_tokenizer_init: bool = argument(False, "No tokenizer: token ids in, token ids out", _MODEL)
+    chat_template: str | None = argument(
+        None,
+        "File with the chats' Jinja template; unset: the model's own",
+        _MODEL,
+        is_local=True,
+        is_model=True,
+    )
+    sampling_defaults: str = argument(
+        "model",
+        "model: as generation_config.json says where a request names nothing; openai: temperature "
+        "1, no filters",
+        _MODEL,
+        choices=("model", "openai"),
+    )
     tp_size: int = argument(
         1,
         "Devices that share the model",
@@ -175,7 +189,7 @@ class EngineArgs:
     max_queued_requests: int | None = argument(
         None,
         "Sequences that may wait, and that a call of generate() feeds at once; beyond: 503 "
-        "(128, or as many as run)",
+        "(1024, or as many as run)",
         _MEMORY,
         low=1,
     )

@@ -8,6 +8,19 @@ from __future__ import annotations
 
 import traceback
 
+SHOWN_CHARS = 80  # of a value in a message: what a person reads
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut to SHOWN_CHARS; as Python writes it."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[:SHOWN_CHARS]  # before all of it is written out
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an integer of too many digits
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
 
 class JspecError(Exception):
     """Base of all errors raised on purpose."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import SHOWN_CHARS, RequestError, shown
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.sampling_fields import (
     Flag,
@@ -131,20 +131,25 @@ class SamplingParams:
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(
+        cls, values: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
         """Builds params from a JSON object. A field this version does not implement is an error.
 
-        Raises RequestError naming the field and, for a near miss, the closest known name.
+        defaults: of fields that `values` does not have, or has as null. Raises RequestError naming
+        the field and, for a near miss, the closest known name.
         """
         if not isinstance(values, Mapping):
-            raise RequestError(f"sampling_params is {values!r}; expected fields and their values")
+            raise RequestError(
+                f"sampling_params is {shown(values)}; expected fields and their values"
+            )
         known = {parameter.name: parameter for parameter in table_of(cls)}
         for name in values:
             if name not in known:
                 raise RequestError(unknown_field("sampling_params", name, set(known)))
-        return cls(
-            **{name: known[name].read(value) for name, value in values.items() if value is not None}
-        )
+        given = {name: value for name, value in values.items() if value is not None}
+        whole = {**(defaults or {}), **given}
+        return cls(**{name: known[name].read(value) for name, value in whole.items()})
 
     @property
     def wanted_tokens(self) -> int:
@@ -167,10 +172,13 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
     """
     import difflib
 
+    shown_name, name = shown(name), name[:SHOWN_CHARS]
     if not hint:
         hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
     did_you_mean = f"did you mean {hint}? " if hint else ""
-    return f"{where} has the unknown field {name!r}; {did_you_mean}expected one of {sorted(known)}"
+    return (
+        f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import RequestError, shown
 from jspec.core.features import Feature, StepFeatures
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class Integer:
         limit = "" if self.high is None else f" and at most {self.high}"
         expected = self.expected or f"an integer of at least {self.low}{limit}"
         if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestError(f"{name} is {value!r}; expected {expected}")
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
         is_high = self.high is not None and value > self.high
         if value < self.low or is_high or value in self.but_not:
-            raise RequestError(f"{name} is {value}; expected {expected}")
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Number:
         if self.with_low:
             expected = f"a number from {self.low:g} to {self.high:g}"
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(f"{name} is {value!r}; expected {expected}")
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
         is_inside = self.low <= value <= self.high  # NaN is not
         if not is_inside or (value == self.low and not self.with_low):
             raise RequestError(f"{name} is {str(value).removesuffix('.0')}; expected {expected}")
@@ -78,7 +78,7 @@ class Flag:
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
-            raise RequestError(f"{name} is {value!r}; expected true or false")
+            raise RequestError(f"{name} is {shown(value)}; expected true or false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Texts:
         _check_len(name, value, most=self.most)
         for text in value:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"{name} holds {text!r}; expected non-empty strings")
+                raise RequestError(f"{name} holds {shown(text)}; expected non-empty strings")
             try:
                 text.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
             except UnicodeEncodeError:
@@ -172,7 +172,7 @@ class SamplingField:
         if isinstance(value, str) and isinstance(self.accepts, Texts):
             return (value,)
         if not isinstance(value, list | tuple):
-            raise RequestError(f"{self.name} is {value!r}; expected a list")
+            raise RequestError(f"{self.name} is {shown(value)}; expected a list")
         return tuple(value)
 
     def check(self, value: Any) -> None:

@@ -37,6 +37,7 @@ from jspec.models.stored import on_host
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.registry import DRAFTERS
 from jspec.speculative.source import DraftRequest, DraftSource, ReadSource
+from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
@@ -254,3 +255,10 @@ def _check_divides(sizes: dict[str, int], groups: int, *, shards: int) -> None:
         raise ConfigError(
             f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads {groups}"
         )
+
+
+def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
+    name, which may lie elsewhere and name none."""
+    named = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))

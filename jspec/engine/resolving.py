@@ -23,6 +23,8 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
 
 LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
+# Clients send their whole benchmark or batch at once; each waiting request holds its ids.
+DEFAULT_QUEUE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "speculative_num_draft_tokens": spec.num_draft_tokens,
         "page_size": args.page_size or ops.default_page_size,
         "max_running_requests": num_slots,
-        "max_queued_requests": args.max_queued_requests or max(128, num_slots),
+        "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
         "chunked_prefill_size": chunk,
     }
     config = ResolvedConfig(

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jspec.core.errors import CheckpointError, RequestError
 from jspec.core.json_files import read_fields
 from jspec.core.model_spec import ModelSpec
+from jspec.core.request import SamplingParams
 from jspec.models.family import Family, eos_ids
 from jspec.models.hf_weights import open_tensors, write_checkpoint
 from jspec.models.placement import nested
@@ -53,18 +55,30 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
     return spec
 
 
-def load_default_temperature(path: Path) -> float:
-    """What `path`/generation_config.json samples at: 0 if it does not sample, 1 if it is silent.
+def load_sampling_defaults(path: Path) -> dict[str, Any]:
+    """What `path`/generation_config.json says about sampling, by SamplingParams' names.
 
-    Raises CheckpointError.
+    Temperature 0 alone if it does not sample; empty if it is silent. A repetition penalty is left
+    out, with a warning, while it is not implemented. Raises CheckpointError.
     """
     generation = path / "generation_config.json"
     if not generation.exists():
-        return 1.0
+        return {}
     fields = read_fields(generation)
     if fields.get("do_sample") is False or fields.get("temperature") == 0:
-        return 0.0
-    return fields.number("temperature", 1.0)
+        return {"temperature": 0.0}
+    penalty = fields.get("repetition_penalty")
+    if penalty not in (None, 1, 1.0):
+        log.warning("%s: repetition_penalty %s is not implemented: left out", generation, penalty)
+    named = ("temperature", "top_k", "top_p", "min_p")
+    found = {name: fields.get(name) for name in named if fields.get(name) is not None}
+    if found.get("top_k") == 0:  # transformers' word for all
+        del found["top_k"]
+    try:
+        SamplingParams.from_mapping(found)
+    except RequestError as error:
+        raise CheckpointError(f"{generation}: {error}") from error
+    return found
 
 
 def load_target(

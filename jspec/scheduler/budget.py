@@ -14,10 +14,12 @@ It knows the static limits of the engine and nothing of the current state of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
-from jspec.core.errors import RequestError
-from jspec.core.request import DEFAULT_NEW_TOKENS
+from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.request import DEFAULT_NEW_TOKENS, Request
 
 # A newcomer beside running rows must leave them pages for this many more rounds, else the next
 # few would retract it again and its prefill would be wasted.
@@ -64,6 +66,38 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
     goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
     positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
     return shapes.num_pages(positions, limits.page_size)
+
+
+def check_batch(
+    limits: ServeLimits, requests: Sequence[Request], *, in_use: Iterable[str], num_queued: int
+) -> None:
+    """Raises for requests that come together, and of which submit would refuse any.
+
+    in_use: names of the unfinished ones. Raises RequestError and QueueFullError.
+    """
+    names = set(in_use)
+    for request in requests:
+        if request.request_id in names:
+            raise RequestError(
+                f"request_id is {request.request_id!r}; expected one that is not in use"
+            )
+        names.add(request.request_id)
+        clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
+    check_number(limits, len(requests))
+    if num_queued + len(requests) > limits.max_queued_requests:
+        raise QueueFullError(
+            f"{num_queued} requests are waiting and {len(requests)} came; expected at most "
+            f"max_queued_requests {limits.max_queued_requests} together"
+        )
+
+
+def check_number(limits: ServeLimits, num_requests: int) -> None:
+    """Raises RequestError for more requests than may ever wait together."""
+    if num_requests > limits.max_queued_requests:
+        raise RequestError(
+            f"{num_requests} sequences at once; expected at most max_queued_requests "
+            f"{limits.max_queued_requests}"
+        )
 
 
 def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:

@@ -193,6 +193,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._is_paused = False
         self._cause: BaseException | None = None
         self._busy = BusyClock()
         self._released: Future[None] | None = None
@@ -231,6 +232,20 @@ class EngineLoop:
             self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
         self._wake.set()
         return ChunkStream(self, request.request_id, queue)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is planned until `resume`; requests are taken and wait."""
+        return self._is_paused
+
+    def pause(self) -> None:
+        """Plans no further step. Rows keep their slots and pages; steps in flight are read."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Plans steps again."""
+        self._is_paused = False
+        self._wake.set()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
@@ -279,7 +294,7 @@ class EngineLoop:
         try:
             while not self._is_closing:
                 self._wake.clear()
-                plan = self._scheduler.plan()
+                plan = None if self._is_paused else self._scheduler.plan()
                 if plan is None and not self._in_flight:
                     self._busy.stop()
                     await self._wake.wait()

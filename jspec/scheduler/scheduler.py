@@ -89,6 +89,7 @@ class Scheduler:
             num_leaked_pages=self._pool.num_leaked(num_held) + self._windows.num_leaked,
             num_free_window_pages=self._windows.num_free,
             num_steps_in_flight=len(self._in_flight),
+            num_steps=self._num_steps - len(self._in_flight),
             num_requests=self._num_requests,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,

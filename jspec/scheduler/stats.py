@@ -14,6 +14,7 @@ class SchedulerStats:
     num_pages, num_free_pages: of the full space; num_free_window_pages: of each other one.
     num_leaked_pages: lent pages, of whatever space, that no tenancy holds; 0 always, idle or not.
     num_emitted: all output tokens, prefill's included. counters: sums over all sequences.
+    num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
     num_running: int
@@ -30,3 +31,4 @@ class SchedulerStats:
     num_emitted: int
     counters: SpecCounters
     num_free_window_pages: tuple[int, ...] = ()
+    num_steps: int = 0

@@ -7,17 +7,19 @@ or an error that names it. Nothing is ignored.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import SHOWN_CHARS, RequestError, shown
 from jspec.core.request import unknown_field
 
 JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]
 Hints = Mapping[str, str]
 NO_HINTS: Hints = {}
+NO_DEFAULTS: Mapping[str, Any] = {}
 MAX_RID_CHARS = 256
+MAX_PROMPTS = 65_536  # the queue takes fewer
 
 
 def as_object(body: object, where: str) -> JsonObject:
@@ -49,7 +51,7 @@ def check_fields(
 
 def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
     """The nearest name; one that is not read is said to be so, lest it be tried next."""
-    for near in difflib.get_close_matches(name, sorted({*read, *neutral}), n=1):
+    for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
         return repr(near) if near in read else f"{near!r}, which is not implemented"
     return ""
 
@@ -85,12 +87,8 @@ def to_json(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value for a message, cut to what a person reads."""
-    try:
-        text = to_json(value)
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value for a message as JSON writes it, cut to what a person reads."""
+    return to_json(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def get_bool(body: JsonObject, name: str) -> bool:
@@ -129,6 +127,12 @@ def expand_rid(rid: str | None, num_prompts: int, *, is_list: bool) -> list[str 
     if rid is None or not is_list:
         return [rid] * num_prompts
     return [f"{rid}_{index}" for index in range(num_prompts)]
+
+
+def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
+    """Raises RequestError for a list so long that even looking at it would stall others."""
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"{name} is a list of {len(items)}; expected at most {MAX_PROMPTS}")
 
 
 def check_ids(name: str, value: object) -> tuple[int, ...]:

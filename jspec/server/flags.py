@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.request import SAMPLING_FIELDS
 from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
 from jspec.server.server_args import ServerArgs
 
+NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
 _PYTHON_TYPES: Mapping[FlagKind, type] = {
     FlagKind.INT: int,
     FlagKind.FLOAT: float,
@@ -100,9 +102,13 @@ def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
         hint = " (quote a prompt of several words)" if takes_prompt else ""
         return f"unexpected argument {word!r}; expected flags{hint}"
     name = word.split("=", 1)[0]
-    known = [name for action in parser._actions for name in action.option_strings]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown flag {name!r}; did you mean {near[0]!r}? {parser.prog} --help lists the flags"
+    stem = name.removeprefix("--").replace("-", "_")
+    if any(stem in (parameter.name, parameter.openai) for parameter in SAMPLING_FIELDS):
+        return f"unknown flag {name!r}: {stem} is a parameter of a request, not of the server"
+    known = [n.removeprefix("--") for action in parser._actions for n in action.option_strings]
+    near = difflib.get_close_matches(name.removeprefix("--"), known, n=1, cutoff=NEAR)
+    hint = f"did you mean '--{near[0]}'? " if near else ""
+    return f"unknown flag {name!r}; {hint}{parser.prog} --help lists the flags"
 
 
 def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ import hmac
 import json
 import logging
 import math
+import re
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
@@ -19,22 +21,28 @@ from typing import Any, NoReturn, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jspec.core.errors import (
     EngineClosedError,
     JspecError,
     QueueFullError,
     RequestError,
+    shown,
 )
+from jspec.server.server_args import ServerArgs
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("jspec.server")
 # How much of a body that is too long is still taken, so that its client reads the answer.
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
+MAX_LOGGED = 300  # characters of a refusal's message
+# In a body: more than any batch has (one list or object a prompt, one for how it is sampled).
+MAX_CONTAINERS = 262_144
+_JSON_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
-OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
 
 
 class ClientGoneError(Exception):
@@ -65,7 +73,13 @@ def status_of(error: JspecError) -> int:
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
-async def on_jspec_error(_: Request, error: Exception) -> Response:
+def log_refusal(request: Request, status: int, message: str) -> None:
+    """One line; what the client wrote is cut and cannot begin another line."""
+    line = message[:MAX_LOGGED].encode("unicode_escape").decode()
+    LOGGER.info("%d %s %s: %s", status, request.method, request.url.path, line)
+
+
+async def on_jspec_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, JspecError)
     headers = {}
     if isinstance(error, QueueFullError):
@@ -73,6 +87,7 @@ async def on_jspec_error(_: Request, error: Exception) -> Response:
     status = status_of(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         LOGGER.error("a bug in jspec", exc_info=error)
+    log_refusal(request, status, str(error))
     return error_response(str(error), status, headers=headers)
 
 
@@ -84,6 +99,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} {request.url.path} is not served; expected {allowed}"
+    log_refusal(request, error.status_code, message)
     return error_response(message, error.status_code, headers=error.headers)
 
 
@@ -100,17 +116,56 @@ HANDLERS: Mapping[Any, Any] = {
 }
 
 
-async def read_json(request: Request, *, max_bytes: int) -> object:
-    """The body as JSON. Raises RequestError if it is none, HTTPException 413 if it is too long."""
-    body = await _read_body(request, max_bytes)
+async def read_json(request: Request, args: ServerArgs, *, or_empty: bool = False) -> object:
+    """The body as JSON; an empty one is an empty object if `or_empty`.
+
+    Raises RequestError if it is none, HTTPException 413 if it is too long, 408 if it comes too
+    slowly, and 415 for what a browser sends to other sites without asking (text/plain, a form).
+    """
+    try:
+        async with asyncio.timeout(args.request_timeout):
+            body = await _read_body(request, args.max_request_bytes)
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
+            {"Connection": "close"},
+        ) from None
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise HTTPException(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"the Content-Type is {shown(kind)}; expected application/json "
+            "(curl: -H 'Content-Type: application/json')",
+        )
     if not body:
+        if or_empty:
+            return {}
         raise RequestError("the request body is empty; expected a JSON object")
+    _check_containers(body)
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
         raise RequestError("the request body is nested too deeply; expected plain JSON") from None
     except ValueError as error:
         raise RequestError(f"the request body is not JSON: {error}") from None
+
+
+def _check_containers(body: bytes) -> None:
+    """Raises RequestError for a body of which most would become empty lists and objects.
+
+    One of those takes 20 times its length in memory. No request has so many; text may have as many
+    brackets, and is not counted.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    outside = _JSON_TEXT.sub(b"", body)
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    if num_containers > MAX_CONTAINERS:
+        raise RequestError(
+            f"the request body has {num_containers} lists and objects; expected at most "
+            f"{MAX_CONTAINERS}"
+        )
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -207,3 +262,27 @@ class BearerAuth:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         keys = [headers.get(b"x-api-key", b""), token if scheme.lower() == b"bearer" else b""]
         return any(hmac.compare_digest(key, self._key) for key in keys)
+
+
+class RequestLog:
+    """Middleware: one line a request, when its answer has ended. Never what was asked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            seconds = time.monotonic() - started
+            LOGGER.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, seconds)

@@ -1,5 +1,5 @@
-"""OpenAI's POST /v1/completions, with SGLang's extensions: JSON in, a checked call out, and the
-shapes of its answers.
+"""OpenAI's POST /v1/completions, with SGLang's extensions: JSON in, a checked call out, and what
+chats have in common with it: options, usage, and the shapes of answers.
 
 It does not tokenize and it asks no engine.
 """
@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jspec.core.errors import RequestError
 from jspec.core.request import SAMPLING_FIELDS, FinishReason, SamplingParams
 from jspec.core.response import Completion, spec_fields
 from jspec.server.fields import (
+    NO_DEFAULTS,
     Hints,
     JsonObject,
     Neutral,
     as_object,
     check_ids,
+    check_number_of_prompts,
     check_rid,
     check_text,
     expand_rid,
@@ -33,23 +35,23 @@ from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
-COMPLETION_FIELDS = frozenset(SAMPLING_NAMES) | {
-    "model",
-    "prompt",
-    "stream",
-    "stream_options",
-    "rid",
-    "user",
-    "return_meta_info",
-    "return_spec_tokens_details",
-}
-NEUTRAL_COMPLETION: Neutral = {
+ANSWER_FIELDS = frozenset(
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "rid",
+        "user",
+        "return_meta_info",
+        "return_spec_tokens_details",
+    }
+)
+COMPLETION_FIELDS = frozenset(SAMPLING_NAMES) | ANSWER_FIELDS | {"prompt"}
+NEUTRAL_OPENAI: Neutral = {
     **NEUTRAL_SAMPLING,
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (None,),
-    "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,),
@@ -58,10 +60,17 @@ NEUTRAL_COMPLETION: Neutral = {
     "custom_logit_processor": (None,),
     "extra_key": (None,),
     "cache_salt": (None,),
-    "priority": (None,),
+    "priority": (None, 0),
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
+}
+NEUTRAL_COMPLETION: Neutral = {
+    **NEUTRAL_OPENAI,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (None,),
+    "suffix": (None, ""),
 }
 COMPLETION_HINTS: Hints = {
     **{inner: repr(outer) for outer, inner in SAMPLING_NAMES.items() if inner != outer},
@@ -74,19 +83,26 @@ COMPLETION_HINTS: Hints = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionCall:
-    """A checked POST /v1/completions; model is the name that the client used, if any."""
+class AnswerOptions:
+    """How a call is answered; model is the name that the client used, if any."""
 
-    prompts: tuple[PromptCall, ...]
     stream: bool
     include_usage: bool
     return_meta_info: bool
     return_spec_tokens_details: bool
     model: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCall:
+    """A checked POST /v1/completions."""
+
+    prompts: tuple[PromptCall, ...]
+    options: AnswerOptions
     group: str | None
 
 
-def parse_completion(body: object) -> CompletionCall:
+def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionCall:
     """Raises RequestError naming the field, its value and what was expected."""
     where = "the request body"
     values = without_neutral(
@@ -96,11 +112,9 @@ def parse_completion(body: object) -> CompletionCall:
         neutral=NEUTRAL_COMPLETION,
         hints=COMPLETION_HINTS,
     )
-    for name in ("model", "user"):
-        if values.get(name) is not None:
-            check_text(name, values[name])
+    options = answer_options(values)
     rid = None if values.get("rid") is None else check_rid(values["rid"])
-    sampling = _sampling(values)
+    sampling = sampling_of({"max_tokens": DEFAULT_MAX_TOKENS, **_given(values)}, defaults)
     sources = _sources(values.get("prompt"))
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     return CompletionCall(
@@ -108,24 +122,34 @@ def parse_completion(body: object) -> CompletionCall:
             PromptCall(**source, sampling=sampling, rid=name)
             for source, name in zip(sources, names, strict=True)
         ),
+        options=options,
+        group=rid,
+    )
+
+
+def _given(values: JsonObject) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters among the fields of a call. Raises RequestError."""
+    given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
+    with openai_names():
+        return SamplingParams.from_mapping(given, defaults=defaults)
+
+
+def answer_options(values: JsonObject) -> AnswerOptions:
+    """ANSWER_FIELDS but for rid. Raises RequestError."""
+    for name in ("model", "user"):
+        if values.get(name) is not None:
+            check_text(name, values[name])
+    return AnswerOptions(
         stream=get_bool(values, "stream"),
         include_usage=_include_usage(values),
         return_meta_info=get_bool(values, "return_meta_info"),
         return_spec_tokens_details=get_bool(values, "return_spec_tokens_details"),
         model=values.get("model"),
-        group=rid,
     )
-
-
-def _sampling(values: JsonObject) -> SamplingParams:
-    given = {
-        inner: values[outer]
-        for outer, inner in SAMPLING_NAMES.items()
-        if values.get(outer) is not None
-    }
-    given.setdefault("max_new_tokens", DEFAULT_MAX_TOKENS)
-    with openai_names():
-        return SamplingParams.from_mapping(given)
 
 
 @contextmanager
@@ -151,6 +175,8 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
             f"prompt is {shorten(prompt)}; expected text, a list of texts, a list of token ids, "
             f"or a list of such lists"
         )
+    if isinstance(prompt[0], str | list):
+        check_number_of_prompts("prompt", prompt)
     if isinstance(prompt[0], str):
         return [{"text": check_text("prompt", item)} for item in prompt]
     if isinstance(prompt[0], list):
@@ -173,33 +199,94 @@ def _include_usage(values: JsonObject) -> bool:
     return get_bool(checked, "include_usage")
 
 
+class AnswerShape(Protocol):
+    """What tells a completion's answer from a chat's. prefix: of ids; the names are of `object`."""
+
+    prefix: str
+    object_name: str
+    stream_object_name: str
+
+    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """One element of `choices`."""
+        ...
+
+    def delta(
+        self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """One element of an event's `choices`: what is new. is_first: of its sequence."""
+        ...
+
+
+class TextShape:
+    """/v1/completions."""
+
+    prefix = "cmpl"
+    object_name = stream_object_name = "text_completion"
+
+    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """See AnswerShape."""
+        return {"index": index, "text": text, "logprobs": None, **_ending(finish)}
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        finish: FinishReason | None,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        """See AnswerShape."""
+        del is_first
+        return self.choice(index, text, finish)
+
+
+class ChatShape:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    object_name = "chat.completion"
+    stream_object_name = "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """See AnswerShape."""
+        message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
+        return {"index": index, "message": message, "logprobs": None, **_ending(finish)}
+
+    def delta(
+        self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """See AnswerShape; the first delta of a sequence has the role."""
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if text or is_first:
+            delta["content"] = text
+        return {"index": index, "delta": delta, "logprobs": None, **_ending(finish)}
+
+
+def _ending(finish: FinishReason | None) -> dict[str, Any]:
+    """SGLang's matched_stop says what ended it."""
+    return {
+        "finish_reason": None if finish is None else finish.kind.value,
+        "matched_stop": None if finish is None else finish.matched,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionHead:
+class AnswerHead:
     """What every object of one answer begins with. created: seconds since the epoch."""
 
-    completion_id: str
+    answer_id: str
     created: int
     model: str
+    object_name: str
 
     def to_json(self, choices: Sequence[JsonObject]) -> dict[str, Any]:
         return {
-            "id": self.completion_id,
-            "object": "text_completion",
+            "id": self.answer_id,
+            "object": self.object_name,
             "created": self.created,
             "model": self.model,
             "choices": list(choices),
         }
-
-
-def choice(index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-    """One element of `choices`; SGLang's matched_stop says what ended it."""
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": None,
-        "finish_reason": None if finish is None else finish.kind.value,
-        "matched_stop": None if finish is None else finish.matched,
-    }
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -5,17 +5,20 @@ It knows field names and neutral values; it does not tokenize and it asks no eng
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
+    NO_DEFAULTS,
     Hints,
     JsonObject,
     Neutral,
     as_object,
     check_ids,
+    check_number_of_prompts,
     check_rid,
     check_text,
     expand_rid,
@@ -105,7 +108,7 @@ class GenerateCall:
     group: str | None = None
 
 
-def parse_generate(body: object) -> GenerateCall:
+def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
     """Raises RequestError naming the field, its value and what was expected."""
     values = as_object(body, "the request body")
     where = "the request body"
@@ -113,7 +116,9 @@ def parse_generate(body: object) -> GenerateCall:
         where, values, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS
     )
     sources, is_list = _sources(values)
-    sampling = _sampling(values.get("sampling_params"), len(sources), is_list=is_list)
+    sampling = _sampling(
+        values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
+    )
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
     rid = values.get("rid")
     return GenerateCall(
@@ -136,34 +141,37 @@ def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:
     if text is not None:
         if not isinstance(text, list):
             return [{"text": check_text("text", text)}], False
-        _check_not_empty("text", text)
+        _check_number("text", text)
         return [{"text": check_text("text", item)} for item in text], True
     if not isinstance(ids, list):
         raise RequestError(f"input_ids is {shorten(ids)}; expected a list of token ids")
-    _check_not_empty("input_ids", ids)
-    if isinstance(ids[0], list):
+    if not ids or isinstance(ids[0], list):
+        _check_number("input_ids", ids)
         return [{"input_ids": check_ids("input_ids", row)} for row in ids], True
     return [{"input_ids": check_ids("input_ids", ids)}], False
 
 
-def _check_not_empty(name: str, items: list[Any]) -> None:
+def _check_number(name: str, items: list[Any]) -> None:
     if not items:
         raise RequestError(f"{name} is an empty list; expected at least one item")
+    check_number_of_prompts(name, items)
 
 
-def _sampling(value: object, num_prompts: int, *, is_list: bool) -> list[SamplingParams]:
+def _sampling(
+    value: object, num_prompts: int, *, defaults: Mapping[str, Any], is_list: bool
+) -> list[SamplingParams]:
     if isinstance(value, list):
         if not is_list or len(value) != num_prompts:
             expected = f"a list of {num_prompts}" if is_list else "one object"
             raise RequestError(f"sampling_params is a list of {len(value)}; expected {expected}")
-        return [sampling_params(item) for item in value]
-    return [sampling_params(value)] * num_prompts
+        return [sampling_params(item, defaults) for item in value]
+    return [sampling_params(value, defaults)] * num_prompts
 
 
-def sampling_params(value: object) -> SamplingParams:
+def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
     """Checked sampling parameters of one prompt; null is all defaults. Raises RequestError."""
     if value is None:
-        return SamplingParams()
+        value = {}
     where = "sampling_params"
     values = without_neutral(
         where,
@@ -172,7 +180,7 @@ def sampling_params(value: object) -> SamplingParams:
         neutral=NEUTRAL_SAMPLING,
         hints=SAMPLING_HINTS,
     )
-    return SamplingParams.from_mapping(values)
+    return SamplingParams.from_mapping(values, defaults=defaults)
 
 
 def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:

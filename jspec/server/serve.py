@@ -5,12 +5,18 @@ It parses nothing: settings come checked.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FrameType
 
 import uvicorn
 
@@ -21,25 +27,36 @@ from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
+from jspec.server.connections import bounded_protocol, most_connections
 from jspec.server.flags import Settings
 from jspec.server.server_args import ServerArgs
+from jspec.server.service import Service
 
 LOGGER = logging.getLogger("jspec.server")
 GRACE_SECONDS = 5
+DRAIN_POLL_SECONDS = 0.05
+KEY_VARIABLE = "JSPEC_API_KEY"
 
 
 class EngineServer(uvicorn.Server):
-    """A uvicorn server that says when it listens, and ends the engine's streams before it waits.
+    """A uvicorn server that says when it listens, and how it ends.
 
-    Without the latter a shutdown would wait for every generation to run to its end.
+    SIGTERM stops listening, refuses new requests and leaves those that run `service`'s
+    shutdown_timeout; any other signal, or a second one, ends the engine's streams at once.
     """
 
     def __init__(
-        self, config: uvicorn.Config, *, engine: Engine, on_ready: Callable[[], None]
+        self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._service = service
         self._on_ready = on_ready
+        self._signals: list[int] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Remembers which signal it was."""
+        self._signals.append(sig)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then calls on_ready."""
@@ -48,9 +65,25 @@ class EngineServer(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes the engine, then the connections."""
-        await self._engine.close()
+        """Waits for what runs after SIGTERM; closes the engine, then the connections."""
+        self._service.is_shutting_down = True
+        if self._signals == [signal.SIGTERM]:
+            for server in self.servers:
+                server.close()
+            await self._drain()
+        await self._service.engine.close()
         await super().shutdown(sockets=sockets)
+
+    async def _drain(self) -> None:
+        seconds = self._service.args.shutdown_timeout
+        tasks = self.server_state.tasks
+        if tasks:
+            LOGGER.info("shutting down: waiting up to %g s for %d requests", seconds, len(tasks))
+        deadline = time.monotonic() + seconds
+        while tasks and len(self._signals) == 1 and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if tasks:
+            LOGGER.info("shutting down: %d requests are ended", len(tasks))
 
 
 def bind(args: ServerArgs) -> socket.socket:
@@ -70,10 +103,31 @@ def bind(args: ServerArgs) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, *, scheme: str = "http") -> str:
     """http://127.0.0.1:30000"""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def with_environment(args: ServerArgs, environment: Mapping[str, str]) -> ServerArgs:
+    """args, with the API key that the environment has, where no flag gave one."""
+    key = environment.get(KEY_VARIABLE)
+    return args if args.api_key is not None or not key else replace(args, api_key=key)
+
+
+def check_certificate(args: ServerArgs) -> None:
+    """Raises ConfigError for TLS files that cannot be used, before anything loads."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            args.ssl_certfile, args.ssl_keyfile, lambda: args.ssl_keyfile_password or ""
+        )
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise ConfigError(
+            f"ssl_certfile {args.ssl_certfile!r} with ssl_keyfile {args.ssl_keyfile!r} cannot be "
+            f"used: {error}; expected a certificate and its key, as PEM"
+        ) from error
 
 
 def log_progress(log: Callable[[str], None]) -> Progress:
@@ -119,7 +173,8 @@ def measurement_warnings(args: EngineArgs) -> tuple[str, ...]:
 def serve(settings: Settings) -> None:
     """Serves until a signal ends it. Raises ConfigError or CheckpointError before it listens."""
     started = time.monotonic()
-    args = settings.server
+    args = with_environment(settings.server, os.environ)
+    check_certificate(args)
     logging.basicConfig(
         level=args.log_level.upper(),
         format="[%(asctime)s] %(message)s",
@@ -143,7 +198,9 @@ def serve(settings: Settings) -> None:
                 engine,
                 args,
                 on_ready=lambda: LOGGER.info(
-                    "ready: %s after %.1f s", url_of(bound), time.monotonic() - started
+                    "ready: %s after %.1f s",
+                    url_of(bound, scheme="https" if args.ssl_certfile else "http"),
+                    time.monotonic() - started,
                 ),
             )
         # uvicorn passes the signal on once it has shut down, where it is not ignored.
@@ -153,13 +210,19 @@ def serve(settings: Settings) -> None:
 
 
 def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -> EngineServer:
+    app = create_app(engine, args)
     config = uvicorn.Config(
-        create_app(engine, args),
-        http="h11",
+        app,
+        http=bounded_protocol(
+            head_seconds=args.request_timeout, max_connections=most_connections()
+        ),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
         loop="asyncio",
         log_config=None,
         log_level="warning" if args.log_level == "info" else args.log_level,
         access_log=args.log_level == "debug",
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    return EngineServer(config, engine=engine, on_ready=on_ready)
+    return EngineServer(config, service=app.state.service, on_ready=on_ready)

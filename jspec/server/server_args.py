@@ -5,12 +5,14 @@ It opens no socket and reads no file.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from jspec.core.arguments import argument, check_arguments
 from jspec.core.errors import ConfigError
 
 _SERVER = "Server"
+_ORIGIN = re.compile(r"https?://[^/\s,*?#]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,55 @@ class ServerArgs:
         1, "Tokens between two events of a stream, at least", _SERVER, low=1
     )
     max_request_bytes: int = argument(32 * 2**20, "Largest request body", _SERVER, low=1)
+    request_timeout: float = argument(
+        60.0,
+        "Seconds in which a request's head, and then its body, must have come",
+        _SERVER,
+        above=0,
+        expected="seconds, more than 0",
+    )
+    shutdown_timeout: float = argument(
+        20.0,
+        "Seconds that SIGTERM leaves to requests that run; Ctrl-C leaves none",
+        _SERVER,
+        low=0,
+        expected="seconds, 0 or more",
+    )
+    allowed_origins: str | None = argument(
+        None,
+        "Web pages from elsewhere that may use the server: https://a.example,https://b.example",
+        _SERVER,
+    )
+    profile_dir: str | None = argument(
+        None, "Where /start_profile writes; unset: it is refused", _SERVER
+    )
+    ssl_certfile: str | None = argument(None, "TLS: the certificate chain", _SERVER)
+    ssl_keyfile: str | None = argument(None, "TLS: its key, if not in the same file", _SERVER)
+    ssl_keyfile_password: str | None = argument(None, "TLS: the key's password", _SERVER)
+    log_requests: bool = argument(
+        False, "A line in the log for each request; else for refused ones", _SERVER
+    )
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        for name in ("host", "served_model_name", "api_key"):
+        texts = ("host", "served_model_name", "api_key", "profile_dir", "ssl_certfile")
+        for name in (*texts, "ssl_keyfile"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; expected text, or leave it out")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
+            raise ConfigError("ssl_keyfile is given without ssl_certfile; expected both")
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins holds {origin!r}; expected * or origins such as "
+                    "https://example.com"
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """allowed_origins, one by one; also as vLLM writes them, a JSON list."""
+        words = (self.allowed_origins or "").strip("[] ").split(",")
+        return tuple(word.strip(" \"'").rstrip("/") for word in words if word.strip(" \"'"))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -9,21 +9,34 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.types import Receive
 
 from jspec.api import Engine
 from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion
+from jspec.engine.profiling import Profiler
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.stats import SchedulerStats
+from jspec.server.chat_schemas import ChatCall
+from jspec.server.http import unless_gone
 from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.spec_tokens import SpecTokenTracker
-from jspec.server.streaming import SequenceFold, close_all
+from jspec.server.streaming import (
+    EventStream,
+    SequenceFold,
+    close_all,
+    fold_all,
+    fold_events,
+)
 
 SAMPLE_SECONDS = 1.0
 PROBE_SECONDS = 20.0
@@ -53,8 +66,31 @@ class Work:
         self.service.forget(self.names)
         await close_all(self.streams)
 
+    async def finish(self, receive: Receive) -> None:
+        """Waits for all sequences and closes; a client that goes away ends them."""
+        try:
+            await unless_gone(receive, fold_all(self.streams, self.folds))
+        finally:
+            await self.close()
+
     def completions(self) -> list[Completion]:
         return [fold.completion for fold in self.folds]
+
+
+def answer_stream(
+    work: Work,
+    event: Callable[[int, SequenceFold], dict[str, Any] | None],
+    last: Callable[[], dict[str, Any] | None] = lambda: None,
+) -> EventStream:
+    """The answer whose events `event` makes, one for a sequence's new tokens; see fold_events."""
+    events = fold_events(
+        work.streams,
+        work.folds,
+        interval=work.service.args.stream_interval,
+        event=event,
+        last=last,
+    )
+    return EventStream(events, close=work.close)
 
 
 class Service:
@@ -71,8 +107,19 @@ class Service:
             read_stats=lambda: engine.stats,
             meter=self.meter,
         )
+        self.profiler = Profiler()
+        self.is_shutting_down = False
         self._groups: dict[str, tuple[str, ...]] = {}
         self._is_cut_said = False
+
+    @property
+    def unready(self) -> str:
+        """Why no request should be sent here now; empty if there is no reason."""
+        if self.engine.is_closed:
+            return "the engine is closed"
+        if self.is_shutting_down:
+            return "the server is shutting down"
+        return "generation is paused" if self.engine.is_paused else ""
 
     @property
     def model_name(self) -> str:
@@ -100,6 +147,11 @@ class Service:
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
         started = time.monotonic()
+        if self.is_shutting_down:
+            raise EngineClosedError("the server is shutting down")
+        # Before anything is tokenized, which takes long for what will be refused anyway.
+        num_sequences = sum(prompt.sampling.n for prompt in prompts)
+        budget.check_number(self.engine.limits, num_sequences)
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         num_chars = sum(
             len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
@@ -139,6 +191,17 @@ class Service:
             service=self,
             names=names,
         )
+
+    async def chat_prompt(self, call: ChatCall) -> PromptCall:
+        """The one prompt of a chat, rendered and tokenized. Raises RequestError."""
+        make = partial(
+            self.engine.chat_prompt, call.messages, call.sampling, **call.template_options
+        )
+        if call.num_chars > INLINE_CHARS:
+            ids, sampling = await asyncio.to_thread(make)
+        else:
+            ids, sampling = make()
+        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid)
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
         return [
@@ -183,22 +246,25 @@ class Service:
     async def probe(self) -> bool:
         """Whether the engine makes progress: on running requests, else on one token of its own.
 
-        A busy engine is not asked for a token, which would wait behind all others.
+        A busy engine is not asked for a token, which would wait behind all others: it is well if it
+        ends any step within PROBE_SECONDS, of a prompt that emits nothing yet too.
         """
+        if self.unready:
+            return False
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                if not await self._is_emitting():
+                if not await self._is_stepping():
                     await self._emit_one()
         except (TimeoutError, EngineClosedError):
             return False
         return not self.engine.is_closed
 
-    async def _is_emitting(self) -> bool:
-        """Waits until running requests emit; False once none is running."""
-        before = self.engine.stats.num_emitted
+    async def _is_stepping(self) -> bool:
+        """Waits until a step of running requests ends; False once none is running."""
+        before = self.engine.stats.num_steps
         while self.engine.stats.num_running and not self.engine.is_closed:
             await asyncio.sleep(POLL_SECONDS)
-            if self.engine.stats.num_emitted > before:
+            if self.engine.stats.num_steps > before:
                 return True
         return False
 

@@ -1,6 +1,7 @@
 """From what a user sends to Requests: text becomes ids, a seed is fixed, ids are checked.
 
-It knows the vocabulary and nothing of queues or sizes: whether a request fits is the scheduler's.
+It knows the vocabulary and nothing of queues or pools: whether a request fits is the scheduler's.
+Text that is too long whatever the tokenizer makes of it is refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.request import Request, SamplingParams, choice_seed
+from jspec.text.chat_messages import check_messages
+from jspec.text.chat_template import ChatTemplate
 from jspec.text.stop_matcher import StopAutomaton
 from jspec.text.tokenizer import Tokenizer
 
@@ -23,6 +27,8 @@ class Intake:
     """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order.
 
     tokenizer: None takes ids only, and refuses prompts as text and stop strings.
+    context_length: a prompt has fewer tokens. chat_template: None refuses messages.
+    defaults: sampling parameters where a call names none.
     """
 
     def __init__(
@@ -31,9 +37,15 @@ class Intake:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        context_length: int,
         random_seed: int | None = None,
+        chat_template: ChatTemplate | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
+        self.defaults = dict(defaults or {})
         self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._chat_template = chat_template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._random_seed = random_seed
@@ -50,11 +62,7 @@ class Intake:
         request_id: str | None = None,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
-        sampling = (
-            sampling_params
-            if isinstance(sampling_params, SamplingParams)
-            else SamplingParams.from_mapping({} if sampling_params is None else sampling_params)
-        )
+        sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         if self._tokenizer is None and sampling.stop:
@@ -74,6 +82,108 @@ class Intake:
             for i in range(sampling.n)
         )
 
+    def sampling(self, given: Params) -> SamplingParams:
+        """Checked parameters: SamplingParams as they are, a mapping over the defaults."""
+        if isinstance(given, SamplingParams):
+            return given
+        return SamplingParams.from_mapping({} if given is None else given, defaults=self.defaults)
+
+    def batch(
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling_params: Params | Sequence[Params],
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> tuple[list[Request], bool]:
+        """All Requests of a call, and whether it asked for exactly one sequence."""
+        prompts: list[dict[str, Any]]
+        if input_ids is not None:
+            if prompt is not None:
+                raise RequestError("expected exactly one of prompt (text) and input_ids")
+            if not isinstance(input_ids, Sequence):
+                raise RequestError(f"input_ids is {input_ids!r}; expected a list of ids or lists")
+            is_list = bool(input_ids) and isinstance(input_ids[0], Sequence)
+            rows = list(input_ids) if is_list else [input_ids]
+            for row in rows:
+                if not isinstance(row, Sequence):
+                    raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
+            prompts = [{"input_ids": row} for row in rows]
+        else:
+            is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+            texts = list(prompt) if is_list else [prompt]  # type: ignore[arg-type]
+            prompts = [{"prompt": text} for text in texts]
+        if isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+        else:
+            params = [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
+            )
+        groups = [
+            self.requests(sampling_params=p, **source)
+            for source, p in zip(prompts, params, strict=True)
+        ]
+        requests = [request for group in groups for request in group]
+        return requests, not is_list and len(requests) == 1
+
+    def chat(
+        self,
+        messages: object,
+        sampling_params: Params = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[tuple[int, ...], SamplingParams]:
+        """The ids of a chat, and how it is sampled: to the context's end, if nobody said how long.
+
+        The template puts the special tokens. Raises RequestError for messages that are none, or
+        that the template refuses.
+        """
+        checked = check_messages(messages)
+        sampling = self.sampling(sampling_params)
+        if self._chat_template is None:
+            raise RequestError(
+                "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); expected one, or --chat-template FILE"
+            )
+        is_assistants = checked[-1]["role"] == "assistant"
+        if continue_final_message and not is_assistants:
+            raise RequestError(
+                f"continue_final_message is true and the last message is the "
+                f"{checked[-1]['role']}'s; expected the assistant's"
+            )
+        text = self._chat_template.render(
+            checked,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        ids = self.encode(text, add_special_tokens=False)
+        if sampling.max_new_tokens is None:
+            most = max(self._context_length - len(ids), 1)
+            sampling = replace(sampling, max_new_tokens=most)
+        return ids, sampling
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a prompt. Raises RequestError for one that cannot fit the context."""
+        if self._tokenizer is None:
+            raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
+        longest = self._tokenizer.max_chars_per_token
+        most = None if longest is None else longest * (self._context_length - 1)
+        if most is not None and len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters; expected at most {most}: a token stands "
+                f"for at most {longest} characters, and the context length is "
+                f"{self._context_length}"
+            )
+        ids = self._tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, fewer_than=self._context_length
+        )
+        if not ids:
+            raise RequestError("the prompt is empty; expected at least one token")
+        return ids
+
     def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
         """One for all choices of a prompt, and for all prompts of a call that stop alike."""
         latest, automaton = self._latest  # one read: other threads make requests too
@@ -88,12 +198,7 @@ class Intake:
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
-            if self._tokenizer is None:
-                raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
-            ids = self._tokenizer.encode(prompt)
-            if not ids:
-                raise RequestError("the prompt is empty; expected at least one token")
-            return ids
+            return self.encode(prompt)
         assert input_ids is not None
         self._check_ids("input_ids", input_ids)
         return tuple(input_ids)

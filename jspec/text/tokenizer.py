@@ -58,7 +58,8 @@ class Tokenizer:
 
     vocab_size: one more than the highest id that has a token (a model's embedding may be padded
     beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
-    name as an end, generation_config.json first; may be empty.
+    name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
+    tokens has at most n times as many characters; None where the tokenizer may drop some.
     """
 
     backend: tokenizers.Tokenizer
@@ -68,6 +69,7 @@ class Tokenizer:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     bos_rule: BosRule
+    max_chars_per_token: int | None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -98,13 +100,17 @@ class Tokenizer:
             eos_token_ids=_eos_token_ids(backend, directory, config, model_configs),
             bos_token_id=bos_token_id,
             bos_rule=_bos_rule(backend, directory, config, bos_token_id),
+            max_chars_per_token=max_chars_per_token(backend),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, fewer_than: int | None = None
+    ) -> tuple[int, ...]:
         """The ids of a text; with add_special_tokens also what the template adds (such as bos).
 
-        Special tokens spelled out in the text become their ids either way. Raises RequestError
-        for text that is not valid Unicode (a lone surrogate can come out of JSON).
+        Special tokens spelled out in the text become their ids either way. Other Python threads
+        run meanwhile. Raises RequestError for text that is not valid Unicode (a lone surrogate can
+        come out of JSON), and for ids that are not fewer_than so many (the context length).
         """
         try:
             text.encode("utf-8")
@@ -113,11 +119,19 @@ class Tokenizer:
                 f"text holds {text[error.start]!r} at character {error.start}; "
                 "expected valid Unicode without lone surrogates"
             ) from error
-        encoded = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # Of a batch, because `encode` keeps the interpreter's lock: 5 MB would stop all for 6 s.
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        rule = self.bos_rule if add_special_tokens else BosRule.AS_TEMPLATE
+        num_ids = len(encoded) + {BosRule.ADD: 1, BosRule.REMOVE: -1}.get(rule, 0)
+        if fewer_than is not None and num_ids >= fewer_than:  # before they become Python's
+            raise RequestError(
+                f"the prompt has {num_ids} tokens; expected fewer than the context length "
+                f"{fewer_than}"
+            )
         ids = tuple(encoded.ids)
-        if not add_special_tokens or self.bos_rule is BosRule.AS_TEMPLATE:
+        if rule is BosRule.AS_TEMPLATE:
             return ids
-        if self.bos_rule is BosRule.REMOVE:
+        if rule is BosRule.REMOVE:
             return ids[1:]
         assert self.bos_token_id is not None
         return (self.bos_token_id, *ids)
@@ -156,6 +170,47 @@ class Tokenizer:
             return bytes(map(_CHAR_TO_BYTE.__getitem__, token))
         except KeyError:  # an added token in plain text, such as one that holds a space
             return token.encode("utf-8")
+
+
+def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The longest token in characters, where every character of a text is in some token.
+
+    That holds for byte-level BPE, and for BPE with byte fallback, unless what comes before drops
+    characters: white space (Split that removes, Strip, added tokens that strip their
+    surroundings), or several that become one (Unicode's composed forms). None then.
+    A byte-level token of n bytes is spelled by n characters and stands for at most n.
+    """
+    parts = json.loads(backend.to_str())
+    model = parts["model"]
+    before = [parts["normalizer"], parts["pre_tokenizer"]]
+    keeps = all(_keeps_all(part) for part in before if part is not None)
+    is_byte_level = any("ByteLevel" in _types(part) for part in before if part is not None)
+    has_all_bytes = is_byte_level or bool(model.get("byte_fallback"))
+    if model.get("type") != "BPE" or not keeps or not has_all_bytes:
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
+        return None
+    return max((len(token) for token in backend.get_vocab(with_added_tokens=True)), default=None)
+
+
+def _types(part: Mapping[str, Any]) -> list[str]:
+    inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+    return [part["type"], *(name for each in inner for name in _types(each))]
+
+
+def _keeps_all(part: Mapping[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer leaves at least as many characters as it gets."""
+    match part["type"]:
+        case "Sequence":
+            inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+            return all(_keeps_all(each) for each in inner)
+        case "Split" | "Punctuation":
+            return str(part.get("behavior")) != "Removed"
+        case "Replace":
+            taken = part["pattern"].get("String")
+            return taken is not None and len(part["content"]) >= len(taken)
+        case kind:
+            return kind in {"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend"}
 
 
 def is_byte_token(token: str) -> bool:

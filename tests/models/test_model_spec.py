@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jspec.core.config import RopeConfig
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import DenseSpec, ModelSpec, uniform_decoder
-from jspec.models.checkpoint import load_default_temperature, load_model_spec
+from jspec.models.checkpoint import load_model_spec, load_sampling_defaults
 from jspec.models.registry import family_named
 
 LLAMA = {
@@ -141,27 +141,30 @@ def test_generation_config_overrides_end_of_sequence(
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        (None, 1.0),
-        ({}, 1.0),
-        ({"temperature": None}, 1.0),
-        ({"temperature": 0.6}, 0.6),
-        ({"temperature": 0.6, "do_sample": True}, 0.6),
-        ({"temperature": 0.6, "do_sample": False}, 0.0),
-        ({"temperature": 0}, 0.0),
+        (None, {}),
+        ({}, {}),
+        ({"temperature": None}, {}),
+        ({"temperature": 0.6}, {"temperature": 0.6}),
+        ({"temperature": 0.6, "do_sample": True}, {"temperature": 0.6}),
+        ({"temperature": 0.6, "do_sample": False, "top_k": 5}, {"temperature": 0.0}),
+        ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0}),
+        ({"top_k": 20, "top_p": 0.8, "min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.1}),
+        ({"top_k": 0, "max_length": 9}, {}),
     ],
 )
-def test_the_default_temperature_is_the_checkpoints(
-    generation: Any, expected: float, tmp_path: Path
+def test_sampling_defaults_are_the_checkpoints(
+    generation: Any, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     if generation is not None:
         write(tmp_path, generation, name="generation_config.json")
-    assert load_default_temperature(tmp_path) == expected
+    assert load_sampling_defaults(tmp_path) == expected
 
 
-def test_a_default_temperature_that_is_no_number_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path, {"temperature": "hot"}, name="generation_config.json")
-    with pytest.raises(CheckpointError, match="temperature is 'hot'"):
-        load_default_temperature(tmp_path)
+def test_a_sampling_default_that_no_request_could_have_is_an_error(tmp_path: Path) -> None:
+    for name, value in (("temperature", "hot"), ("top_k", 1.5), ("top_p", 3)):
+        write(tmp_path, {name: value}, name="generation_config.json")
+        with pytest.raises(CheckpointError, match=f"{name} is '?{value}"):
+            load_sampling_defaults(tmp_path)
 
 
 def test_biases_are_served(tmp_path: Path) -> None:

@@ -22,10 +22,20 @@ from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
+TEMPLATE = """{{ eos_token }}{% for message in messages %}
+{% if message.role not in ("system", "user", "assistant", "tool") %}
+{{ raise_exception("no role " + message.role) }}
+{% endif %}
+<{{ message.role }}>{{ message.content }}</>
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
+    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
+    (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
+    return pair
 
 
 @pytest.fixture(scope="session")

@@ -287,9 +287,9 @@ def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:
 
 
 def test_what_is_not_served(client: httpx.Client) -> None:
-    response = client.post("/v1/chat/completions", json={})
+    response = client.post("/v1/embeddings", json={})
     assert response.status_code == 404
-    assert "POST /v1/chat/completions is not served" in response.json()["error"]["message"]
+    assert "POST /v1/embeddings is not served" in response.json()["error"]["message"]
     response = client.get("/generate")
     assert response.status_code == 405
     assert response.json()["code"] == 405

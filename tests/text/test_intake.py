@@ -15,7 +15,7 @@ from jspec.text.stream import TokenizedStream
 from jspec.text.tokenizer import Tokenizer
 
 VOCAB = 320
-INTAKE = Intake(None, vocab_size=VOCAB, eos_token_ids=(0,))
+INTAKE = Intake(None, vocab_size=VOCAB, eos_token_ids=(0,), context_length=4096)
 ids = st.integers(0, VOCAB - 1)
 odd = st.one_of(
     st.integers(max_value=-1), st.integers(min_value=VOCAB), st.booleans(), st.floats(), st.text()
@@ -63,7 +63,7 @@ def test_params_that_are_no_fields_are_refused(params: Any) -> None:
 def test_all_sequences_that_stop_alike_share_what_is_made_of_the_strings(
     byte_level: Tokenizer,
 ) -> None:
-    intake = Intake(byte_level, vocab_size=10**6, eos_token_ids=(0,))
+    intake = Intake(byte_level, vocab_size=10**6, eos_token_ids=(0,), context_length=64)
     calls = [intake.requests(prompt="a", sampling_params={"stop": ["xy"], "n": 3}) for _ in "ab"]
     other = intake.requests(prompt="a", sampling_params={"stop": ["z"]})[0]
     made = [request.stop_matching for call in calls for request in call]

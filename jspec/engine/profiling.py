@@ -1,0 +1,37 @@
+"""Traces of what device and host do, as jax's profiler writes them, one at a time."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+
+from jspec.core.errors import RequestError
+
+
+class Profiler:
+    """At most one trace runs in a process. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._directory: str | None = None
+
+    def start(self, directory: str) -> None:
+        """Begins a trace that `stop` writes below `directory`. Raises RequestError if one runs."""
+        with self._lock:
+            if self._directory is not None:
+                raise RequestError("a profile is being taken; expected /stop_profile before")
+            try:
+                jax.profiler.start_trace(directory)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise RequestError(f"no profile can be taken: {error}") from error
+            self._directory = directory
+
+    def stop(self) -> str:
+        """Ends the trace; returns its directory. Raises RequestError if none runs."""
+        with self._lock:
+            if self._directory is None:
+                raise RequestError("no profile is being taken; expected /start_profile before")
+            directory, self._directory = self._directory, None
+            jax.profiler.stop_trace()
+            return directory

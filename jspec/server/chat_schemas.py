@@ -1,0 +1,137 @@
+"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: JSON in, a checked call out.
+
+It renders no template, does not tokenize and asks no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.core.errors import RequestError
+from jspec.core.request import SamplingParams
+from jspec.server.fields import (
+    NO_DEFAULTS,
+    Hints,
+    JsonObject,
+    Neutral,
+    as_object,
+    check_rid,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.openai_schemas import (
+    ANSWER_FIELDS,
+    COMPLETION_HINTS,
+    NEUTRAL_OPENAI,
+    SAMPLING_NAMES,
+    AnswerOptions,
+    answer_options,
+    sampling_of,
+)
+from jspec.text.chat_messages import Message, check_messages
+
+CHAT_FIELDS = (
+    frozenset(SAMPLING_NAMES)
+    | ANSWER_FIELDS
+    | {
+        "messages",
+        "max_completion_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+    }
+)
+NEUTRAL_CHAT: Neutral = {
+    **NEUTRAL_OPENAI,
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, "text"),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "web_search_options": (None,),
+    "echo": (None, False),
+    "add_special_tokens": (None, False),
+}
+CHAT_HINTS: Hints = {
+    **{name: hint for name, hint in COMPLETION_HINTS.items() if name != "messages"},
+    "max_new_tokens": "'max_completion_tokens'",
+    "prompt": "'messages'",
+    "text": "'messages'",
+    "input_ids": "'messages'",
+    "sampling_params": "its fields beside 'messages'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A checked POST /v1/chat/completions.
+
+    sampling: max_new_tokens None is what the context leaves. template_options: of
+    `Engine.chat_prompt`.
+    """
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams
+    template_options: Mapping[str, Any]
+    options: AnswerOptions
+    rid: str | None
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages."""
+        return sum(len(message["content"]) for message in self.messages)
+
+
+def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
+    """Raises RequestError naming the field, its value and what was expected."""
+    where = "the request body"
+    values = without_neutral(
+        where, as_object(body, where), read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS
+    )
+    messages = check_messages(values.get("messages"))
+    sampling = sampling_of(_with_one_length(values), defaults)
+    continues = get_bool(values, "continue_final_message")
+    given = values.get("add_generation_prompt")
+    adds = (not continues) if given is None else get_bool(values, "add_generation_prompt")
+    if adds and continues:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are true; expected one of them"
+        )
+    kwargs = values.get("chat_template_kwargs")
+    return ChatCall(
+        messages=messages,
+        sampling=sampling,
+        template_options={
+            "add_generation_prompt": adds,
+            "continue_final_message": continues,
+            "variables": None if kwargs is None else as_object(kwargs, "chat_template_kwargs"),
+        },
+        options=answer_options(values),
+        rid=None if values.get("rid") is None else check_rid(values["rid"]),
+    )
+
+
+def _with_one_length(values: JsonObject) -> dict[str, Any]:
+    """max_completion_tokens as max_tokens, its older name."""
+    newer, older = values.get("max_completion_tokens"), values.get("max_tokens")
+    if newer is None:
+        return dict(values)
+    if older is not None and older != newer:
+        raise RequestError(
+            f"max_tokens is {shorten(older)} and max_completion_tokens {shorten(newer)}; expected "
+            "one of them"
+        )
+    return {**values, "max_tokens": newer}

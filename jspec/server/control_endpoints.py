@@ -1,0 +1,148 @@
+"""Routes that ask for no generation: tokens, readiness, pausing, profiles, the cache.
+
+Names and fields are SGLang's and vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jspec.core.errors import RequestError
+from jspec.server.fields import (
+    as_object,
+    check_ids,
+    check_text,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.http import error_response, read_json
+from jspec.server.service import INLINE_CHARS, Service
+
+BODY = "the request body"
+PAUSE_MODES = ("abort", "in_place")
+
+
+class ControlEndpoints:
+    """One method an endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/ready", self.ready, methods=get),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/v1/tokenize", self.tokenize, methods=post),
+            Route("/v1/detokenize", self.detokenize, methods=post),
+            Route("/pause_generation", self.pause_generation, methods=post),
+            Route("/continue_generation", self.continue_generation, methods=post),
+            Route("/start_profile", self.start_profile, methods=["GET", "POST"]),
+            Route("/stop_profile", self.stop_profile, methods=["GET", "POST"]),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+        ]
+
+    async def ready(self, _: Request) -> Response:
+        """GET /ready: 200 while requests are taken and nothing is paused or shutting down."""
+        why = self.service.unready
+        if why:
+            return error_response(why, HTTPStatus.SERVICE_UNAVAILABLE)
+        return PlainTextResponse("ready\n")
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}."""
+        values = without_neutral(
+            BODY,
+            as_object(await read_json(request, self.service.args), BODY),
+            read=frozenset({"prompt", "add_special_tokens", "model"}),
+            neutral={"return_token_strs": (None, False)},
+        )
+        prompt = values.get("prompt")
+        texts = [check_text("prompt", text) for text in prompt] if isinstance(prompt, list) else []
+        texts = texts or [check_text("prompt", prompt)]
+        adds = values.get("add_special_tokens") is None or get_bool(values, "add_special_tokens")
+        tokenizer = self.service.engine.tokenizer
+
+        def encode() -> list[list[int]]:
+            return [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
+
+        is_long = sum(map(len, texts)) > INLINE_CHARS
+        rows = await asyncio.to_thread(encode) if is_long else encode()
+        is_list = isinstance(prompt, list)
+        return JSONResponse(
+            {
+                "tokens": rows if is_list else rows[0],
+                "count": [len(row) for row in rows] if is_list else len(rows[0]),
+                "max_model_len": self.service.engine.limits.context_length,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize {"tokens": ids or lists of ids, "skip_special_tokens": true}.
+
+        The answer has SGLang's `text` and vLLM's `prompt`, which are the same.
+        """
+        values = without_neutral(
+            BODY,
+            as_object(await read_json(request, self.service.args), BODY),
+            read=frozenset({"tokens", "skip_special_tokens", "model"}),
+            neutral={},
+        )
+        tokens: Any = values.get("tokens")
+        is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
+        rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
+        for token_id in (token_id for row in rows for token_id in row):
+            if not 0 <= token_id < 2**31:
+                raise RequestError(f"tokens holds {shorten(token_id)}; expected token ids")
+        skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
+        tokenizer = self.service.engine.tokenizer
+        texts = [tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
+        text = texts if is_list else texts[0]
+        return JSONResponse({"text": text, "prompt": text})
+
+    async def pause_generation(self, request: Request) -> Response:
+        """POST /pause_generation {"mode": "abort" or "in_place"}: no step is begun from here on.
+
+        abort (SGLang's default) ends all requests first; in_place keeps them where they are.
+        """
+        values = without_neutral(
+            BODY,
+            as_object(await read_json(request, self.service.args, or_empty=True), BODY),
+            read=frozenset({"mode"}),
+            neutral={},
+        )
+        mode = values.get("mode") or "abort"
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode is {shorten(mode)}; expected one of {', '.join(PAUSE_MODES)}")
+        num_aborted = await self.service.engine.pause_generation(abort=mode == "abort")
+        return JSONResponse({"status": "ok", "mode": mode, "num_aborted": num_aborted})
+
+    async def continue_generation(self, _: Request) -> Response:
+        """POST /continue_generation."""
+        await self.service.engine.continue_generation()
+        return JSONResponse({"status": "ok"})
+
+    async def start_profile(self, _: Request) -> Response:
+        """POST /start_profile: a trace of jax's profiler into --profile-dir, nowhere else."""
+        directory = self.service.args.profile_dir
+        if directory is None:
+            raise RequestError("profiles are not taken; expected the server to have --profile-dir")
+        await asyncio.to_thread(self.service.profiler.start, directory)
+        return JSONResponse({"status": "ok", "profile_dir": directory})
+
+    async def stop_profile(self, _: Request) -> Response:
+        """POST /stop_profile: writes the trace."""
+        directory = await asyncio.to_thread(self.service.profiler.stop)
+        return JSONResponse({"status": "ok", "profile_dir": directory})
+
+    async def flush_cache(self, _: Request) -> Response:
+        """GET or POST /flush_cache."""
+        return PlainTextResponse("Nothing to flush: there is no prefix cache yet.\n")

@@ -1,0 +1,191 @@
+"""POST /v1/chat/completions and Engine.chat: the template, the shapes, the refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jspec.api import Engine
+from jspec.core.errors import RequestError
+from jspec.server.chat_schemas import CHAT_FIELDS, NEUTRAL_CHAT, parse_chat
+
+from .helpers import events_of
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+TEXT = "<|endoftext|><system>Be brief.</>\n<user>Hi</>\n<assistant>"
+PARAMS = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+NATIVE = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture
+def official(live_url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client."""
+    with (
+        httpx.Client(trust_env=False) as http,
+        openai.OpenAI(
+            base_url=f"{live_url}/v1", api_key="none", http_client=http, max_retries=0
+        ) as client,
+    ):
+        yield client
+
+
+def chat(client: httpx.Client, **body: Any) -> Any:
+    body = {"messages": MESSAGES, **PARAMS, **body}
+    return client.post("/v1/chat/completions", json=body).raise_for_status().json()
+
+
+def test_a_chat_is_the_rendered_prompt_in_openais_shape(
+    client: httpx.Client, engine: Engine
+) -> None:
+    expected = engine.generate(TEXT, NATIVE)
+    answer = chat(client, model="target", user="someone", max_completion_tokens=12)
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "target")
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == expected["text"]
+    assert (choice["message"]["role"], choice["finish_reason"]) == ("assistant", "length")
+    num_prompt = len(engine.tokenizer.encode(TEXT))
+    assert answer["usage"]["prompt_tokens"] == num_prompt
+    assert answer["usage"]["total_tokens"] == num_prompt + 12
+    assert engine.chat(MESSAGES, NATIVE)["output_ids"] == expected["output_ids"]
+
+
+def test_the_official_client_chats(official: openai.OpenAI, engine: Engine) -> None:
+    expected = engine.generate(TEXT, NATIVE)["text"]
+    params: dict[str, Any] = {
+        "model": "default",
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_completion_tokens": 12,
+        "extra_body": {"ignore_eos": True},
+    }
+    answer = official.chat.completions.create(**params)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "length"
+    stream = official.chat.completions.create(
+        **params, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_the_official_client_completes_and_lists(official: openai.OpenAI, engine: Engine) -> None:
+    expected = engine.generate("def ", NATIVE)["text"]
+    answer = official.completions.create(
+        model="target",
+        prompt="def ",
+        max_tokens=12,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.choices[0].text == expected
+    assert [model.id for model in official.models.list()] == ["target"]
+    assert official.models.retrieve("target").id == "target"
+    with pytest.raises(openai.NotFoundError, match="model is 'gpt-9'"):
+        official.models.retrieve("gpt-9")
+    with pytest.raises(openai.BadRequestError, match="temperature is 200"):
+        official.completions.create(model="target", prompt="x", temperature=200)
+
+
+def test_choices_and_seeds(client: httpx.Client, engine: Engine) -> None:
+    params = {"n": 3, "seed": 7, "temperature": 1.0}
+    answer = chat(client, **params)
+    native = {**NATIVE, "n": 3, "sampling_seed": 7, "temperature": 1.0}
+    expected = [result["text"] for result in engine.generate(TEXT, native)]
+    assert [c["message"]["content"] for c in answer["choices"]] == expected
+    assert answer["usage"]["completion_tokens"] == 36
+    response = client.post(
+        "/v1/chat/completions", json={"messages": MESSAGES, **PARAMS, **params, "stream": True}
+    )
+    texts, roles = ["", "", ""], [0, 0, 0]
+    for event in events_of(response.text):
+        (choice,) = event["choices"]
+        assert event["object"] == "chat.completion.chunk"
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        roles[choice["index"]] += "role" in choice["delta"]
+    assert texts == expected
+    assert roles == [1, 1, 1]
+
+
+def test_a_stop_string_ends_a_chat(client: httpx.Client, engine: Engine) -> None:
+    text = engine.generate(TEXT, NATIVE)["text"]
+    stop = text[3:5]
+    (choice,) = chat(client, stop=stop)["choices"]
+    assert choice["message"]["content"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", stop)
+
+
+def test_a_message_is_continued(client: httpx.Client, engine: Engine) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "I am "}]
+    answer = chat(client, messages=begun, continue_final_message=True)
+    expected = engine.generate(TEXT + "I am ", NATIVE)["text"]
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_without_a_length_the_context_is_the_bound(engine: Engine) -> None:
+    ids, sampling = engine.chat_prompt(MESSAGES)
+    assert sampling.max_new_tokens == engine.limits.context_length - len(ids)
+    assert engine.chat_prompt(MESSAGES, {"max_new_tokens": 5})[1].max_new_tokens == 5
+    long = [{"role": "user", "content": "x" * engine.limits.context_length}]
+    with pytest.raises(RequestError, match=r"the prompt has .* expected fewer than the context"):
+        engine.chat_prompt(long)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages is []; expected a list of messages"),
+    ({"messages": [{"role": "developer", "content": "x"}]}, "no role developer"),
+    ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens is 0"),
+    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "expected one of them"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools is"),
+    ({"messages": MESSAGES, "logprobs": True}, "logprobs is true, which is not implemented"),
+    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format is"),
+    ({"messages": MESSAGES, "chat_template": "x"}, "chat_template is 'x', which is not"),
+    ({"messages": MESSAGES, "prompt": "x"}, "did you mean 'messages'?"),
+    ({"messages": MESSAGES, "max_new_tokens": 3}, "did you mean 'max_completion_tokens'?"),
+    ({"messages": MESSAGES, "sampling_seed": 3}, "did you mean 'seed'?"),
+    ({"messages": MESSAGES, "chat_template_kwargs": 3}, "chat_template_kwargs is 3"),
+    ({"messages": MESSAGES, "continue_final_message": True}, "is the user's; expected the assist"),
+    (
+        {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt and continue_final_message are true",
+    ),
+    ({"messages": MESSAGES, "max_tokens": 16384}, "max_tokens is 16384 after a prompt of"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_chat_is_a_400(client: httpx.Client, body: dict[str, Any], message: str) -> None:
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_CHAT))
+def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+    body = {"messages": MESSAGES}
+    for value in (*NEUTRAL_CHAT[name], None):
+        parse_chat({**body, name: value})
+    with pytest.raises(RequestError, match=f"{name} is .*not implemented"):
+        parse_chat({**body, name: 17})
+    assert name not in CHAT_FIELDS
+
+
+def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "model": "gpt-9"}
+    assert client.post("/v1/chat/completions", json=body).status_code == 404
+
+
+def test_the_bundled_pair_has_a_plain_template() -> None:
+    from jspec.engine.loading import BUNDLED
+    from jspec.text.chat_template import ChatTemplate
+
+    plain = ChatTemplate.find(BUNDLED / "target", named=None)
+    assert plain is not None
+    assert plain.render([*MESSAGES, {"role": "assistant", "content": "x"}]) == "Be brief.\nHi\nx"

@@ -1,0 +1,226 @@
+"""What a hostile or broken client may not do: stall others, fill memory, hold connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from jspec.api import Engine
+from jspec.core.errors import RequestError
+from jspec.server.app import create_app
+from jspec.server.connections import bounded_protocol, most_connections
+from jspec.server.http import MAX_CONTAINERS
+from jspec.server.server_args import ServerArgs
+from jspec.text.tokenizer import Tokenizer
+
+from .helpers import ask, wait_idle
+
+
+@contextmanager
+def serving(engine: Engine, **options: Any) -> Iterator[int]:
+    """A live server with short time-outs; its port."""
+    args = ServerArgs(request_timeout=0.5, log_interval=0)
+    protocol = bounded_protocol(head_seconds=0.5, max_connections=options.get("most", 64))
+    config = uvicorn.Config(create_app(engine, args), port=0, log_config=None, http=protocol)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+
+
+def send(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
+    """All that the server answers until it closes the connection."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause)
+        while data := connection.recv(65536):
+            answer += data
+    return answer
+
+
+def test_a_head_that_does_not_come_ends_the_connection(engine: Engine) -> None:
+    with serving(engine) as port:
+        started = time.monotonic()
+        for parts in ((), (b"GET /health HT",), (b"GET /health HTTP/1.1\r\nHost: x\r\n",)):
+            assert send(port, *parts).startswith(b"HTTP/1.1 408")
+        slowly = [b"GET ", b"/health ", b"HTTP/1.1\r\n", b"A: b\r\n"]
+        assert b"408" in send(port, *slowly, pause=0.2)
+        # Nor does a second head that is only begun.
+        begun = send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he", pause=0.2)
+        assert begun.startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 408" in begun
+        assert time.monotonic() - started < 8
+
+
+def test_a_body_that_does_not_come_is_a_408(engine: Engine) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    with serving(engine) as port:
+        answer = send(port, head, *[b"{"] * 2, pause=0.2)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"--request-timeout" in answer
+
+
+def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
+    params = {"max_new_tokens": 2000, "ignore_eos": True}
+    with serving(engine) as port:
+        url = f"http://127.0.0.1:{port}/generate"
+        body = {"text": "x", "sampling_params": params}
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False).json()
+    assert answer["meta_info"]["e2e_latency"] > 0.5
+    assert len(answer["output_ids"]) == 2000
+
+
+def test_connections_are_bounded(engine: Engine) -> None:
+    assert 1 <= most_connections() <= 4096
+    with serving(engine, most=2) as port:
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+        time.sleep(0.1)
+        assert send(port).startswith(b"HTTP/1.1 503")
+        for connection in held:
+            connection.close()
+        time.sleep(0.1)
+        assert b"200 OK" in send(
+            port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
+
+
+def test_a_broken_connection_leaves_no_traceback(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    endless = {"text": "x", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
+    reset = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+    with serving(engine) as port:
+        for stream in (False, True):
+            whole = json.dumps({**endless, "stream": stream}).encode()
+            for body in (b"", whole[:20], whole):
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    connection.sendall(head % len(whole) + body)
+                    time.sleep(0.05)
+        time.sleep(0.3)
+    wait_idle(engine)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_containers_are_counted_outside_of_text(engine: Engine) -> None:
+    app = create_app(engine)
+    body = b'{"text": [' + b",".join([b"[]"] * (MAX_CONTAINERS + 1)) + b"]}"
+    response = ask(app, "POST", "/generate", content=body)
+    assert response.status_code == 400
+    assert f"expected at most {MAX_CONTAINERS}" in response.json()["message"]
+    text = '[{"\\' * MAX_CONTAINERS
+    response = ask(app, "POST", "/tokenize", json={"prompt": text})
+    assert response.json()["count"] == len(text)
+
+
+def test_many_prompts_are_refused_before_they_are_tokenized(engine: Engine) -> None:
+    app = create_app(engine)
+    response = ask(app, "POST", "/generate", json={"text": ["x" * 4000] * 2000})
+    assert response.status_code == 400
+    assert "2000 sequences at once; expected at most max_queued" in response.json()["message"]
+    for body in ({"text": ["x"] * 70_000}, {"input_ids": [[1]] * 70_000}):
+        response = ask(app, "POST", "/generate", json=body)
+        assert "is a list of 70000; expected at most 65536" in response.json()["message"]
+    response = ask(app, "POST", "/v1/completions", json={"prompt": ["x"] * 70_000})
+    assert "is a list of 70000; expected at most 65536" in response.json()["message"]
+
+
+def test_text_that_cannot_fit_is_not_tokenized(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer.max_chars_per_token == len("<|endoftext|>")
+    most = 13 * 16383
+    started = time.monotonic()
+    with pytest.raises(RequestError, match=f"has 30000000 characters; expected at most {most}"):
+        engine.requests(prompt="x" * 30_000_000)
+    assert time.monotonic() - started < 0.5
+    with pytest.raises(RequestError, match=f"the prompt has {most} tokens; expected fewer than"):
+        engine.requests(prompt="x" * most)
+    ends = "<|endoftext|>" * 16383  # as long as a text that fits can be
+    assert len(engine.requests(prompt=ends)[0].prompt_ids) == 16383
+
+
+def test_other_threads_run_while_text_is_tokenized() -> None:
+    from jspec.engine.loading import BUNDLED
+
+    tokenizer = Tokenizer.from_directory(BUNDLED / "target")
+    text = "def f(x):\n    return x + 1\n" * 40_000
+    worst, last = 0.0, time.monotonic()
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        worst, last = max(worst, now - last), now
+    assert worst < 0.5  # of more than a second
+
+
+@pytest.mark.parametrize(
+    ("number", "is_finished"), [(signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_sigterm_lets_what_runs_end(
+    engine_arguments: dict[str, Any],
+    subprocess_env: dict[str, str],
+    number: signal.Signals,
+    *,
+    is_finished: bool,
+) -> None:
+    flags = [
+        part
+        for name, value in engine_arguments.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jspec.cli", "serve", "--port", "0", *flags],
+        env={**subprocess_env, **{k: v for k, v in os.environ.items() if k.startswith("JAX")}},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        url = next(line.split()[3] for line in server.stderr if "ready: " in line)
+        body = {
+            "text": "x",
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+        }
+        with (
+            httpx.Client(timeout=60, trust_env=False) as client,
+            client.stream("POST", f"{url}/generate", json=body) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(number)
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert ("error" not in last) == is_finished
+        if is_finished:
+            assert last["meta_info"]["completion_tokens"] == 3000
+        server.wait(timeout=30)
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stderr is not None
+        server.stderr.close()

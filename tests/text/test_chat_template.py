@@ -1,0 +1,180 @@
+"""Chat templates: where they are found, what they may do, and what they must not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspec.core.errors import CheckpointError, ConfigError, RequestError
+from jspec.text.chat_messages import check_messages
+from jspec.text.chat_template import ChatTemplate
+
+USER = {"role": "user", "content": "hi"}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def template(source: str, **special_tokens: str) -> ChatTemplate:
+    return ChatTemplate(source=source, where="here", special_tokens=special_tokens)
+
+
+def test_a_published_kind_of_template() -> None:
+    messages = [{"role": "system", "content": "s"}, USER]
+    expected = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    chatml = template(CHATML)
+    assert chatml.render(messages, add_generation_prompt=False) == expected
+    assert chatml.render(messages) == expected + "<|im_start|>assistant\n"
+
+
+def test_blocks_leave_no_white_space() -> None:
+    """trim_blocks and lstrip_blocks, without which published templates give other text."""
+    source = "{% for m in messages %}\n  {% if 1 %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}"
+    assert template(source).render([USER, USER]) == "hi\nhi\n"
+
+
+def test_the_names_that_templates_use() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}"
+        "{{ {'b': '<é>', 'a': 1} | tojson(indent=1) }}{{ strftime_now('%%') }}{{ mood }}"
+    )
+    text = template(source, bos_token="<s>").render([USER] * 4, variables={"mood": "!"})
+    assert text == '<s>"hi""hi"{\n "b": "<é>",\n "a": 1\n}%!'
+
+
+def test_what_the_template_raises_is_the_requests_error() -> None:
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="refuses the messages: roles must alternate"):
+        template(source).render([USER])
+    with pytest.raises(RequestError, match=r"refuses the messages: .*no attribute"):
+        template("{{ messages[0].nothing.more }}").render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ range(10000000) | list }}",
+        "{{ raise_exception.__globals__.json }}",
+    ],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses"):
+        template(source).render([USER])
+
+
+def test_a_message_is_continued_where_it_ends() -> None:
+    begun = [USER, {"role": "assistant", "content": "The answer "}]
+    text = template(CHATML).render(begun, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nThe answer ")
+    trims = template("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}")
+    assert trims.render(begun, continue_final_message=True) == "[hi][The answer "
+    with pytest.raises(RequestError, match="leaves the last message out"):
+        template("{{ messages[0].content }}").render(begun, continue_final_message=True)
+    assert begun[-1]["content"] == "The answer "
+
+
+def test_where_a_checkpoint_keeps_its_template(tmp_path: Path) -> None:
+    assert ChatTemplate.find(tmp_path, named=None) is None
+    config = {"bos_token": {"content": "<b>"}, "eos_token": "<e>", "chat_template": "config"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def found() -> str:
+        chosen = ChatTemplate.find(tmp_path, named=None)
+        assert chosen is not None
+        return chosen.render([USER])
+
+    assert found() == "config"
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "several"}]
+    for value, expected in ((several, "several"), ("{{ bos_token }}{{ eos_token }}", "<b><e>")):
+        config["chat_template"] = value
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert found() == expected
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert found() == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja{{ bos_token }}")
+    assert found() == "jinja<b>"
+    named = tmp_path / "other.jinja"
+    named.write_text("named{{ eos_token }}")
+    chosen = ChatTemplate.find(tmp_path, named=str(named))
+    assert chosen is not None
+    assert chosen.render([USER]) == "named<e>"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (5, "chat_template in .* is int; expected text or a list"),
+        ([{"name": "rag", "template": "x"}], "expected one named 'default'"),
+        ("{% if %}", "the chat template in .*: Expected an expression"),
+    ],
+)
+def test_a_template_that_is_none_is_a_checkpoint_error(
+    tmp_path: Path, value: Any, message: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(CheckpointError, match=message):
+        ChatTemplate.find(tmp_path, named=None)
+
+
+def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template is .*expected a file"):
+        ChatTemplate.find(tmp_path, named=str(tmp_path / "none.jinja"))
+    empty = tmp_path / "empty.json"
+    empty.write_text("{}")
+    with pytest.raises(CheckpointError, match="has no chat_template"):
+        ChatTemplate.find(tmp_path, named=str(empty))
+
+
+def test_messages_become_plain() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ]
+    assert check_messages(messages) == (
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    )
+
+
+BAD: list[tuple[Any, str]] = [
+    (None, "messages is null; expected a list"),
+    ([], r"messages is \[\]; expected a list"),
+    ("hi", "messages is 'hi'; expected a list"),
+    (["hi"], r"messages\[0\] is 'hi'; expected an object"),
+    ([USER, {"role": "robot", "content": "x"}], r"messages\[1\].role is 'robot'; expected one of"),
+    ([{"content": "x"}], r"messages\[0\].role is null"),
+    ([{"role": ["user"], "content": "x"}], r"messages\[0\].role is \['user'\]"),
+    ([{"role": "user"}], r"messages\[0\].content is null"),
+    ([{"role": "user", "content": 5}], r"messages\[0\].content is 5"),
+    ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is .*type text"),
+    ([{"role": "user", "content": ["x"]}], r"content\[0\] is 'x'; expected a part"),
+    ([{"role": "user", "content": "x", "tool_calls": []}], "unknown field 'tool_calls'"),
+    ([{"role": "user", "content": "x", "audio": {"id": "1"}}], "unknown field 'audio'"),
+    ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\] is {}; expected"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+        r"function.arguments is '\['; expected a JSON object",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_message_is_named(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_messages(messages)
