@@ -134,14 +134,19 @@ def compiler_options(
     """What XLA is told beside its defaults, where a measurement or a compiled program says so.
 
     On a GPU: no rematerialization (it counts a donated pool twice, finds no memory, and computes
-    whole products a second time). And what the kernels' bundle wants (`Ops.compiler_options`).
+    whole products a second time). In decoding, no dot-strength-reduction: it makes of a product of
+    one row with less than ten million weights a multiplication that writes as many numbers as
+    there are weights, and a sum that reads them again (seen for `out` of Qwen3-30B-A3B, 4096 x
+    2048, in a step of one row and none of four). And what the kernels' bundle wants
+    (`Ops.compiler_options`).
     """
     if platform != "gpu":
         return {}
     is_decode = key.kind is StepKind.DECODE
     tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
-    return {"xla_disable_hlo_passes": "rematerialization", **options}
+    passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
+    return {"xla_disable_hlo_passes": passes, **options}
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:

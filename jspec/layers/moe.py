@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import MoESpec, Routing
 from jspec.layers.linear import Shard, linear
+from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.ops import Ops
 
 
@@ -43,3 +44,26 @@ def mixture(
         bias = jnp.einsum("tke,tk->te", experts["down_bias"][ids].astype(jnp.float32), weights)
         out = out + bias.astype(out.dtype)
     return out
+
+
+def mixture_of_sum(
+    params: dict[str, Any],
+    post_norm: dict[str, jax.Array],
+    stream: Residual,
+    *,
+    spec: MoESpec,
+    eps: float,
+    shard: Shard,
+    ops: Ops,
+) -> Residual:
+    """x + mixture(norm(x)) of the stream's sum x, the last sum left to whoever is next."""
+    if shard.size == 1 and isinstance(stream.delta, jax.Array):
+        fused = ops.mixture_of_sum(
+            stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
+        )
+        if fused is not None:
+            return Residual(x=fused[0], delta=fused[1])
+    x, normed = norm_of_sum(post_norm, stream, eps=eps, ops=ops)
+    flat = normed.reshape(-1, normed.shape[-1])
+    out = mixture(params, flat, spec=spec, shard=shard, ops=ops)
+    return Residual(x=x, delta=out.reshape(x.shape))

@@ -13,6 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jspec.core.pytree import pytree
+from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.ops import Ops, rms_norm
 
 
@@ -21,10 +22,13 @@ class Residual:
     """The residual stream as two summands of one shape and dtype."""
 
     x: jax.Array  # [*b, E]
-    delta: jax.Array | None = None  # [*b, E], not yet added; None where nothing was computed yet
+    # [*b, E], not yet added; None where nothing was computed yet
+    delta: jax.Array | Mixed | None = None
 
     def sum(self) -> jax.Array:
-        return self.x if self.delta is None else self.x + self.delta
+        if self.delta is None:
+            return self.x
+        return self.x + (self.delta.sum() if isinstance(self.delta, Mixed) else self.delta)
 
 
 def norm(
@@ -40,4 +44,6 @@ def norm_of_sum(
     """(the stream's sum, its norm)."""
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
+    if isinstance(stream.delta, Mixed):
+        return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
     return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps)

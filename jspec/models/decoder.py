@@ -22,7 +22,7 @@ from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
-from jspec.layers.moe import mixture
+from jspec.layers.moe import mixture, mixture_of_sum
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.models.params import ParamTable
 from jspec.models.registry import table_of
@@ -66,6 +66,16 @@ def run_layer(
         shard=shard,
     )
     stream = Residual(x=x, delta=mixed)
+    if isinstance(spec.ffn, MoESpec):
+        return mixture_of_sum(
+            params["moe"],
+            params["post_norm"],
+            stream,
+            spec=spec.ffn,
+            eps=spec.eps,
+            shard=shard,
+            ops=ops,
+        )
     x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=ops)
     return Residual(x=x, delta=feed_forward(params, normed, spec=spec, settings=settings))
 

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
-from jspec.core.model_spec import Gate
+from jspec.core.model_spec import Gate, MoESpec
 from jspec.pallas_kernels.attention import reference, streaming
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
+from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.sample.gpu import COLDEST
 
@@ -123,6 +124,29 @@ class Ops:
         params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one.
         """
         return experts.run_experts(x, ids, weights, params, gate=gate)
+
+    def mixture_of_sum(
+        self,
+        x: Float[Array, "*b E"],
+        delta: Float[Array, "*b E"],
+        scale: Float[Array, "E"],
+        params: dict[str, dict[str, jax.Array]],
+        *,
+        eps: float,
+        spec: MoESpec,
+    ) -> tuple[Float[Array, "*b E"], Mixed] | None:
+        """(x + delta, the whole mixture of that sum's norm), or None: there is no kernel for it.
+
+        For weights that are whole on this device. params: router and experts.
+        """
+        del x, delta, scale, params, eps, spec
+        return None
+
+    def mixed_norm(
+        self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+        """`add_norm` of x and a mixture's sum."""
+        return self.add_norm(x, mixed.sum(), scale, eps=eps)
 
     def commit(
         self,

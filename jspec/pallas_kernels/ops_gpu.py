@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jspec.core.model_spec import Gate
+from jspec.core.model_spec import Gate, MoESpec
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
@@ -18,8 +18,10 @@ from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
+from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
-from jspec.pallas_kernels.experts.plan import choose_experts
+from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
@@ -158,6 +160,32 @@ class GpuOps(Ops):
         return experts_gpu.run_experts(
             x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
         )
+
+    def mixture_of_sum(
+        self,
+        x: jax.Array,
+        delta: jax.Array,
+        scale: jax.Array,
+        params: dict[str, dict[str, jax.Array]],
+        *,
+        eps: float,
+        spec: MoESpec,
+    ) -> tuple[jax.Array, Mixed] | None:
+        """A few launches instead of some twenty, where those and not the weights are the time."""
+        if x.ndim != 2:
+            return None
+        num_experts, inner, size = params["experts"]["down"].shape
+        tuning = choose_few(x.shape[0], num_experts=num_experts, size=size, inner=inner)
+        if tuning is None:
+            return None
+        return few_gpu.mixture_of_sum(
+            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
+        )
+
+    def mixed_norm(
+        self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
 
     def commit(
         self,

@@ -62,7 +62,9 @@ def test_the_tokens_of_a_gpu_step_choose_its_products(
     options = compiler_options(key, limits_of(shape), platform="gpu", ops=OPS["gpu"])
     assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
     assert ("xla_gpu_experimental_force_split_k" in options) is has_no_splits
-    assert options["xla_disable_hlo_passes"] == "rematerialization"
+    passes = options["xla_disable_hlo_passes"].split(",")
+    assert passes[0] == "rematerialization"
+    assert passes[1:] == (["dot-strength-reduction"] if kind is StepKind.DECODE else [])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
@@ -74,7 +76,8 @@ def test_elsewhere_the_compiler_is_left_alone(platform: str) -> None:
 def test_a_gpu_without_the_kernels_keeps_its_products() -> None:
     key = ProgramKey(StepKind.DECODE, 64, PLAIN)
     options = compiler_options(key, limits_of("0/1/1"), platform="gpu", ops=OPS["xla"])
-    assert options == {"xla_disable_hlo_passes": "rematerialization"}
+    passes = "rematerialization,dot-strength-reduction"
+    assert options == {"xla_disable_hlo_passes": passes}
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out() -> None:

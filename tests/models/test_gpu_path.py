@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.core.model_spec import Eagle3Config, ModelSpec, cache_groups, uniform_decoder
+from jspec.core.model_spec import (
+    Eagle3Config,
+    ModelSpec,
+    MoESpec,
+    cache_groups,
+    uniform_decoder,
+)
 from jspec.engine.runner import empty_pools
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
@@ -100,6 +106,29 @@ def assert_close(mine: Any, expected: Any) -> None:
     np.testing.assert_allclose(
         np.asarray(mine, np.float32), np.asarray(expected, np.float32), atol=0.03, rtol=0.03
     )
+
+
+def test_a_mixture_for_few_tokens_gives_what_it_gives_over_xla() -> None:
+    """What a mixture leaves unsummed meets a dense layer, captured features and the last norm."""
+    ffn = MoESpec(num_experts=6, top_k=2, inner=32)
+    dense, mixture = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
+    config = dataclasses.replace(CONFIG, layers=(mixture, dense, mixture), family="qwen3_moe")
+    params = drawn(table_of(config), 0)
+    token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
+
+    def run(ops: str) -> Any:
+        target = Decoder(config, OPS[ops], aux_layer_ids=(0, 1, 3))
+
+        def step(p: Params, kv: Any) -> Any:
+            hidden, aux, kv = target.forward(p, token_ids, kv, ROWS, queries_per_row=QUERIES)
+            return hidden, aux, kv, jnp.argmax(target.logits(p, hidden), axis=-1)
+
+        return jax.jit(step)(params, pool(3))
+
+    mine, expected = run("gpu_interpret"), run("xla")
+    assert_close(mine[0][LIVE], expected[0][LIVE])
+    assert_close(mine[1][LIVE], expected[1][LIVE])
+    np.testing.assert_array_equal(mine[3][LIVE], expected[3][LIVE])
 
 
 @pytest.mark.parametrize("queries_per_row", [QUERIES, None])

@@ -7,6 +7,7 @@ place of it, and ptxas; prints one line a shape.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.core.model_spec import Gate
+from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.plan import choose_experts
 from tests.pallas_kernels.gpu_kernel_compile import H200
@@ -26,6 +28,47 @@ SHAPES = {
     "gpt-oss-20b tp2": (32, 2880, 1440, 4, True),
 }
 TOKENS = (1, 64, 256, 8192)
+FEW_KERNELS = {1: 4, 4: 5, 16: 5}  # of a whole mixture and the norm behind it, by tokens
+
+
+def compile_few(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
+    """A mixture of few tokens, with its norms, as a layer runs it."""
+    num_experts, size, inner, top_k, has_bias = SHAPES[name]
+    spec = MoESpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        inner=inner,
+        routing=Routing.TOP_THEN_SOFTMAX if has_bias else Routing.SOFTMAX_THEN_TOP_NORMALIZED,
+        gate=Gate.CLAMPED if has_bias else Gate.SILU,
+        bias=has_bias,
+    )
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "router": {"kernel": (size, num_experts)},
+        "experts": {"gate_up": (num_experts, size, 2 * inner), "down": (num_experts, inner, size)},
+    }
+    if has_bias:
+        shapes["router"]["bias"] = (num_experts,)
+        shapes["experts"]["gate_up_bias"] = (num_experts, 2 * inner)
+        shapes["experts"]["down_bias"] = (num_experts, size)
+    params = {
+        part: {key: array(shape, jnp.bfloat16) for key, shape in entry.items()}
+        for part, entry in shapes.items()
+    }
+
+    def layer(x: jax.Array, scale: jax.Array, params: Any) -> Any:
+        fused = OPS["gpu"].mixture_of_sum(x, x, scale, params, eps=1e-6, spec=spec)
+        if fused is None:
+            raise SystemExit(f"{name}, {tokens} tokens: the kernels are not chosen")
+        return OPS["gpu"].mixed_norm(*fused, scale, eps=1e-6)
+
+    whole = PartitionSpec()
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    args = (array((tokens, size), jnp.bfloat16), array((size,), jnp.bfloat16), params)
+    text = jax.jit(mapped).lower(*args).compile().as_text() or ""
+    kernels = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+    if kernels != FEW_KERNELS[tokens]:
+        raise SystemExit(f"{name}, {tokens} tokens: {kernels} Triton kernels")
+    print("compiled", name, tokens, "few")
 
 
 def main() -> None:
@@ -34,6 +77,9 @@ def main() -> None:
     ).devices[0]
     mesh, whole = Mesh(np.array([device]), ("tensor",)), PartitionSpec()
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, whole))
+    for name in ("qwen3-30b-a3b", "gpt-oss-20b"):  # a shard's sum comes before the residual
+        for tokens in FEW_KERNELS:
+            compile_few(name, tokens, array, mesh)
     for name, (num_experts, size, inner, top_k, has_bias) in SHAPES.items():
         params = {
             "gate_up": array((num_experts, size, 2 * inner), jnp.bfloat16),

@@ -153,7 +153,7 @@ def _gate_up(
         row, is_pair = block * tuning.tile_m + lane, lane < num_pairs
         token = plt.load(token_ref.at[row])
         column = start + jnp.arange(tile_n, dtype=jnp.int32)
-        sums = _products(
+        sums = tile_products(
             x_ref,
             token,
             is_pair,
@@ -162,14 +162,8 @@ def _gate_up(
             (column, inner + column),
             tile_k=tuning.gate_up_k,
         )
-        wide = [total.astype(dtype).astype(jnp.float32) for total in sums]
-        if bias_ref:
-            added = [plt.load(bias_ref[0].at[expert, column + shift]) for shift in (0, inner)]
-            wide = [
-                (total + bias.astype(jnp.float32)[None]).astype(dtype).astype(jnp.float32)
-                for total, bias in zip(wide, added, strict=True)
-            ]
-        result = gated(wide[0], wide[1], gate=gate).astype(dtype)
+        first, up = biased(sums, bias_ref, expert, (column, inner + column), dtype=dtype)
+        result = gated(first, up, gate=gate).astype(dtype)
         plt.store(out_ref.at[row[:, None], column[None]], result, mask=is_pair[:, None])
 
 
@@ -192,7 +186,7 @@ def _down(
         lane = jnp.arange(tuning.tile_m, dtype=jnp.int32)
         row, is_pair = block * tuning.tile_m + lane, lane < num_pairs
         column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
-        (total,) = _products(
+        (total,) = tile_products(
             inner_ref, row, is_pair, down_ref, expert, (column,), tile_k=tuning.down_k
         )
         plt.store(
@@ -202,7 +196,27 @@ def _down(
         )
 
 
-def _products(
+def biased(
+    sums: tuple[jax.Array, ...],
+    bias_ref: list[Any],
+    expert: jax.Array,
+    columns: tuple[jax.Array, ...],
+    *,
+    dtype: Any,
+) -> list[jax.Array]:
+    """In a kernel: the products rounded to dtype, plus their expert's bias if there is one, again
+    rounded; in f32."""
+    wide = [total.astype(dtype).astype(jnp.float32) for total in sums]
+    if bias_ref:
+        added = [plt.load(bias_ref[0].at[expert, c]).astype(jnp.float32) for c in columns]
+        wide = [
+            (total + bias[None]).astype(dtype).astype(jnp.float32)
+            for total, bias in zip(wide, added, strict=True)
+        ]
+    return wide
+
+
+def tile_products(
     rows_ref: Any,
     row: jax.Array,
     is_pair: jax.Array,
@@ -212,7 +226,10 @@ def _products(
     *,
     tile_k: int,
 ) -> tuple[jax.Array, ...]:
-    """rows[row] @ weights[expert, :, c] for each c of `columns`, f32. Rows of no pair are 0."""
+    """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
+
+    Rows of no pair count as 0.
+    """
     step = jnp.arange(tile_k, dtype=jnp.int32)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -20,6 +20,9 @@ from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
 LEAST = 16  # of every side of a tile: the tensor cores' own
 PROGRAMS = 2 * NUM_BLOCKS  # that keep the memory busy
 MOST_ELEMENTS = 2**31 - 1  # of one array of weights: the kernels count in 32 bits
+MOST_TOKENS = LEAST  # that few_gpu serves: an expert's tokens fit one tile's rows
+RANKED_IN_PLACE = 128  # experts, up to which every program of a product may rank them itself
+MOST_RANKED = 256  # experts whose ranks few_gpu finds by counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,26 @@ def choose_experts(
         num_stages=3 if is_large else 4,
     )
     return tuning if tuning.problem(size, inner) is None else None
+
+
+# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles that were
+# timed on an H200 at 1 and 4 tokens (experts_gpu.json, by the kernels with tables), 64 columns were
+# best and 32 worst: a row of a tile is then 128 bytes, one line of the L2 cache.
+FEW = {
+    (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
+    (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
+}
+
+
+def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> ExpertsTuning | None:
+    """Tiles of few_gpu for so many tokens, E = size and I = inner; None where it does not serve."""
+    if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED:
+        return None
+    if size % LEAST or inner % LEAST or num_experts * size * 2 * inner > MOST_ELEMENTS:
+        return None
+    wide, deep = _largest(size, most=64), _largest(inner, most=64)
+    widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
+    return FEW.get((size, inner), widest)
 
 
 def _largest(length: int, *, most: int) -> int:

@@ -1,0 +1,344 @@
+"""A mixture for at most 16 tokens on an NVIDIA GPU (Triton): four launches for one token.
+
+At so few tokens a layer's time is that of reading its experts' weights, and then that of launches:
+each costs some two microseconds, a sort or a table as much as a product. So there are no blocks
+here. A program is asked for one (token, expert) pair and one tile of columns, and reads the ids of
+all pairs. Where an earlier pair has the same expert it ends at once: that one's program multiplies
+the expert's weights by all its tokens, which are 16 rows at most, the least that the tensor cores
+take. Rows of other tokens are 0 there and are not stored.
+
+    norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
+
+For one token every program of the first product ranks the experts for itself (routing_gpu).
+
+Rounded as the separate kernels round (gpu.py, add_norm/gpu.py), and the router as layers.moe does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.pallas_kernels.add_norm.gpu import num_warps
+from jspec.pallas_kernels.experts.gpu import biased, tile_products
+from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
+from jspec.pallas_kernels.experts.reference import gated
+from jspec.pallas_kernels.experts.routing_gpu import (
+    at_rank,
+    choose,
+    norm_and_score,
+    ranked,
+    scores_of,
+)
+
+
+def mixture_of_sum(
+    x: Float[Array, "T E"],
+    delta: Float[Array, "T E"],
+    scale: Float[Array, "E"],
+    params: Mapping[str, Mapping[str, jax.Array]],
+    *,
+    eps: float,
+    spec: MoESpec,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Mixed]:
+    """(x + delta, the mixture of that sum's norm). params: router, experts, as layers.moe has them.
+
+    Raises ValueError for more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
+    """
+    router, experts = params["router"], params["experts"]
+    _check(x.shape[0], experts["down"].shape, tuning)
+    total, normed, shares = norm_and_score(
+        x, delta, scale, router["kernel"], eps=eps, interpret=interpret
+    )
+    bias = router.get("bias")
+    rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
+    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
+    if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
+        inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
+    else:
+        ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
+        inner = gate_up(normed, ids, experts, **how, interpret=interpret)
+    rows = down(inner, ids, experts["down"], tuning=tuning, interpret=interpret)
+    return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
+
+
+def _check(num_tokens: int, down: tuple[int, ...], tuning: ExpertsTuning) -> None:
+    if not 1 <= num_tokens <= MOST_TOKENS:
+        raise ValueError(f"{num_tokens} tokens; expected 1 to {MOST_TOKENS}")
+    _, inner, size = down
+    if problem := tuning.problem(size, inner):
+        raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
+
+
+def gate_up(
+    x: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    params: Mapping[str, jax.Array],
+    *,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "R I"]:
+    """Each pair's gated inner row, at t * k + j. The ids of a token differ from each other."""
+    inner = params["down"].shape[1]
+    operands = [x, params["gate_up"], ids, *_bias(params)]
+    out: jax.Array = pl.pallas_call(
+        functools.partial(_gate_up, gate=gate, tuning=tuning),
+        grid=(ids.size, inner // tuning.gate_up_n),
+        out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
+        compiler_params=_compiler_params(tuning),
+        interpret=interpret,
+        name="few_experts_gate_up",
+    )(*operands)
+    return out
+
+
+def choose_and_gate_up(
+    x: Float[Array, "one E"],
+    shares: Float[Array, "S one X"],
+    router_bias: Float[Array, "X"] | None,
+    params: Mapping[str, jax.Array],
+    *,
+    top_k: int,
+    routing: Routing,
+    gate: Gate,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
+    """`choose` and `gate_up` of one token, in one launch: (inner rows, ids, weights)."""
+    inner = params["down"].shape[1]
+    operands = [x, params["gate_up"], shares, *_bias(params)]
+    has_bias, pair = len(operands) == 4, (1, top_k)
+    out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
+        functools.partial(
+            _choose_and_gate_up, routing=routing, has_bias=has_bias, gate=gate, tuning=tuning
+        ),
+        grid=(top_k, inner // tuning.gate_up_n),
+        out_shape=(
+            jax.ShapeDtypeStruct((top_k, inner), x.dtype),
+            jax.ShapeDtypeStruct(pair, jnp.int32),
+            jax.ShapeDtypeStruct(pair, jnp.float32),
+        ),
+        compiler_params=_compiler_params(tuning),
+        interpret=interpret,
+        name="few_experts_choose_gate_up",
+    )(*operands, *([] if router_bias is None else [router_bias]))
+    return out
+
+
+def down(
+    inner_rows: Float[Array, "R I"],
+    ids: Int[Array, "T k"],
+    kernel: Float[Array, "X I E"],
+    *,
+    tuning: ExpertsTuning,
+    interpret: bool = False,
+) -> Float[Array, "R E"]:
+    """Each pair's row times its expert's `down`, at t * k + j."""
+    size = kernel.shape[2]
+    out: jax.Array = pl.pallas_call(
+        functools.partial(_down, tuning=tuning),
+        grid=(ids.size, size // tuning.down_n),
+        out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
+        compiler_params=_compiler_params(tuning),
+        interpret=interpret,
+        name="few_experts_down",
+    )(inner_rows, kernel, ids)
+    return out
+
+
+def _compiler_params(tuning: ExpertsTuning) -> plt.CompilerParams:
+    return plt.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+
+
+def _bias(params: Mapping[str, jax.Array]) -> list[jax.Array]:
+    return [params["gate_up_bias"]] if "gate_up_bias" in params else []
+
+
+def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(the pair's expert, whether no pair before it has that one, which of 16 tokens have it,
+    the pair of each of those)."""
+    num_tokens, top_k = ids_ref.shape
+    expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
+    token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]
+    place = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)[None]
+    is_pair = (token < num_tokens) & (place < top_k)
+    is_same = (plt.load(ids_ref.at[token, place], mask=is_pair, other=-1) == expert) & is_pair
+    each = token * top_k + place
+    has_it = jnp.sum(is_same.astype(jnp.int32), axis=1)
+    before = jnp.sum((is_same & (each < pair)).astype(jnp.int32), axis=1)
+    row = jnp.sum(jnp.where(is_same, each, 0), axis=1)
+    # The others' are masked, and outside, too: interpreted, a masked store writes what was there.
+    nowhere = ids_ref.shape[0] * top_k + jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    return expert, jnp.sum(before) == 0, has_it > 0, jnp.where(has_it > 0, row, nowhere)
+
+
+def _gate_up(
+    x_ref: Any,
+    gate_up_ref: Any,
+    ids_ref: Any,
+    *bias_and_out: Any,
+    gate: Gate,
+    tuning: ExpertsTuning,
+) -> None:
+    """One expert's tokens, one tile of inner columns."""
+    *bias_ref, out_ref = bias_and_out
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
+    tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)
+
+    @pl.when(is_first)
+    def _() -> None:
+        tile(expert, has_it, row)
+
+
+def _choose_and_gate_up(
+    x_ref: Any,
+    gate_up_ref: Any,
+    shares_ref: Any,
+    *rest: Any,
+    routing: Routing,
+    has_bias: bool,
+    gate: Gate,
+    tuning: ExpertsTuning,
+) -> None:
+    """The expert of one rank, one tile of inner columns."""
+    *biases, out_ref, ids_ref, weights_ref = rest
+    bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
+    top_k = ids_ref.shape[1]
+    place = pl.program_id(0)
+    only = place * 0  # the token; jax 0.10 interprets no store at a constant index
+    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
+    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    found, chosen = at_rank(place[None], rank, weight)
+    expert = jnp.sum(found)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        plt.store(ids_ref.at[only, place], expert)
+        plt.store(weights_ref.at[only, place], jnp.sum(chosen))
+
+    lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+    tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)
+    tile(expert, lane == 0, jnp.where(lane == 0, place, top_k + lane))
+
+
+def _gate_up_tile(
+    x_ref: Any,
+    gate_up_ref: Any,
+    bias_ref: list[Any],
+    out_ref: Any,
+    *,
+    gate: Gate,
+    tuning: ExpertsTuning,
+) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
+    """A function of (expert, which tokens have it, the row of each): this program's columns."""
+    inner, dtype = out_ref.shape[1], out_ref.dtype
+    start = pl.program_id(1) * tuning.gate_up_n  # not inside of a condition
+
+    def run(expert: jax.Array, has_it: jax.Array, row: jax.Array) -> None:
+        column = start + jnp.arange(tuning.gate_up_n, dtype=jnp.int32)
+        columns = (column, inner + column)
+        token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
+        sums = tile_products(
+            x_ref, token, has_it, gate_up_ref, expert, columns, tile_k=tuning.gate_up_k
+        )
+        first, up = biased(sums, bias_ref, expert, columns, dtype=dtype)
+        result = gated(first, up, gate=gate).astype(dtype)
+        plt.store(out_ref.at[row[:, None], column[None]], result, mask=has_it[:, None])
+
+    return run
+
+
+def _down(
+    inner_ref: Any, down_ref: Any, ids_ref: Any, out_ref: Any, *, tuning: ExpertsTuning
+) -> None:
+    """One expert's pairs, one tile of output columns."""
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
+    start = pl.program_id(1) * tuning.down_n
+
+    @pl.when(is_first)
+    def _() -> None:
+        column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
+        (total,) = tile_products(
+            inner_ref, row, has_it, down_ref, expert, (column,), tile_k=tuning.down_k
+        )
+        plt.store(
+            out_ref.at[row[:, None], column[None]],
+            total.astype(out_ref.dtype),
+            mask=has_it[:, None],
+        )
+
+
+def mixed_norm(
+    x: Float[Array, "T E"],
+    mixed: Mixed,
+    scale: Float[Array, "E"],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """(x + mixed.sum(), the RMSNorm of that times scale), as add_norm rounds. T > 0."""
+    num_tokens, size = x.shape
+    width = pl.next_power_of_2(size)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    operands = [x, mixed.rows, mixed.weights, mixed.ids, scale]
+    total, normed = pl.pallas_call(
+        functools.partial(_mixed_norm, eps=eps, width=width),
+        grid=(num_tokens,),
+        out_shape=(out, out),
+        compiler_params=plt.CompilerParams(num_warps=num_warps(width), num_stages=1),
+        interpret=interpret,
+        name="experts_sum_norm",
+    )(*operands, *([] if mixed.bias is None else [mixed.bias]))
+    return total, normed
+
+
+def _mixed_norm(
+    x_ref: Any,
+    rows_ref: Any,
+    weights_ref: Any,
+    ids_ref: Any,
+    scale_ref: Any,
+    *bias_and_out: Any,
+    eps: float,
+    width: int,
+) -> None:
+    """One token. The sums are in the order of the pairs."""
+    *bias_ref, total_ref, normed_ref = bias_and_out
+    top_k, size = ids_ref.shape[1], scale_ref.shape[0]
+    token, column = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
+    mask = column < size
+
+    def load(ref: Any) -> jax.Array:
+        return plt.load(ref, mask=mask, other=0.0)
+
+    def weighted(row_of: Any, ref: Any) -> jax.Array:
+        places = [token * 0 + j for j in range(top_k)]  # as jax 0.10 interprets them
+        parts = [
+            load(ref.at[row_of(j), column]).astype(jnp.float32) * plt.load(weights_ref.at[token, j])
+            for j in places
+        ]
+        return functools.reduce(jnp.add, parts).astype(x_ref.dtype)
+
+    x, scale = load(x_ref.at[token, column]), load(scale_ref.at[column])
+    delta = weighted(lambda j: token * top_k + j, rows_ref)
+    if bias_ref:
+        delta = delta + weighted(lambda j: plt.load(ids_ref.at[token, j]), bias_ref[0])
+    total = x + delta
+    plt.store(total_ref.at[token, column], total, mask=mask)
+    wide = total.astype(jnp.float32)
+    factor = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
+    normed = wide * factor * scale.astype(jnp.float32)
+    plt.store(normed_ref.at[token, column], normed.astype(total.dtype), mask=mask)

@@ -1,0 +1,204 @@
+"""Which experts a few tokens go to, on an NVIDIA GPU (Triton): the norm before the router, its
+product, the k best and their weights.
+
+Every program of `norm_and_score` norms its token's row for itself: the row comes from the L2 cache,
+and one launch less is worth more. The product is cut along the inputs, too, so that its half
+megabyte is read by many programs; whoever chooses adds up the shares.
+
+The k best are found by counting, not by sorting: an expert's rank is the number of experts ahead of
+it, and of equal ones the lower index is ahead, as in lax.top_k. So the ids are always k different
+experts, also where the logits are not finite.
+
+Rounded where XLA's path rounds: the norm, the product and the sum with its bias to x's dtype; the
+weights are in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from jspec.core.model_spec import Routing
+
+SLICE = 256  # inputs of the router that one program multiplies
+TILE = 16  # experts of one program: 32 bytes of a row of weights
+LOWEST = -(2**31)
+
+
+def norm_and_score(
+    x: Float[Array, "T E"],
+    delta: Float[Array, "T E"],
+    scale: Float[Array, "E"],
+    router: Float[Array, "E X"],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"]]:
+    """(x + delta, the RMSNorm of that sum times scale, shares of the router's logits in f32).
+
+    The logits, without a bias, are the sum of the S shares. T > 0.
+    """
+    (num_tokens, size), num_experts = x.shape, router.shape[1]
+    num_shares = pl.cdiv(size, SLICE)
+    row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total, normed, shares = pl.pallas_call(
+        functools.partial(_norm_and_score, eps=eps, width=pl.next_power_of_2(size)),
+        grid=(num_tokens, pl.cdiv(num_experts, TILE), num_shares),
+        out_shape=(
+            row,
+            row,
+            jax.ShapeDtypeStruct((num_shares, num_tokens, num_experts), jnp.float32),
+        ),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="experts_score",
+    )(x, delta, scale, router)
+    return total, normed, shares
+
+
+def _norm_and_score(
+    x_ref: Any,
+    delta_ref: Any,
+    scale_ref: Any,
+    router_ref: Any,
+    total_ref: Any,
+    normed_ref: Any,
+    shares_ref: Any,
+    *,
+    eps: float,
+    width: int,
+) -> None:
+    """One token, one slice of the inputs, one tile of experts."""
+    size, num_experts = router_ref.shape
+    token, tile, share = (pl.program_id(axis) for axis in range(3))
+    at = share * SLICE + jnp.arange(SLICE, dtype=jnp.int32)
+    expert = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    inside, is_expert = at < size, expert < num_experts
+    weights = plt.load(
+        router_ref.at[at[:, None], expert[None]],
+        mask=inside[:, None] & is_expert[None],
+        other=0.0,
+    )
+    column = jnp.arange(width, dtype=jnp.int32)
+
+    def summed(where: jax.Array, mask: jax.Array) -> jax.Array:
+        parts = [plt.load(ref.at[token, where], mask=mask, other=0.0) for ref in (x_ref, delta_ref)]
+        return parts[0] + parts[1]
+
+    wide = summed(column, column < size).astype(jnp.float32)
+    factor = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
+    total = summed(at, inside)
+    scale = plt.load(scale_ref.at[at], mask=inside, other=0.0).astype(jnp.float32)
+    normed = (total.astype(jnp.float32) * factor * scale).astype(total.dtype)
+
+    @pl.when(tile == 0)
+    def _() -> None:
+        plt.store(total_ref.at[token, at], total, mask=inside)
+        plt.store(normed_ref.at[token, at], normed, mask=inside)
+
+    products = normed.astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
+    plt.store(shares_ref.at[share, token, expert], jnp.sum(products, axis=0), mask=is_expert)
+
+
+def choose(
+    shares: Float[Array, "S T X"],
+    bias: Float[Array, "X"] | None,
+    *,
+    top_k: int,
+    routing: Routing,
+    dtype: Any,
+    interpret: bool = False,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """(experts of each token, best first; their weights in f32), from shares of the logits.
+
+    dtype: what the logits are rounded to.
+    """
+    num_tokens = shares.shape[1]
+    shape = (num_tokens, top_k)
+    ids, weights = pl.pallas_call(
+        functools.partial(_choose, routing=routing, dtype=dtype),
+        grid=(num_tokens,),
+        out_shape=tuple(jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32)),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="experts_choose",
+    )(shares, *([] if bias is None else [bias]))
+    return ids, weights
+
+
+def _choose(shares_ref: Any, *bias_and_out: Any, routing: Routing, dtype: Any) -> None:
+    """One token."""
+    *bias_ref, ids_ref, weights_ref = bias_and_out
+    token, top_k = pl.program_id(0), ids_ref.shape[1]
+    scores = scores_of(shares_ref, bias_ref, token, dtype=dtype)
+    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    place = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)
+    expert, chosen = at_rank(place, rank, weight)
+    plt.store(ids_ref.at[token, place], expert, mask=place < top_k)
+    plt.store(weights_ref.at[token, place], chosen, mask=place < top_k)
+
+
+def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -> jax.Array:
+    """In a kernel: a token's logits, f32[X] (X up to a power of two, 0 from there on)."""
+    num_shares, _, num_experts = shares_ref.shape
+    share = jnp.arange(pl.next_power_of_2(num_shares), dtype=jnp.int32)
+    expert = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
+    is_expert = expert < num_experts
+    parts = plt.load(
+        shares_ref.at[share[:, None], token, expert[None]],
+        mask=(share < num_shares)[:, None] & is_expert[None],
+        other=0.0,
+    )
+    scores = jnp.sum(parts, axis=0).astype(dtype).astype(jnp.float32)
+    if bias_ref:
+        bias = plt.load(bias_ref[0].at[expert], mask=is_expert, other=0.0)
+        scores = (scores + bias.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+    return scores
+
+
+def ranked(
+    scores: jax.Array, num_experts: int, *, top_k: int, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: (each expert's rank, i32[X]; its weight if it is among the k best, f32[X])."""
+    expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
+    is_expert = expert < num_experts
+    peak = jnp.max(jnp.where(is_expert, scores, -jnp.inf))
+    power = jnp.where(is_expert, jnp.exp(scores - peak), 0.0)
+    if routing is Routing.TOP_THEN_SOFTMAX:
+        height = scores
+    else:
+        power = power / jnp.sum(power)
+        height = power
+    rank = _rank(height, is_expert)
+    if routing is not Routing.SOFTMAX_THEN_TOP:
+        power = power / jnp.sum(jnp.where(rank < top_k, power, 0.0))
+    return rank, power
+
+
+def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
+    """How many are higher, or as high and before it: a permutation, NaN first.
+
+    In:  height [1 3 NaN 3]      Out: [3 1 0 2]
+    """
+    bits = lax.bitcast_convert_type(height, jnp.int32)
+    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
+    key = jnp.where(is_expert, key, LOWEST)
+    index = jnp.arange(height.shape[0], dtype=jnp.int32)
+    is_before = index[None] < index[:, None]
+    is_ahead = (key[None] > key[:, None]) | ((key[None] == key[:, None]) & is_before)
+    return jnp.sum(is_ahead.astype(jnp.int32), axis=1)
+
+
+def at_rank(place: jax.Array, rank: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: (the expert whose rank is place[i], its weight) for every i."""
+    expert = jnp.arange(rank.shape[0], dtype=jnp.int32)
+    is_it = rank[None] == place[:, None]
+    ids = jnp.sum(jnp.where(is_it, expert[None], 0), axis=1)
+    return ids, jnp.sum(jnp.where(is_it, weight[None], 0.0), axis=1)

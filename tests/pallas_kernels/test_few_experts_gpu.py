@@ -1,0 +1,273 @@
+"""The GPU's kernels of a whole mixture for few tokens, interpreted: against the layers over XLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.layers.linear import Shard
+from jspec.layers.moe import mixture_of_sum, route
+from jspec.layers.norm import Residual, norm_of_sum
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.experts import few_gpu
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, ExpertsTuning, choose_few
+from jspec.pallas_kernels.experts.routing_gpu import choose, norm_and_score
+from tests.pallas_kernels.chips import needs_gpu
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens of a mixture of E inputs."""
+
+    tokens: int
+    size: int
+    spec: MoESpec
+    dtype: Any = jnp.float32
+
+
+def spec_of(num_experts: int, top_k: int, inner: int, routing: Routing, *, bias: bool) -> MoESpec:
+    gate = Gate.CLAMPED if bias else Gate.SILU
+    return MoESpec(
+        num_experts=num_experts, top_k=top_k, inner=inner, routing=routing, gate=gate, bias=bias
+    )
+
+
+# Few, since each compiles: one token; several; one expert a token, and E longer than a slice of
+# the router; all experts, and ids that repeat in every token.
+NORMALIZED = spec_of(6, 3, 32, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
+TOP_FIRST = spec_of(5, 2, 16, Routing.TOP_THEN_SOFTMAX, bias=True)
+CASES = (
+    Case(1, 48, NORMALIZED),
+    Case(1, 32, TOP_FIRST),
+    Case(7, 32, TOP_FIRST),
+    Case(16, 272, spec_of(20, 1, 16, Routing.SOFTMAX_THEN_TOP, bias=False)),
+    Case(5, 32, spec_of(3, 3, 32, Routing.SOFTMAX_THEN_TOP, bias=True)),
+)
+
+
+def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, jax.Array]]:
+    """(the stream, params of the mixture, params of the norm before it)."""
+    rng, spec = np.random.default_rng(seed), case.spec
+    X, E, inner = spec.num_experts, case.size, spec.inner
+
+    def array(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * scale, case.dtype)
+
+    router = {"kernel": array(E, X, scale=E**-0.5)}
+    experts = {
+        "gate_up": array(X, E, 2 * inner, scale=E**-0.5),
+        "down": array(X, inner, E, scale=inner**-0.5),
+    }
+    if spec.bias:
+        router["bias"] = array(X)
+        experts |= {"gate_up_bias": array(X, 2 * inner), "down_bias": array(X, E)}
+    stream = Residual(x=array(case.tokens, E), delta=array(case.tokens, E))
+    return stream, {"router": router, "experts": experts}, {"scale": array(E) + 1}
+
+
+def run(
+    stream: Residual, params: Any, scale: Any, *, spec: MoESpec, ops: str
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's mixture and the norm behind it: (the stream's sum, its norm)."""
+    out = mixture_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
+    return norm_of_sum(scale, out, eps=EPS, ops=OPS[ops])
+
+
+MINE = jax.jit(partial(run, ops="gpu_interpret"), static_argnames="spec")
+XLA = jax.jit(partial(run, ops="xla"), static_argnames="spec")
+
+
+THREE_OF = jax.jit(
+    partial(choose, top_k=3, dtype=jnp.float32, interpret=True), static_argnames="routing"
+)
+
+
+def chosen(stream: Residual, params: Any, scale: Any, spec: MoESpec) -> np.ndarray:
+    """The ids of every token, by the layer over XLA."""
+    _, normed = norm_of_sum(scale, stream, eps=EPS, ops=OPS["xla"])
+    return np.asarray(route(params["router"], normed, spec=spec)[0])
+
+
+def with_nan_in_untouched(params: Any, ids: np.ndarray) -> Any:
+    """NaN in all that belongs to experts that no token chose."""
+    hidden = ~np.isin(np.arange(params["experts"]["down"].shape[0]), ids)
+
+    def poison(w: jax.Array) -> jax.Array:
+        return jnp.where(hidden.reshape(-1, *[1] * (w.ndim - 1)), jnp.nan, w).astype(w.dtype)
+
+    return params | {"experts": {name: poison(w) for name, w in params["experts"].items()}}
+
+
+def is_served(case: Case) -> bool:
+    stream, params, scale = drawn(case, 0)
+    return "few_experts_down" in str(
+        jax.make_jaxpr(partial(run, spec=case.spec, ops="gpu_interpret"))(stream, params, scale)
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(CASES), st.integers(0, 2**32 - 1))
+def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None:
+    stream, params, scale = drawn(case, seed)
+    expected = XLA(stream, params, scale, spec=case.spec)
+    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
+    found = MINE(stream, poisoned, scale, spec=case.spec)
+    for mine, wanted in zip(found, expected, strict=True):
+        assert mine.dtype == case.dtype
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bundle_takes_the_kernels(case: Case) -> None:
+    assert is_served(case)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2]])
+def test_bf16_is_within_a_few_roundings(case: Case) -> None:
+    """The kernels gate in float32 and round once; XLA on a CPU rounds between."""
+    case = replace(case, dtype=jnp.bfloat16)
+    stream, params, scale = drawn(case, 3)
+    found, expected = (f(stream, params, scale, spec=case.spec) for f in (MINE, XLA))
+    for mine, wanted in zip(found, expected, strict=True):
+        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("token", [0, 6])
+def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
+    case = CASES[2]
+    stream, params, scale = drawn(case, 1)
+    clean = MINE(stream, params, scale, spec=case.spec)
+    poisoned = replace(stream, x=stream.x.at[token].set(value))
+    found = MINE(poisoned, params, scale, spec=case.spec)
+    others = np.arange(case.tokens) != token
+    for mine, wanted in zip(found, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[others], np.asarray(wanted)[others])
+    assert np.isnan(np.asarray(found[1])[token]).all()
+
+
+@pytest.mark.parametrize("routing", Routing)
+def test_equal_logits_go_to_the_lower_expert(routing: Routing) -> None:
+    """Logits of small integers, which no order of summing can change."""
+    spec = spec_of(20, 4, 16, routing, bias=True)
+    rng = np.random.default_rng(5)
+    logits = rng.integers(-2, 3, (3, 4, 20)).astype(np.float32)  # shares; their sum ties often
+    bias = jnp.asarray(rng.integers(-1, 2, 20), jnp.bfloat16)
+    ids, weights = choose(
+        jnp.asarray(logits), bias, top_k=4, routing=routing, dtype=jnp.bfloat16, interpret=True
+    )
+    router = {"kernel": jnp.asarray(logits.sum(axis=0), jnp.bfloat16), "bias": bias}
+    expected = route(router, jnp.eye(4, dtype=jnp.bfloat16), spec=spec)
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0]), min_size=8, max_size=8
+    )
+)
+def test_any_logits_give_different_experts(logits: list[float]) -> None:
+    shares = jnp.asarray([[logits]], jnp.float32)
+    for routing in Routing:
+        ids, _ = THREE_OF(shares, None, routing=routing)
+        assert len(set(np.asarray(ids)[0].tolist())) == 3
+        assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 8)).all()
+
+
+@pytest.mark.parametrize(("size", "num_experts"), [(32, 3), (256, 16), (300, 20)])
+def test_the_norm_and_the_scores(size: int, num_experts: int) -> None:
+    rng = np.random.default_rng(size)
+    x, delta = (jnp.asarray(rng.standard_normal((3, size)), jnp.bfloat16) for _ in range(2))
+    scale = {"scale": jnp.asarray(rng.random(size) + 0.5, jnp.bfloat16)}
+    router = jnp.asarray(rng.standard_normal((size, num_experts)), jnp.bfloat16)
+    found = norm_and_score(x, delta, scale["scale"], router, eps=EPS, interpret=True)
+    total, normed = norm_of_sum(scale, Residual(x=x, delta=delta), eps=EPS, ops=OPS["xla"])
+    np.testing.assert_array_equal(found[0], total)
+    np.testing.assert_allclose(*(np.asarray(n, np.float32) for n in (found[1], normed)), rtol=2**-7)
+    exact = np.asarray(found[1], np.float64) @ np.asarray(router, np.float64)
+    np.testing.assert_allclose(np.sum(found[2], axis=0), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"tokens": 17}, {"size": 40}])
+def test_what_the_kernels_do_not_serve_is_left_to_others(change: dict[str, int]) -> None:
+    assert not is_served(replace(CASES[2], **change))
+
+
+def test_a_shard_of_a_mixture_is_left_to_others() -> None:
+    """Its sum over the shards comes before the residual."""
+    case = CASES[2]
+    stream, params, scale = drawn(case, 0)
+    one = partial(mixture_of_sum, spec=case.spec, eps=EPS, ops=OPS["gpu_interpret"])
+    text = str(jax.make_jaxpr(partial(one, shard=Shard(2, None)))(params, scale, stream))
+    assert "few_experts" not in text
+    assert "experts_gate_up" in text
+
+
+@pytest.mark.parametrize(("size", "inner", "num_experts"), [(2048, 768, 128), (2880, 2880, 32)])
+@pytest.mark.parametrize("tokens", [1, MOST_TOKENS])
+def test_real_sizes_are_served(size: int, inner: int, num_experts: int, tokens: int) -> None:
+    tuning = choose_few(tokens, num_experts=num_experts, size=size, inner=inner)
+    assert tuning is not None
+    assert tuning.problem(size, inner) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_tokens": 0}, {"num_tokens": 17}, {"num_experts": 257}, {"size": 2888}, {"inner": 100}],
+)
+def test_what_has_no_plan(change: dict[str, int]) -> None:
+    fits = {"num_tokens": 4, "num_experts": 128, "size": 2048, "inner": 768}
+    assert choose_few(**fits) is not None
+    assert choose_few(**(fits | change)) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tuning", "message"),
+    [
+        (17, ExpertsTuning(), "17 tokens; expected 1 to 16"),
+        (7, ExpertsTuning(gate_up_n=32), "gate_up_n 32 does not divide I 16"),
+    ],
+)
+def test_the_kernels_refuse_what_they_do_not_serve(
+    tokens: int, tuning: ExpertsTuning, message: str
+) -> None:
+    case = replace(CASES[2], tokens=tokens)
+    stream, params, scale = drawn(case, 0)
+    if tuning.gate_up_n == 32:
+        tuning = replace(tuning, gate_up_k=16, down_n=16, down_k=16)
+    with pytest.raises(ValueError, match=message):
+        few_gpu.mixture_of_sum(
+            stream.x, stream.delta, scale["scale"], params, eps=EPS, spec=case.spec, tuning=tuning
+        )
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
+def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
+    """At real widths with few experts, so that XLA's dense form stays small."""
+    spec = spec_of(16, 8, 768, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
+    case = Case(tokens, 2048, spec, jnp.bfloat16)
+    if model == "gpt-oss":
+        spec = spec_of(8, 4, 2880, Routing.TOP_THEN_SOFTMAX, bias=True)
+        case = Case(tokens, 2880, spec, jnp.bfloat16)
+    stream, params, scale = drawn(case, 9)
+    found = jax.jit(partial(run, spec=spec, ops="gpu"))(stream, params, scale)
+    expected = jax.jit(partial(run, spec=spec, ops="xla"))(stream, params, scale)
+    for mine, wanted in zip(found, expected, strict=True):
+        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=2**-5 * np.abs(wanted).max())
