@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jspec.engine.loading import load_models, resolve_paths
 from jspec.speculative import corpus
 from jspec.speculative.ngram import BEFORE_START, NgramDrafter, find_in_corpus
 from jspec.testing.tiny_models import write_tiny_pair
+from jspec.text.tokenizer import Tokenizer
 from tests.speculative.engines import mesh_of
 
 BYTES = 257  # ids of the tiny tokenizer: a byte each, and the end of text
@@ -23,7 +25,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer whose id b is byte b."""
+    """A directory with a tokenizer with an id for each byte."""
     return write_tiny_pair(tmp_path_factory.mktemp("pair")).target_path
 
 
@@ -35,9 +37,11 @@ def read_corpus(
     )
 
 
-def texts_of(ids: np.ndarray) -> list[str]:
+def texts_of(ids: np.ndarray, tokenizer: Path) -> list[str]:
     """The documents, each of which ends with END but where the ids were cut."""
-    return "".join("\0" if i == END else chr(i) for i in ids.tolist()).split("\0")
+    decode = Tokenizer.from_directory(tokenizer).decode
+    ends = [-1, *np.flatnonzero(ids == END).tolist(), len(ids)]
+    return [decode(ids[i + 1 : j].tolist()) for i, j in itertools.pairwise(ends)]
 
 
 def test_ids_come_from_text_and_from_an_array(tmp_path: Path) -> None:
@@ -54,8 +58,10 @@ def test_ids_come_from_text_and_from_an_array(tmp_path: Path) -> None:
 def test_text_is_encoded_by_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "a.py").write_text("def f():\n    return 1 2\n", encoding="utf-8")
     ids = read_corpus(tmp_path / "a.py", tokenizer=tokenizer)
-    assert texts_of(ids) == ["def f():\n    return 1 2\n", ""]
-    assert texts_of(read_corpus(tmp_path / "a.py", tokenizer=tokenizer, max_tokens=5)) == ["def f"]
+    assert texts_of(ids, tokenizer) == ["def f():\n    return 1 2\n", ""]
+    assert texts_of(
+        read_corpus(tmp_path / "a.py", tokenizer=tokenizer, max_tokens=5), tokenizer
+    ) == ["def f"]
 
 
 def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path, tokenizer: Path) -> None:
@@ -70,14 +76,19 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path, tokenizer: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     ids = read_corpus(tmp_path, tokenizer=tokenizer)
-    assert texts_of(ids) == ["bee", "one", "two", "12 13", ""]
-    assert texts_of(read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=6)) == ["bee", "on"]
+    assert texts_of(ids, tokenizer) == ["bee", "one", "two", "12 13", ""]
+    assert texts_of(read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=6), tokenizer) == [
+        "bee",
+        "on",
+    ]
 
 
 def test_what_is_not_needed_is_not_read(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "a.txt").write_text("enough")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    assert texts_of(read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=6)) == ["enough"]
+    assert texts_of(read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=6), tokenizer) == [
+        "enough"
+    ]
     with pytest.raises(ConfigError, match=r"b.txt line 1 holds b'.xff'"):
         read_corpus(tmp_path, tokenizer=tokenizer, max_tokens=8)
 
@@ -87,7 +98,7 @@ def test_long_texts_are_encoded_line_by_line(tmp_path: Path, tokenizer: Path) ->
     (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
     assert (tmp_path / "a.txt").stat().st_size > 2 * corpus.PIECE_CHARACTERS
     ids = read_corpus(tmp_path / "a.txt", tokenizer=tokenizer, max_tokens=10**6)
-    assert texts_of(ids) == ["\n".join(lines), ""]
+    assert texts_of(ids, tokenizer) == ["\n".join(lines), ""]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +190,7 @@ def test_loading_gives_a_lookup_drafter_and_its_corpus(tmp_path: Path) -> None:
 def test_text_is_drafted_from(tmp_path: Path) -> None:
     """The row has no match of its own, so what follows in the text is the chain."""
     pair = write_tiny_pair(tmp_path)
+    encode = Tokenizer.from_directory(pair.target_path).encode
     (tmp_path / "text.jsonl").write_text('{"text": "xyzab"}')
     args = EngineArgs(
         model_path=str(pair.target_path),
@@ -186,15 +198,15 @@ def test_text_is_drafted_from(tmp_path: Path) -> None:
         speculative_ngram_external_corpus_path=str(tmp_path / "text.jsonl"),
     )
     models = load_models(args, resolve_paths(args), mesh=mesh_of(1))
-    assert models.params["draft"]["corpus"].tolist() == [*b"xyzab", END]
+    assert models.params["draft"]["corpus"].tolist() == [*encode("xyzab"), END]
     found = find_in_corpus(
         jnp.asarray(models.params["draft"]["corpus"]),
         jnp.asarray(models.params["draft"]["contexts"]),
-        jnp.array([[*reversed(b"..xy"), *[BEFORE_START] * 8]], jnp.int32),
+        jnp.array([[*reversed(encode("..xy")), *[BEFORE_START] * 8]], jnp.int32),
         spec=args.speculative,
         min_match=2,
     )
-    assert found.tokens.tolist() == [[[*b"zab"]]]
+    assert found.tokens.tolist() == [[[*encode("zab")]]]
     assert found.is_match.tolist() == [[True]]
 
 
