@@ -30,6 +30,7 @@ from jspec.core.model_spec import Routing
 SLICE = 256  # inputs of the router that one program multiplies
 TILE = 16  # experts of one program: 32 bytes of a row of weights
 LOWEST = -(2**31)
+HIGHEST = 2**31 - 1
 
 
 def norm_and_score(
@@ -189,6 +190,8 @@ def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(height, jnp.int32)
     key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
+    # One key for every NaN: the sign of one that is computed twice need not be the same.
+    key = jnp.where(height != height, HIGHEST, key)
     key = jnp.where(is_expert, key, LOWEST)
     index = jnp.arange(height.shape[0], dtype=jnp.int32)
     is_before = index[None] < index[:, None]
