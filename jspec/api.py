@@ -77,8 +77,7 @@ class Engine:
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
         runner, self.config = build_runner(self.args, progress=progress)
-        self._limits = runner.limits
-        self._runner = runner
+        self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
             vocab_size=runner.vocab_size,
@@ -93,9 +92,11 @@ class Engine:
     def _make_stream(self, request: Request) -> TextStream:
         if self._tokenizer is None:
             return IdsOnlyStream()
-        made = request.stop_matching
         return TokenizedStream(
-            self._tokenizer, stop=request.sampling.stop if made is None else made
+            self._tokenizer,
+            stop=request.stop_matching or request.sampling.stop,
+            skip_special_tokens=request.sampling.skip_special_tokens,
+            no_stop_trim=request.sampling.no_stop_trim,
         )
 
     @property

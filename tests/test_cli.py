@@ -122,7 +122,7 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
         (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
         (["serve", "y"], "unexpected argument 'y'; expected flags\n"),
-        (["generate", "x", "--seed", "-1"], "sampling_seed is -1"),
+        (["generate", "x", "--seed", str(2**64)], "sampling_seed is 18446744073709551616"),
     ],
 )
 def test_what_was_asked_wrongly_is_one_line_and_a_status(

@@ -69,11 +69,14 @@ class SamplingParams:
 
     max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them.
     temperature: 0 means greedy; any other value divides the logits before filtering.
-    top_k (-1 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
+    top_k (-1 or 0 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
     frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
-    sampling_seed: 64 bits; None draws one from the operating system when the request enters.
+    sampling_seed: 64 bits, a negative one by its two's complement; None draws one from the
+        operating system when the request enters.
     stop: strings that end the text (trimmed from it), at most MAX_STOP_STRINGS of MAX_STOP_CHARS
         characters together; stop_token_ids: ids that end it, at most MAX_STOP_IDS.
+    no_stop_trim: what ended the text stays in it, a stop token if it has text.
+    skip_special_tokens: special tokens have no text; the one that ends the text never has any.
     """
 
     max_new_tokens: int | None = sampled(None, Integer(1, MAX_INT), openai="max_tokens")
@@ -83,7 +86,7 @@ class SamplingParams:
     temperature: float = sampled(1.0, Number(0, 100), row=Row(np.float32))
     top_k: int = sampled(
         -1,
-        Integer(-1, but_not=(0,), expected="-1 (keep all) or at least 1, an integer"),
+        Integer(-1, expected="-1 or 0 (keep all) or at least 1, an integer"),
         needs=Feature.FILTERS,
         row=Row(np.int32, neutral=_vocab_size, encode=_kept_ids),
     )
@@ -99,7 +102,7 @@ class SamplingParams:
     )
     sampling_seed: int | None = sampled(
         None,
-        Integer(0, MAX_SEED),
+        Integer(-(2**63), MAX_SEED),
         openai="seed",
         row=Row(np.uint32, (2,), encode=_seed_words, name="seed"),
     )
@@ -116,6 +119,8 @@ class SamplingParams:
             name="stop_ids",
         ),
     )
+    no_stop_trim: bool = sampled(False, Flag())
+    skip_special_tokens: bool = sampled(True, Flag())
     n: int = sampled(1, Integer(1, 128))
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
@@ -128,6 +133,8 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
                 f"is {self.wanted_tokens}"
             )
+        if self.top_k == 0:  # vLLM's word for it; equal settings need equal programs
+            object.__setattr__(self, "top_k", -1)
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
 
     @classmethod
@@ -215,6 +222,10 @@ class Request:
         sampling = self.sampling
         is_eos = not sampling.ignore_eos and token_id in self.eos_token_ids
         return is_eos or token_id in sampling.stop_id_set
+
+    def shows(self, token_id: int) -> bool:
+        """Whether this id, which ends the request, has text: its own stop ids, if not trimmed."""
+        return self.sampling.no_stop_trim and token_id not in self.eos_token_ids
 
 
 def choice_seed(seed: int, choice: int) -> int:

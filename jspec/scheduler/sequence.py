@@ -160,14 +160,15 @@ class Sequence:
         """Cuts one round's ids once and appends what is left to the output.
 
         Order of the rules: a stop string, then a stop token or EOS, then the length. A stop token
-        on the last token allowed is a stop. A stop token is kept as an id and has no text, unless
-        the text before it, flushed, ends in a stop string. Neither a stop token nor a stop string
-        counts among the first min_new_tokens tokens.
+        on the last token allowed is a stop. A stop token is kept as an id and has no text (but for
+        Request.shows), unless the text before it, flushed, ends in a stop string. Neither a stop
+        token nor a stop string counts among the first min_new_tokens tokens.
         """
         num_out, low = len(self.emitted_ids), self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
-        text = self._push(kept[:stop], num_barred=low - num_out)
+        num_pushed = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
+        text = self._push(kept[:num_pushed], num_barred=low - num_out)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
         # After a stop string nothing may follow; otherwise what was held back is now final.
         held_back = self.text_stream.flush() if is_last and text.matched is None else ""

@@ -104,7 +104,8 @@ def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     name = word.split("=", 1)[0]
     stem = name.removeprefix("--").replace("-", "_")
     if any(stem in (parameter.name, parameter.openai) for parameter in SAMPLING_FIELDS):
-        return f"unknown flag {name!r}: {stem} is a parameter of a request, not of the server"
+        hint = f"{stem} is set by each request"
+        return f"unknown flag {name!r}: {hint}; {parser.prog} --help lists the flags"
     known = [n.removeprefix("--") for action in parser._actions for n in action.option_strings]
     near = difflib.get_close_matches(name.removeprefix("--"), known, n=1, cutoff=NEAR)
     hint = f"did you mean '--{near[0]}'? " if near else ""

@@ -180,7 +180,11 @@ class Service:
             SequenceFold(
                 request.request_id,
                 clock=self.metrics.clock(started=started),
-                tracker=None if tokenizer is None else SpecTokenTracker(tokenizer),
+                tracker=None
+                if tokenizer is None
+                else SpecTokenTracker(
+                    tokenizer, skip_special_tokens=request.sampling.skip_special_tokens
+                ),
             )
             for _, request in indexed
         )

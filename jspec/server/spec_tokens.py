@@ -36,8 +36,8 @@ class SpecTokenTracker:
         chunk 2  ids "y", text "cy" →   [("c", target's), ("y", ...)]
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._detokenizer = new_detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._queued: deque[tuple[int, bool]] = deque()  # (number of characters, accepted)
 
     def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.core.errors import RequestError
-from jspec.core.request import Request, SamplingParams, choice_seed
+from jspec.core.request import MAX_SEED, Request, SamplingParams, choice_seed
 from jspec.text.chat_messages import check_messages
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.stop_matcher import StopAutomaton
@@ -223,7 +223,7 @@ class Intake:
         """The request's final seed: its own, or fresh entropy, or random_seed's next."""
         arrival = next(self._arrivals)
         if sampling.sampling_seed is not None:
-            return sampling.sampling_seed
+            return sampling.sampling_seed & MAX_SEED
         if self._random_seed is not None:
-            return choice_seed(self._random_seed & (2**64 - 1), arrival + 1)
+            return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
         return int.from_bytes(os.urandom(8), "little")

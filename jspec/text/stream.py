@@ -36,7 +36,8 @@ class TokenizedStream:
     """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
 
     Without a match the texts of all pushes and of flush add up to `tokenizer.decode(ids)`; with
-    one, to that text cut before the stop string that is completed first.
+    one, to that text cut before the stop string that is completed first, or behind it if
+    `no_stop_trim`.
     stop: the strings, or what was made of them for several sequences.
     """
 
@@ -46,11 +47,13 @@ class TokenizedStream:
         *,
         stop: Sequence[str] | StopAutomaton = (),
         skip_special_tokens: bool = True,
+        no_stop_trim: bool = False,
     ) -> None:
         self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         if not isinstance(stop, StopAutomaton):
             stop = StopAutomaton.from_strings(stop)
         self._matcher = StopMatcher(stop)
+        self._no_stop_trim = no_stop_trim
         self._matched: str | None = None
         self._allow_stop = True
         self._flushed = False
@@ -79,6 +82,7 @@ class TokenizedStream:
             texts.append(step.text)
             if step.matched is not None:
                 self._matched = step.matched
+                texts.append(step.matched if self._no_stop_trim else "")
                 return TextCut(num_ids=id_idx + 1, text="".join(texts), matched=step.matched)
         return TextCut(num_ids=len(ids), text="".join(texts))
 
@@ -94,4 +98,5 @@ class TokenizedStream:
         self._flushed = True
         step = self._matcher.push(self._detokenizer.flush(), allow_stop=self._allow_stop)
         self._matched = step.matched
-        return step.text + self._matcher.flush()
+        kept = step.matched if self._no_stop_trim and step.matched is not None else ""
+        return step.text + kept + self._matcher.flush()

@@ -20,7 +20,9 @@ import tokenizers
 
 from jspec.core.errors import CheckpointError, RequestError
 from jspec.core.json_files import MIB, read_object, read_text
+from jspec.text.free_memory import give_back_freed_memory
 
+LARGE_CHARS = 2**20  # a text after which memory is given back
 MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Decoders whose text for a token depends on that token and its neighbours only, in any place of
@@ -119,6 +121,15 @@ class Tokenizer:
                 f"text holds {text[error.start]!r} at character {error.start}; "
                 "expected valid Unicode without lone surrogates"
             ) from error
+        try:
+            return self._encode(text, add_special_tokens, fewer_than)
+        finally:
+            if len(text) > LARGE_CHARS:
+                give_back_freed_memory()
+
+    def _encode(
+        self, text: str, add_special_tokens: bool, fewer_than: int | None
+    ) -> tuple[int, ...]:
         # Of a batch, because `encode` keeps the interpreter's lock: 5 MB would stop all for 6 s.
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         rule = self.bos_rule if add_special_tokens else BosRule.AS_TEMPLATE

@@ -139,7 +139,7 @@ def test_server_flags() -> None:
         (("--hostt=x",), "did you mean '--host'"),
         (("--model-pat", "x"), "did you mean '--model-path'"),
         (("word",), "unexpected argument 'word'"),
-        (("--stop", "x"), "stop is a parameter of a request, not of the server"),
+        (("--stop", "x"), "unknown flag '--stop': stop is set by each request; test --help"),
         (("--port", "high"), "--port: invalid int value: 'high'"),
         (("--port",), "--port: expected one argument"),
         (("--port", "70000"), "port is 70000; expected an integer from 0 to 65535"),

@@ -388,3 +388,41 @@ def test_normal_and_impatient_clients_together(live_url: str, engine: Engine) ->
         results += [pool.submit(impatient, i) for i in range(3)]
         assert all(result.result(timeout=120) for result in results)
     wait_idle(engine)
+
+
+def test_what_stops_a_text_may_stay_in_it(client: httpx.Client, engine: Engine) -> None:
+    whole = generate(client, text="def fib(", sampling_params=GREEDY)
+    text, ids = whole["text"], whole["output_ids"]
+    stop = text[4:6]
+    for trims in (True, False):
+        params = {**GREEDY, "stop": stop, "no_stop_trim": not trims}
+        cut = generate(client, text="def fib(", sampling_params=params, return_spec_tokens=True)
+        end = text.index(stop) + (0 if trims else len(stop))
+        assert cut["text"] == text[:end]
+        assert "".join(piece["text"] for piece in cut["spec_tokens"]) == text[:end]
+        assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    last = ids.index(ids[5])
+    params = {**GREEDY, "stop_token_ids": [ids[5]], "no_stop_trim": True}
+    cut = generate(client, text="def fib(", sampling_params=params)
+    assert cut["output_ids"] == ids[: last + 1]
+    assert cut["text"] == engine.tokenizer.decode(ids[: last + 1])
+
+
+def test_special_tokens_may_be_shown_but_not_the_one_that_ends(engine: Engine) -> None:
+    params = {"max_new_tokens": 3000, "sampling_seed": 1, "temperature": 1.0}
+    shown = engine.generate("x", {**params, "skip_special_tokens": False, "ignore_eos": True})
+    assert 256 in shown["output_ids"]
+    assert shown["text"].count("<|endoftext|>") == shown["output_ids"].count(256)
+    ended = engine.generate("x", {**params, "skip_special_tokens": False, "no_stop_trim": True})
+    assert ended["output_ids"][-1] == 256
+    assert "<|endoftext|>" not in ended["text"]
+
+
+def test_a_negative_seed_and_no_top_k_are_what_other_servers_take(engine: Engine) -> None:
+    params = {"max_new_tokens": 24, "ignore_eos": True}
+    texts = [
+        engine.generate("x", {**params, "sampling_seed": seed})["output_ids"]
+        for seed in (-1, 2**64 - 1, 1)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)

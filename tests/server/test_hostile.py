@@ -177,7 +177,8 @@ def test_other_threads_run_while_text_is_tokenized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "is_finished"), [(signal.SIGTERM, True), (signal.SIGINT, False)]
+    ("number", "is_finished"),
+    [(signal.SIGTERM, True), pytest.param(signal.SIGINT, False, marks=pytest.mark.slow)],
 )
 def test_sigterm_lets_what_runs_end(
     engine_arguments: dict[str, Any],
@@ -224,3 +225,21 @@ def test_sigterm_lets_what_runs_end(
         server.wait()
         assert server.stderr is not None
         server.stderr.close()
+
+
+def resident_mib() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+def test_a_long_text_leaves_no_memory_behind() -> None:
+    from jspec.engine.loading import BUNDLED
+
+    tokenizer = Tokenizer.from_directory(BUNDLED / "target")
+    text = "def f(x):\n    return x + 1\n" * 80_000  # takes 250 MiB while it is tokenized
+    before = resident_mib()
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    encoding.join()
+    assert resident_mib() < before + 60

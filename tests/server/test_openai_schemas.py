@@ -87,7 +87,7 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
             {"prompt": "x", "min_tokens": 20},
             "min_tokens is 20; expected at most max_tokens, which is 16",
         ),
-        ({"prompt": "x", "seed": -1}, "seed is -1; expected"),
+        ({"prompt": "x", "seed": -(2**63) - 1}, "seed is -9223372036854775809; expected"),
         ({"prompt": "x", "max_new_tokens": 3}, "did you mean 'max_tokens'?"),
         ({"prompt": "x", "max_completion_tokens": 3}, "did you mean 'max_tokens'?"),
         ({"prompt": "x", "sampling_seed": 3}, "did you mean 'seed'?"),

@@ -135,7 +135,8 @@ BAD: list[tuple[Any, str]] = [
     ({"text": "x", "sampling_params": {"temperature": -1}}, "temperature is -1"),
     ({"text": "x", "sampling_params": {"temperature": "0"}}, "temperature is '0'"),
     ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p is 0"),
-    ({"text": "x", "sampling_params": {"top_k": 0}}, "top_k is 0"),
+    ({"text": "x", "sampling_params": {"top_k": -2}}, "top_k is -2"),
+    ({"text": "x", "sampling_params": {"no_stop_trim": 1}}, "no_stop_trim is 1; expected true"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 1e3}}, "max_new_tokens is 1000.0"),
     (
