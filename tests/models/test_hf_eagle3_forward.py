@@ -214,7 +214,11 @@ def written(path: Path, layout: Layout, params: Params) -> None:
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# speculators' own files are compared with speculators above.
+SLOW = {"speculators_names": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in LAYOUTS])
 def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     params = random_head(layout.config)

@@ -228,6 +228,10 @@ def told(
 
 
 def test_an_advance_pairs_each_hidden_with_the_token_behind_it() -> None:
+    check_advance()
+
+
+def check_advance() -> None:
     """Two chunks of a prompt, then two verifications: the candidates are the reference's."""
     rng = np.random.default_rng(3)
     ids = [int(i) for i in rng.integers(0, TARGET.vocab_size, 16)]
@@ -318,7 +322,7 @@ def test_a_head_is_read_beside_its_target(pair: Path) -> None:
     assert jax.tree.map(jnp.shape, dummy.params) == jax.tree.map(jnp.shape, models.params)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_map_of_frequent_ids_takes_columns_of_the_targets_head(pair: Path, shards: int) -> None:
     models = load(pair, shards=shards, speculative_token_map=str(pair / "freq.npy"))
     draft, target = models.params["draft"], models.params["target"]

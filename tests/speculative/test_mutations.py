@@ -19,9 +19,10 @@ from jspec.core.features import StepFeatures
 from jspec.core.request import Request
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
-from jspec.speculative import ngram
+from jspec.speculative import eagle, ngram
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 from tests.speculative.test_draft_consistency import check_paths
+from tests.speculative.test_eagle1 import check_advance
 from tests.speculative.test_ngram import check_history
 
 TREE = (3, 2, 7)
@@ -99,6 +100,13 @@ MUTATIONS = (
         "draft_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         check_draft_rows,
+    ),
+    Mutation(
+        "token of a pair",
+        eagle,
+        "following_ids",
+        lambda f: lambda emitted: jnp.roll(f(emitted), 1),
+        check_advance,
     ),
     Mutation(
         "looked-up position",
