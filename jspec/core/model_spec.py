@@ -24,6 +24,8 @@ class AttentionSpec:
     sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
     scale: of the scores; None is head_dim ** -0.5.
+    v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
+    rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
     """
 
     num_heads: int  # H
@@ -36,6 +38,9 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None
+    v_dim: int | None = None
+    value_scale: float = 1.0
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -45,8 +50,23 @@ class AttentionSpec:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
+        if not 1 <= self.value_dim <= self.head_dim:
+            raise ConfigError(
+                f"v_head_dim is {self.v_dim}; expected 1 to {self.head_dim}, the head_dim"
+            )
+        if self.rotary_dim is not None and (
+            self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim
+        ):
+            raise ConfigError(
+                f"RoPE turns {self.rotary_dim} numbers of a head; expected an even number from 2 "
+                f"to {self.head_dim}"
+            )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"sliding_window is {self.window}; expected at least 1")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
 
     @property
     def score_scale(self) -> float:
@@ -67,6 +87,8 @@ class Routing(enum.Enum):
     SOFTMAX_THEN_TOP = "softmax over all experts, then the top k as they are"
     SOFTMAX_THEN_TOP_NORMALIZED = "softmax over all experts, then the top k, summing to one"
     TOP_THEN_SOFTMAX = "the top k logits, softmax over those"
+    SIGMOID_THEN_TOP = "sigmoid of each; the top k of that plus a bias, as they are without it"
+    SIGMOID_THEN_TOP_NORMALIZED = "the same, summing to one"
 
 
 class Gate(enum.Enum):
@@ -86,6 +108,12 @@ class MoESpec:
     routing: Routing = Routing.SOFTMAX_THEN_TOP_NORMALIZED
     gate: Gate = Gate.SILU
     bias: bool = False  # in router and experts
+    weight_scale: float = 1.0  # of the chosen experts' weights
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether a bias that no weight shows takes part in the choice of experts."""
+        return self.routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -256,7 +284,7 @@ def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """
     kinds = [
         (
-            KVEntry(a.num_kv_heads, a.head_dim, a.head_dim),
+            KVEntry(a.num_kv_heads, a.head_dim, a.value_dim),
             a.window,
         )
         for a in (layer.attention for layer in spec.layers)

@@ -253,15 +253,16 @@ def empty_pools(
     """One zeroed array a layer, group by group: [num_pages, page_size, 2G, D] with the heads of all
     shards. `num_pages` includes the dummy page 0.
 
-    Raises ConfigError for a group whose K and V are not equally wide: they lie in one array.
+    K and V lie in one array, as wide as K; a narrower V is padded. Raises ConfigError for a group
+    whose V is the wider one.
     """
     pools: list[jax.Array] = []
     for group in groups:
         entry = group.entry
-        if entry.qk_dim != entry.v_dim:
+        if entry.qk_dim < entry.v_dim:
             raise ConfigError(
                 f"cache group {group.name} has K of {entry.qk_dim} and V of {entry.v_dim} numbers; "
-                f"expected equal widths"
+                f"expected V to be no wider"
             )
         heads = kv_heads_per_shard(entry.num_heads, Shard(shards)) * shards
         width = ops.pool_width(entry.qk_dim)

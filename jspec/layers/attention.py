@@ -46,14 +46,32 @@ def attention(
     every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`.
     spec counts the heads of all shards; the shapes inside are one shard's.
     """
-    heads = linear(params["qkv"], x).reshape(*x.shape[:-1], -1, spec.head_dim)
     num_heads = spec.num_heads // shard.size
+    heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
     if "q_norm" in params:
         heads = _normed_heads(params, heads, num_heads=num_heads, eps=eps)
-    cos, sin = angles_of(positions, head_dim=spec.head_dim, rope=spec.rope)
+    cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
     rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads)
     mixed = attend(heads, rotation, params.get("sinks"))
+    if spec.value_dim < spec.head_dim:
+        mixed = mixed[..., : spec.value_dim]
     return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
+
+
+def _heads(
+    projected: Float[Array, "*b O"], *, num_heads: int, spec: AttentionSpec
+) -> Float[Array, "*b heads D"]:
+    """q, k and v as heads of one width: values that are narrower are padded with zeros."""
+    D, Dv = spec.head_dim, spec.value_dim
+    if spec.v_dim is None and spec.value_scale == 1.0:
+        return projected.reshape(*projected.shape[:-1], -1, D)
+    num_kv = (projected.shape[-1] - num_heads * D) // (D + Dv)
+    first_v = (num_heads + num_kv) * D
+    qk = projected[..., :first_v].reshape(*projected.shape[:-1], -1, D)
+    v = projected[..., first_v:].reshape(*projected.shape[:-1], num_kv, Dv)
+    v = (v.astype(jnp.float32) * spec.value_scale).astype(v.dtype)
+    v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, D - Dv)])
+    return jnp.concatenate((qk, v), axis=-2)
 
 
 def _normed_heads(

@@ -27,10 +27,24 @@ def route(
     if spec.routing is Routing.TOP_THEN_SOFTMAX:
         top, ids = jax.lax.top_k(logits, spec.top_k)
         return ids, jax.nn.softmax(top, axis=-1)
+    if spec.has_correction:
+        return _by_sigmoid(logits, params["correction"], spec=spec)
     weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), spec.top_k)
     if spec.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return ids, weights
+
+
+def _by_sigmoid(
+    logits: Float[Array, "T X"], correction: Float[Array, "X"], *, spec: MoESpec
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Chosen by score plus correction, weighted by the score alone (DeepSeek-V3's router)."""
+    scores = jax.nn.sigmoid(logits)
+    _, ids = jax.lax.top_k(scores + correction.astype(jnp.float32), spec.top_k)
+    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+    if spec.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * spec.weight_scale
 
 
 def mixture(

@@ -39,6 +39,7 @@ class MtpNames:
     post_norm: str = "post_attention_layernorm"
     norm: str = "final_layernorm"
     head: str = "shared_head.output"
+    sinks: tuple[str, ...] = ("sinks",)
 
     def of_layer(self, layer: int) -> str:
         return self.prefix.format(self.first + layer)
@@ -66,7 +67,7 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
             norm("hidden_norm", names.hidden_norm, E),
             *product(("fuse",), 2 * E, ((names.fuse, E, 1),)),
             norm("input_norm", names.input_norm, E),
-            *attention_params(layer.attention, in_size=E, out_size=E),
+            *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
             norm("post_norm", names.post_norm, E),
             *ffn_params(layer.ffn, size=E),
             norm("norm", names.norm, E),

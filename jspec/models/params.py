@@ -255,10 +255,15 @@ def product(
     return tuple(table)
 
 
-def attention_params(spec: AttentionSpec, *, in_size: int, out_size: int) -> ParamTable:
-    """`attention` of a layer, under Hugging Face's names behind `self_attn.`."""
-    H, G, D = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * D, G))
+def attention_params(
+    spec: AttentionSpec, *, in_size: int, out_size: int, sinks: tuple[str, ...] = ("sinks",)
+) -> ParamTable:
+    """`attention` of a layer, under Hugging Face's names behind `self_attn.`.
+
+    sinks: what files call the sinks; the first is written.
+    """
+    H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
     table = [
         *product(
             ("qkv",),
@@ -270,7 +275,7 @@ def attention_params(spec: AttentionSpec, *, in_size: int, out_size: int) -> Par
         ),
         *product(
             ("out",),
-            H * D,
+            H * Dv,
             (("o_proj", out_size, 1),),
             split=Split.IN,
             bias=spec.out_bias,
@@ -280,10 +285,12 @@ def attention_params(spec: AttentionSpec, *, in_size: int, out_size: int) -> Par
     if spec.qk_norm:
         table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
     if spec.sinks:
-        part = Part(name="sinks", shape=(H,), size=H, units=H, form=Form.AS_HELD)
+        layouts = tuple(
+            (Part(name=name, shape=(H,), size=H, units=H, form=Form.AS_HELD),) for name in sinks
+        )
         table.append(
             ParamSpec(
-                path=("sinks",), shape=(H,), layouts=((part,),), split=Split.OUT, init=Init.ZEROS
+                path=("sinks",), shape=(H,), layouts=layouts, split=Split.OUT, init=Init.ZEROS
             )
         )
     return prefixed(table, path=("attention",), stored="self_attn.")
@@ -326,8 +333,14 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     )
     down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
     down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
+    name = "gate.e_score_correction_bias"
+    correction = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
+    biased = ParamSpec(
+        path=("router", "correction"), shape=(X,), layouts=((correction,),), init=Init.ZEROS
+    )
     table = (
         *product(("router",), size, (("gate", X, 1),)),
+        *((biased,) if spec.has_correction else ()),
         ParamSpec(
             path=("experts", "gate_up"),
             shape=(X, size, 2 * inner),
@@ -350,10 +363,15 @@ def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
     return expert_params(spec, size=size)
 
 
-def decoder_params(spec: ModelSpec, *, ffn: Callable[..., ParamTable] = ffn_params) -> ParamTable:
+def decoder_params(
+    spec: ModelSpec,
+    *,
+    ffn: Callable[..., ParamTable] = ffn_params,
+    sinks: tuple[str, ...] = ("sinks",),
+) -> ParamTable:
     """The table of a decoder in the names of transformers' Llama, which most families keep.
 
-    ffn: (spec, size=E) -> what a layer's feed-forward declares.
+    ffn: (spec, size=E) -> what a layer's feed-forward declares. sinks: as attention_params has it.
     """
     V, E = spec.vocab_size, spec.hidden_size
     table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
@@ -363,7 +381,7 @@ def decoder_params(spec: ModelSpec, *, ffn: Callable[..., ParamTable] = ffn_para
     for i, layer in enumerate(spec.layers):
         own = (
             norm("input_norm", "input_layernorm", E),
-            *attention_params(layer.attention, in_size=E, out_size=E),
+            *attention_params(layer.attention, in_size=E, out_size=E, sinks=sinks),
             norm("post_norm", "post_attention_layernorm", E),
             *ffn(layer.ffn, size=E),
         )

@@ -105,7 +105,9 @@ class GpuOps(Ops):
         call: AttentionCall,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        if not fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row):
+        is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
+        serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
+        if not (is_whole and serves):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
         return fused_attention_gpu.rotate_write_and_attend(
             heads,

@@ -109,7 +109,7 @@ class MultiLayerDrafter:
         window pages are given back."""
         layers = self.head.config.model.layers[: self.spec.num_steps]
         return tuple(
-            CacheGroup(f"draft {s}", 1, KVEntry(a.num_kv_heads, a.head_dim, a.head_dim))
+            CacheGroup(f"draft {s}", 1, KVEntry(a.num_kv_heads, a.head_dim, a.value_dim))
             for s, a in enumerate(layer.attention for layer in layers)
         )
 

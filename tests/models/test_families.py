@@ -183,7 +183,7 @@ def test_fused_experts_are_the_same_model() -> None:
 
 
 def test_every_family_is_tested() -> None:
-    elsewhere = {"llama", "mimo"}  # test_hf_llama.py, tests/speculative/test_mtp_families.py
+    elsewhere = {"llama", "mimo", "mimo_v2"}  # test_hf_llama.py, test_mtp_families.py
     served = {family.name for family in FAMILIES} - elsewhere
     assert {loaded(variant)[0].family for variant in VARIANTS} == served
 

@@ -201,8 +201,13 @@ def test_pools_follow_the_declared_groups() -> None:
     assert [pool.shape for pool in pools] == [(5, 3, 8, 8)] * 2 + [(5, 3, 4, 16)]
     assert {pool.dtype for pool in pools} == {np.dtype(jnp.bfloat16)}
     assert empty_pools((), num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops()) == ()
-    unequal = (CacheGroup("mla", 1, KVEntry(1, 192, 128)),)
-    with pytest.raises(ConfigError, match="cache group mla has K of 192 and V of 128 numbers"):
+    narrow = (CacheGroup("narrow values", 1, KVEntry(1, 24, 16)),)
+    (pool,) = empty_pools(narrow, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
+    assert pool.shape == (5, 3, 2, 24)
+    unequal = (CacheGroup("wide values", 1, KVEntry(1, 128, 192)),)
+    with pytest.raises(
+        ConfigError, match="wide values has K of 128 and V of 192 numbers; expected"
+    ):
         empty_pools(unequal, num_pages=5, page_size=3, shards=1, dtype=jnp.float32, ops=Ops())
 
 

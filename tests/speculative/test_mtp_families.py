@@ -8,6 +8,7 @@ compute is `mtp_reference`, in float64.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,13 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError, JspecError
 from jspec.core.features import StepFeatures
 from jspec.core.json_files import Fields
-from jspec.core.model_spec import MtpConfig
+from jspec.core.model_spec import DenseSpec, MoESpec, MtpConfig
 from jspec.core.request import Request
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec
-from jspec.models.decoder import Params
+from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.decoder import Decoder, Params
 from jspec.models.mtp import MtpHead
 from jspec.models.mtp_params import MtpNames, mtp_params
 from jspec.models.params import Init
@@ -42,8 +43,11 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.testing.dial_drafter import DialMultiLayerDrafter, dial_params
 from jspec.testing.tiny_models import tiny_tokenizer
+from tests.models.dense_forward import dense_forward
+from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
 from tests.models.mtp_reference import MtpReference
 from tests.models.random_params import assert_same
+from tests.models.test_families import attend_of
 from tests.speculative.engines import (
     CONTEXT,
     DIAL_ACCEPTANCE,
@@ -95,8 +99,70 @@ TINY = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-CONFIGS = {"mimo": MIMO_7B | TINY}
-STEPS = {"mimo": 1}
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "attention_bias": False,
+    "attention_value_scale": 0.707,
+    "eos_token_id": 151645,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
+    "intermediate_size": 16384,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0, *[1] * 47],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+TINY_V2 = {
+    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
+    **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},
+    "head_dim": 12,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "moe_intermediate_size": 16,
+    "moe_layer_freq": [0, 1, 1],
+    "n_routed_experts": 6,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 6,
+    "sliding_window_size": 6,
+    "swa_head_dim": 12,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_v_head_dim": 8,
+    "v_head_dim": 8,
+}
+CONFIGS = {"mimo": MIMO_7B | TINY, "mimo_v2": MIMO_V2_FLASH | TINY_V2}
+STEPS = {"mimo": 1, "mimo_v2": 3}
 
 
 def drawn(table: Any, *, seed: int) -> Params:
@@ -305,7 +371,12 @@ def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference
     tensors["embed.weight"] = tensors["model.embed_tokens.weight"]
     tensors["head.weight"] = tensors["lm_head.weight"]
     attention = config.model.layers[0].attention
-    return MtpReference(
+    fields = json.loads((path / "config.json").read_text())
+    make: Callable[..., MtpReference] = MtpReference
+    if "hybrid_layer_pattern" in fields:
+        target = MimoV2Reference(config=fields, tensors=tensors)
+        make = functools.partial(MimoV2Layers, target=target)
+    return make(
         tensors=tensors,
         prefix=names.prefix,
         head_dim=attention.head_dim,
@@ -401,3 +472,102 @@ def test_mimo_7b_is_qwen2_with_a_layer_behind(tmp_path: Path) -> None:
     assert load_model_spec(tmp_path) == spec
     names = [name for own in table_of(spec) for part in own.layouts for name in part[0].names]
     assert not any(".mtp" in name for name in names)
+
+
+@pytest.fixture(scope="module")
+def mimo_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mimo_v2_target")
+    write_checkpoint(path, CONFIGS["mimo_v2"])
+    return path
+
+
+def test_mimo_v2_computes_what_is_published(mimo_v2: Path) -> None:
+    """Over three windows, against float64: logits, and the residual that its layers read."""
+    spec = load_model_spec(mimo_v2)
+    params = load_target(mimo_v2, spec, dtype=np.float32)
+    tokens = np.random.default_rng(1).integers(0, 320, 22).tolist()
+    tensors = load_file(mimo_v2 / "model.safetensors")
+    reference = MimoV2Reference(config=CONFIGS["mimo_v2"], tensors=tensors)
+    residual, logits = reference.run(tokens)
+    found, _, aux = dense_forward(
+        spec, params, tokens, aux_layer_ids=(spec.num_layers,), attend_of=attend_of
+    )
+    np.testing.assert_allclose(aux, residual, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found, logits, rtol=0, atol=2e-4)
+    decoder = Decoder(spec, Ops())
+    pools = empty_pools(
+        decoder.cache_groups, num_pages=7, page_size=4, shards=1, dtype=jnp.float32, ops=Ops()
+    )
+    rows = AttentionRows(
+        page_table=jnp.asarray([[3, 1, 6, 2, 4, 5]], jnp.int32),
+        prefix_lens=jnp.zeros(1, jnp.int32),
+        cu_q_lens=jnp.asarray([0, len(tokens)], jnp.int32),
+        q_positions=jnp.arange(len(tokens), dtype=jnp.int32),
+    )
+    on_device = jax.tree.map(jnp.asarray, params)
+    forward = jax.jit(functools.partial(decoder.forward, queries_per_row=None))
+    hidden, _, _ = forward(on_device, jnp.asarray(tokens, jnp.int32), pools, rows)
+    np.testing.assert_allclose(decoder.logits(on_device, hidden), logits, rtol=0, atol=2e-4)
+
+
+def test_mimo_v2_flash_as_published(tmp_path: Path) -> None:
+    """Both spellings of its config, and its own layers."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIMO_V2_FLASH))
+    spec = load_model_spec(tmp_path)
+    first, second = spec.layers[:2]
+    assert (first.attention.window, second.attention.window) == (None, 129)
+    assert (first.attention.num_kv_heads, second.attention.num_kv_heads) == (4, 8)
+    assert (first.attention.rope.theta, second.attention.rope.theta) == (5e6, 1e4)
+    assert (first.attention.sinks, second.attention.sinks) == (False, True)
+    assert {layer.attention.rotary_dim for layer in spec.layers} == {64}
+    assert first.ffn == DenseSpec(inner=16384)
+    assert isinstance(second.ffn, MoESpec)
+    full = [i for i, layer in enumerate(spec.layers) if layer.attention.window is None]
+    assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47]
+    family = family_named("mimo_v2")
+    assert family.mtp is not None
+    layers = family.mtp.read(Fields(path, MIMO_V2_FLASH), spec).model.layers
+    assert layers == (dataclasses.replace(second, ffn=DenseSpec(inner=16384)),) * 3
+    shapes = {own.path: own.shape for own in table_of(spec)}
+    assert shapes["layers", 0, "attention", "qkv", "kernel"] == (4096, 64 * 192 + 4 * (192 + 128))
+    assert shapes["layers", 1, "attention", "out", "kernel"] == (64 * 128, 4096)
+    path.write_text(json.dumps(family.to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+    of_transformers = {
+        name: value
+        for name, value in MIMO_V2_FLASH.items()
+        if not name.startswith(("swa_", "hybrid", "moe_layer", "sliding", "partial", "rope_"))
+    }
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    of_transformers |= {
+        "sliding_window": 129,
+        "layer_types": ["full_attention" if i in full else "sliding_attention" for i in range(48)],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rope_parameters": {
+            "full_attention": rope | {"rope_theta": 5e6},
+            "sliding_attention": rope | {"rope_theta": 1e4},
+        },
+    }
+    path.write_text(json.dumps(of_transformers))
+    assert load_model_spec(tmp_path) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
+        ({"n_shared_experts": 1}, "n_shared_experts is 1; expected 0"),
+        ({"swa_head_dim": 128}, "swa_head_dim is 128; expected 192"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; expected 'sigmoid'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"v_head_dim": 256, "swa_v_head_dim": 256}, "v_head_dim is 256; expected 1 to 192"),
+        ({"moe_layer_freq": [0, 1]}, "the layers' MLPs are .*; expected 48 of 'dense' or"),
+    ],
+)
+def test_variants_of_mimo_v2_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIMO_V2_FLASH | changes))
+    with pytest.raises(JspecError, match=message):
+        load_model_spec(tmp_path)

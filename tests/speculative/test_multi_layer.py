@@ -97,6 +97,17 @@ def test_the_pool_law_holds_after_any_history(name: str, topk: int) -> None:
             texts.check_guesses()
 
 
+def test_a_step_without_a_live_row_touches_no_row() -> None:
+    texts = Texts("not_chained", 2, seed=3)
+    texts.chunk([5, 1, 2])
+    before = [texts.cached(row, layer) for row in range(NUM_ROWS) for layer in range(S)]
+    texts.chunk([0] * NUM_ROWS)
+    after = [texts.cached(row, layer) for row in range(NUM_ROWS) for layer in range(S)]
+    np.testing.assert_array_equal(after, before)
+    texts.verify([1, 0, 2])
+    texts.check_pools()
+
+
 def swapped_pools(forward: Any) -> Any:
     """Layers 0 and 1 write into each other's rows: the field's defect, as near as one can come."""
 

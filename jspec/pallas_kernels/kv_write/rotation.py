@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 class Rotation:
     """What is still to be done to heads[*b, H + 2G, D]: q, then k, then v, none rotated yet."""
 
-    cos: jax.Array  # f32[*b, half]
+    cos: jax.Array  # f32[*b, half]; half of what is turned of a head
     sin: jax.Array  # f32[*b, half]
     num_heads: int = field(metadata={"static": True})  # H
 
@@ -25,7 +25,14 @@ class Rotation:
 def rotate(
     x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
 ) -> Float[Array, "*b H D"]:
-    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype."""
+    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype.
+
+    Of a head wider than its angles turn, the numbers behind stay as they are.
+    """
+    half = cos.shape[-1]
+    if 2 * half < x.shape[-1]:
+        turned, left = jnp.split(x, (2 * half,), axis=-1)
+        return jnp.concatenate((rotate(turned, cos, sin), left), axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
