@@ -150,6 +150,7 @@ class ServeLimits:
     full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
     decode_buckets and prefill_buckets ascend: B and T of the programs.
     num_rounds: verifications of one decode step, one behind the other without the host.
+    prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     """
 
     spec: SpeculativeConfig
@@ -164,6 +165,7 @@ class ServeLimits:
     num_rounds: int = 1
     max_queued_requests: int = 128
     windows: tuple[WindowSpace, ...] = ()
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 2:
