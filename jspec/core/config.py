@@ -12,6 +12,8 @@ from jspec.core import drafting, shapes
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 
+MAX_RECALL = 4096
+
 
 class Algorithm(enum.Enum):
     """How drafts are made; the values are SGLang's `speculative_algorithm`."""
@@ -207,6 +209,16 @@ class ServeLimits:
     def chunk_size(self) -> int:
         """Most prefill tokens of one step (`chunked_prefill_size`)."""
         return self.prefill_buckets[-1]
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether rows may begin behind cached pages. A window's are gone when its row ends."""
+        return self.prefix_cache and not self.windows
+
+    @property
+    def recall_size(self) -> int:
+        """Most ids that one recall step tells of cached tokens."""
+        return min(self.context_length, MAX_RECALL)
 
     @property
     def max_total_tokens(self) -> int:

@@ -72,8 +72,11 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
+    """RECALL is no plan's: the runner puts it before a prefill whose rows need it."""
+
     PREFILL = "prefill"
     DECODE = "decode"
+    RECALL = "recall"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

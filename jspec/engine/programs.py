@@ -12,18 +12,18 @@ from jspec.core.plan import StepKind, StepPlan
 
 # So few are all compiled at the start: a CPU's engine always, which would otherwise compile beside
 # its own serving on the same cores.
-FEW_PROGRAMS = 8
+FEW_PROGRAMS = 9
 
 
 class ProgramKey(NamedTuple):
-    """A compiled program. bucket: B rows of a decode, T tokens of a prefill."""
+    """A compiled program. bucket: B rows of a decode, T tokens of a prefill or ids of a recall."""
 
     kind: StepKind
     bucket: int
     features: StepFeatures
 
     def __str__(self) -> str:
-        size = "T" if self.kind is StepKind.PREFILL else "B"
+        size = "B" if self.kind is StepKind.DECODE else "T"
         features = "" if self.features == PLAIN else f" {self.features}"
         return f"{self.kind.value} {size}={self.bucket}{features}"
 
@@ -37,13 +37,19 @@ def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
         for features in (PLAIN, ALL)
     ]
     prefill = [ProgramKey(StepKind.PREFILL, tokens, ALL) for tokens in limits.prefill_buckets]
-    return (*prefill, *decode)
+    return (*prefill, *decode, *recall_programs(limits))
+
+
+def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """One, or none where nothing is cached."""
+    if not limits.caches_prefixes:
+        return ()
+    return (ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN),)
 
 
 def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Few programs that serve every plan: the first two do, the others make common plans cheap.
-
-    Those are one row alone, many rows without filters or penalties, and a short prompt.
+    """Few programs that serve every plan: the first two and the last do, the others make common
+    plans cheap: one row alone, many rows without filters or penalties, and a short prompt.
     """
     wanted = (
         ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], ALL),
@@ -51,6 +57,7 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
         ProgramKey(StepKind.DECODE, limits.decode_buckets[0], PLAIN),
         ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], PLAIN),
         ProgramKey(StepKind.PREFILL, limits.prefill_buckets[0], ALL),
+        *recall_programs(limits),
     )
     return tuple(dict.fromkeys(wanted))
 

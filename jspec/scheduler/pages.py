@@ -56,7 +56,7 @@ class FullPages:
         self._cache = PrefixCache(
             page_size=limits.page_size, lookahead=limits.spec.algorithm.drafting.lookahead
         )
-        self._is_caching = limits.prefix_cache and not limits.windows
+        self._is_caching = limits.caches_prefixes
         self._found: tuple[tuple[str, int, int], Hit] | None = None
         self.weight_version = DEFAULT_VERSION
 

@@ -1,0 +1,294 @@
+"""Whatever the order of submits, aborts, dispatches and collects, the output is the same.
+
+The fake runner checks every plan; this machine checks what comes out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.plan import StepPlan
+from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
+from jspec.scheduler.budget import clip_max_new_tokens
+from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.sequence import count_verification, empty_counters
+from jspec.testing.fake_runner import FakeRunner, hash_token, random_acceptance, small_limits
+from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
+
+SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
+
+
+def with_windows(limits: ServeLimits, windows: list[int], *, spare_pages: int) -> ServeLimits:
+    """With window spaces of the fewest pages that are allowed, and a few more."""
+    of_chunks = limits.pages_of_chunks(limits.chunk_size) + spare_pages
+    return replace(
+        limits,
+        windows=tuple(
+            WindowSpace(window, limits.window_pages_per_row(window) + of_chunks)
+            for window in sorted(windows)
+        ),
+    )
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Pools of 64 to 192 tokens and requests of up to 90 tokens: pages are always short."""
+
+    @initialize(
+        spec=st.sampled_from(SPECS),
+        page_size=st.sampled_from([1, 16, 64]),
+        capacity_pages=st.integers(1, 3),
+        depth=st.integers(0, 2),
+        num_rounds=st.sampled_from([1, 2, 3, 7]),
+        num_slots=st.integers(1, 4),
+        chunk_size=st.integers(1, 16),
+        prefill_rows=st.integers(1, 3),
+        acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        salt=st.integers(0, 3),
+        windows=st.lists(st.sampled_from([1, 3, 8, 40, 200]), max_size=2, unique=True),
+        spare_pages=st.integers(0, 6),
+        prefix_cache=st.booleans(),
+    )
+    def start(
+        self,
+        spec: tuple[int, int, int],
+        page_size: int,
+        capacity_pages: int,
+        depth: int,
+        num_rounds: int,
+        num_slots: int,
+        chunk_size: int,
+        prefill_rows: int,
+        acceptance: float,
+        salt: int,
+        windows: list[int],
+        spare_pages: int,
+        prefix_cache: bool,
+    ) -> None:
+        roomy = small_limits(
+            steps_topk_nodes=spec,
+            num_slots=num_slots,
+            num_pages=1000,
+            page_size=page_size,
+            context_length=100,
+            chunk_size=chunk_size,
+            prefill_rows=prefill_rows,
+            overlap_depth=depth,
+            num_rounds=num_rounds,
+            max_queued_requests=4,
+            prefix_cache=prefix_cache,
+        )
+        num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
+        full = replace(roomy, num_pages=num_pages)
+        self.limits = with_windows(full, windows, spare_pages=spare_pages)
+        self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
+        self.runner = FakeRunner(self.limits, accepted_at=self.accepted_at)
+        self.scheduler = Scheduler(self.limits, make_stream=FakeTextStream.for_request)
+        self.in_flight: deque[StepPlan] = deque()
+        self.requests: dict[str, Request] = {}
+        self.chunks: dict[str, list[StreamChunk]] = {}
+        self.live: set[str] = set()
+
+    @rule(
+        prompt_len=st.integers(0, 105) | st.integers(1, 8),
+        max_new_tokens=st.integers(1, 90),
+        min_new_tokens=st.integers(0, 3),
+        stop=st.lists(st.text("abcdefgh", min_size=1, max_size=2), max_size=1),
+        eos=st.lists(st.integers(0, 40), max_size=1),
+        seed=st.integers(0, 2**64 - 1) | st.integers(0, 1),
+        extra_key=st.sampled_from([None, None, "k"]),
+    )
+    def submit(
+        self,
+        max_new_tokens: int,
+        min_new_tokens: int,
+        stop: list[str],
+        eos: list[int],
+        seed: int,
+        prompt_len: int = 0,
+        prompt: tuple[int, ...] = (),
+        extra_key: str | None = None,
+    ) -> None:
+        name = f"r{len(self.requests)}"
+        prompt_ids = prompt or (0,) * prompt_len
+        prompt_len = len(prompt_ids)
+        request = Request(
+            request_id=name,
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min(min_new_tokens, max_new_tokens),
+                stop=tuple(stop),
+            ),
+            seed=seed,
+            eos_token_ids=tuple(eos),
+            extra_key=extra_key,
+        )
+        try:
+            self.scheduler.submit(request)
+        except RequestError:
+            fits = 1 <= prompt_len <= min(100 - max_new_tokens, self.limits.max_total_tokens)
+            assert not fits
+        except QueueFullError:
+            assert self.scheduler.stats.num_queued >= 4
+        else:
+            self.requests[name] = request
+            self.chunks[name] = []
+            self.live.add(name)
+
+    @rule(count=st.integers(1, 4), prompt_len=st.integers(1, 8))
+    def submit_long(self, count: int, prompt_len: int) -> None:
+        """Requests that only the length ends: together they outgrow the pool."""
+        for _ in range(count):
+            self.submit(
+                prompt_len=prompt_len,
+                max_new_tokens=90,
+                min_new_tokens=0,
+                stop=[],
+                eos=[],
+                seed=len(self.requests),
+            )
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 25), max_size=3))
+    def submit_next_turn(self, data: st.DataObject, more: list[int]) -> None:
+        """A prompt that begins with another request and what it has said so far."""
+        before = data.draw(st.sampled_from(sorted(self.chunks)))
+        said = tuple(i for chunk in self.chunks[before] for i in chunk.new_ids)
+        self.submit(
+            prompt=(*self.requests[before].prompt_ids, *said, *more),
+            max_new_tokens=5,
+            min_new_tokens=0,
+            stop=[],
+            eos=[],
+            seed=len(self.requests),
+        )
+
+    @rule()
+    def flush_cache(self) -> None:
+        is_idle = not self.live and not self.in_flight
+        assert self.scheduler.flush_cache() == is_idle
+        if is_idle:
+            assert self.scheduler.stats.num_cached_pages == 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        chunk = self.scheduler.abort(name)
+        assert chunk is not None
+        self.receive(chunk)
+
+    @rule(count=st.integers(1, 3))
+    def dispatch(self, count: int) -> None:
+        for _ in range(count):
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self.runner.dispatch(plan)
+                self.in_flight.append(plan)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def collect(self) -> None:
+        for chunk in self.scheduler.commit(self.in_flight.popleft(), self.runner.collect()):
+            self.receive(chunk)
+
+    @rule(turns=st.integers(1, 30))
+    def run_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.dispatch(count=1)
+            if self.in_flight and len(self.in_flight) > self.limits.overlap_depth:
+                self.collect()
+
+    def receive(self, chunk: StreamChunk) -> None:
+        assert chunk.request_id in self.live, "a chunk after the last one"
+        self.chunks[chunk.request_id].append(chunk)
+        if chunk.finish is not None:
+            self.live.remove(chunk.request_id)
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert self.scheduler.stats.num_leaked_pages == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.live or self.in_flight:
+            self.dispatch(count=3)
+            if self.in_flight:
+                self.collect()
+        stats = self.scheduler.stats
+        assert stats.num_free_pages == stats.num_pages
+        sizes = tuple(space.num_pages for space in self.limits.windows)
+        assert stats.num_free_window_pages == sizes
+        assert (stats.num_running, stats.num_queued) == (0, 0)
+        for name in self.requests:
+            self.check_output(name)
+        self.check_totals([chunks[-1] for chunks in self.chunks.values()])
+
+    def check_output(self, name: str) -> None:
+        request, chunks = self.requests[name], self.chunks[name]
+        ids = tuple(token_id for chunk in chunks for token_id in chunk.new_ids)
+        text = "".join(chunk.text for chunk in chunks)
+        most = clip_max_new_tokens(
+            self.limits, len(request.prompt_ids), request.sampling.max_new_tokens
+        )
+        expected = expected_output(request, hash_token, max_new_tokens=most)
+        last = chunks[-1]
+        assert last.finish is not None
+        assert (last.prompt_tokens, last.completion_tokens) == (len(request.prompt_ids), len(ids))
+        assert sum(chunk.num_accepted for chunk in chunks) == last.counters.num_accepted
+        if last.finish.kind is FinishKind.ABORT:
+            assert ids == expected.ids[: len(ids)]
+            assert text == text_of(ids)
+        else:
+            assert (ids, text, last.finish) == (expected.ids, expected.text, expected.finish)
+            assert last.cached_tokens < last.prompt_tokens
+            if last.num_retractions == 0:  # a prefill would begin other rounds
+                assert chunks[-1].counters == self.counted(request, num_out=len(ids))
+
+    def counted(self, request: Request, *, num_out: int) -> SpecCounters:
+        """Counters of rounds run one at a time until num_out tokens are out."""
+        counters, out = empty_counters(self.limits.spec), 1
+        while out < num_out:
+            num_emitted = self.accepted_at(request, len(request.prompt_ids) + out - 1) + 1
+            counters = count_verification(
+                counters,
+                self.limits.spec,
+                num_emitted=num_emitted,
+                num_kept=min(num_emitted, num_out - out),
+            )
+            out += num_emitted
+        return counters
+
+    def check_totals(self, last_chunks: list[StreamChunk]) -> None:
+        stats = self.scheduler.stats
+        counters = [chunk.counters for chunk in last_chunks]
+        assert stats.num_emitted == sum(chunk.completion_tokens for chunk in last_chunks)
+        assert stats.num_cached_tokens == sum(chunk.cached_tokens for chunk in last_chunks)
+        assert stats.num_retractions == sum(chunk.num_retractions for chunk in last_chunks)
+        assert stats.num_finished + stats.num_aborted == stats.num_requests == len(last_chunks)
+        for name in (
+            "verify_ct",
+            "num_accepted",
+            "num_proposed",
+            "full_verify_ct",
+            "full_num_emitted",
+        ):
+            assert getattr(stats.counters, name) == sum(getattr(c, name) for c in counters), name
+        histograms = [c.accept_histogram for c in counters]
+        if histograms:
+            totals = tuple(sum(column) for column in zip(*histograms, strict=True))
+            assert stats.counters.accept_histogram == totals
+        assert stats.counters.verify_ct == sum(stats.counters.accept_histogram)
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
