@@ -61,6 +61,8 @@ class EngineArgs:
     max_total_tokens: tokens that the KV pool holds, whole pages; the scratch of drafts is
         extra. mem_fraction_static: share of a device's
         memory for weights and pool together, if max_total_tokens is unset.
+    disable_radix_cache: keep no KV behind a finished request for those that begin alike; the text
+        is the same either way.
     overlap_depth: steps dispatched ahead of the one being read, 0 to 2; every depth gives the
         same tokens.
     num_continuous_decode_steps: verifications of one dispatched step; the host then has less to do
@@ -101,6 +103,7 @@ class EngineArgs:
     overlap_depth: int = 1
     num_continuous_decode_steps: int = 1
     random_seed: int | None = None
+    disable_radix_cache: bool = False
     compilation_cache_dir: str | None = None
     compile_at_start: str = "auto"
 

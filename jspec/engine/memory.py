@@ -80,6 +80,7 @@ def resolve_limits(
         overlap_depth=args.overlap_depth,
         num_rounds=args.num_continuous_decode_steps,
         max_queued_requests=args.max_queued_requests or max(128, num_slots),
+        prefix_cache=not args.disable_radix_cache,
     )
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
     return _sized(limits, args, groups, devices=devices, of_page=of_page)

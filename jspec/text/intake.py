@@ -48,8 +48,12 @@ class Intake:
         sampling_params: Params = None,
         *,
         request_id: str | None = None,
+        extra_key: str | None = None,
     ) -> tuple[Request, ...]:
-        """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
+
+        extra_key: requests with different ones share no cached prefix.
+        """
         sampling = (
             sampling_params
             if isinstance(sampling_params, SamplingParams)
@@ -70,6 +74,7 @@ class Intake:
                 seed=choice_seed(seed, i),
                 eos_token_ids=self._eos_token_ids,
                 stop_matching=automaton,
+                extra_key=extra_key,
             )
             for i in range(sampling.n)
         )
