@@ -1,4 +1,4 @@
-"""Agents' traffic: many turns on one growing prompt, several agents at once, with and without cache.
+"""Agents' traffic: turns on a growing prompt, several agents at once, with and without cache.
 
     python -m benchmarks.agents [--agents 16] [--turns 20] [--out FILE]
 
