@@ -58,7 +58,7 @@ class FullPages:
         )
         self._is_caching = limits.caches_prefixes
         self._found: tuple[tuple[str, int, int], Hit] | None = None
-        self.weight_version = DEFAULT_VERSION
+        self._weight_version = DEFAULT_VERSION
 
     @property
     def num_pages(self) -> int:
@@ -203,12 +203,16 @@ class FullPages:
         """What that step or a later one wrote is found no more: the step failed."""
         self._pool.release(self._cache.withdraw(step))
 
+    def set_weight_version(self, version: str) -> None:
+        """Texts are looked for, and added, among those of these weights alone."""
+        self._weight_version, self._found = version, None
+
     def flush(self) -> None:
         """Forgets all that no row holds."""
         self._pool.release(self._cache.evict(self._cache.num_evictable))
 
     def _namespace(self, sequence: Sequence) -> Hashable:
-        return self.weight_version, sequence.request.extra_key
+        return self._weight_version, sequence.request.extra_key
 
     def _is_current(self, tenancy: Tenancy) -> bool:
         """Whether its KV is all of the weights that are in force."""

@@ -157,7 +157,7 @@ class Scheduler:
 
     def set_weight_version(self, version: str) -> None:
         """From now on rows find nothing that other weights wrote, and running ones add nothing."""
-        self._pages.weight_version = version
+        self._pages.set_weight_version(version)
 
     # Plans out.
 

@@ -104,7 +104,7 @@ def test_cached_pages_make_room_and_running_rows_keep_theirs() -> None:
 
 
 def test_an_aborted_prefill_leaves_what_was_dispatched() -> None:
-    bench = Bench(limits_of(chunk_size=16, overlap_depth=0))
+    bench = Bench(limits_of(overlap_depth=0))
     prompt = tuple(range(40))
     bench.submit(turn("a", *prompt))
     bench.must_dispatch(StepKind.PREFILL)
@@ -118,9 +118,9 @@ def test_an_aborted_prefill_leaves_what_was_dispatched() -> None:
 
 def test_what_a_failed_step_wrote_is_found_by_nobody() -> None:
     bench = Bench(limits_of(overlap_depth=2))
-    bench.submit(turn("a", *range(12)))
+    bench.submit(turn("a", *range(13)))
     bench.run_all()
-    bench.submit(turn("b", *range(12), *range(20)))
+    bench.submit(turn("b", *range(13), *range(20)))
     plan = bench.must_dispatch(StepKind.PREFILL)
     assert plan.admissions[0].cached_len == 12
     before = bench.scheduler.stats.num_cached_pages
