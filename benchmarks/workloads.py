@@ -77,6 +77,7 @@ class Workload:
             "skip_tokenizer_init": True,
             "dtype": self.dtype,
             "max_running_requests": max(self.batches),
+            "disable_radix_cache": True,  # every prompt is computed, as the peers' are
             "compile_at_start": "all",  # a larger program than needed would be timed else
             **self.engine,
         }

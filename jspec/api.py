@@ -130,9 +130,11 @@ class Engine:
         sampling_params: Params = None,
         *,
         request_id: str | None = None,
+        extra_key: str | None = None,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
-        return self._intake.requests(prompt, input_ids, sampling_params, request_id=request_id)
+        names = {"request_id": request_id, "extra_key": extra_key}
+        return self._intake.requests(prompt, input_ids, sampling_params, **names)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -301,19 +303,16 @@ class Engine:
 
     async def abort(self, request_id: str) -> bool:
         """Ends one request; its stream gets a last chunk. False if there is no such request."""
-
-        async def run() -> bool:
-            return self._loop.abort(request_id)
-
-        return await self._home.call(run())
+        return await self._home.ask(lambda: self._loop.abort(request_id))
 
     async def abort_all(self) -> int:
         """Ends every request; returns how many."""
+        loop = self._loop
+        return await self._home.ask(lambda: sum(map(loop.abort, loop.request_ids)))
 
-        async def run() -> int:
-            return sum(self._loop.abort(name) for name in self._loop.request_ids)
-
-        return await self._home.call(run())
+    async def flush_cache(self) -> bool:
+        """Empties the prefix cache. False, and nothing happens, while requests are there."""
+        return await self._home.ask(self._loop.flush_cache)
 
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plans no further step until `continue_generation`; requests are taken, and wait.

@@ -159,9 +159,9 @@ def engine(flags: list[str]) -> Iterator[Engine]:
         yield engine
 
 
-def test_one_stream_compiles_three_programs_and_flags_win(engine: Engine) -> None:
+def test_one_stream_compiles_four_programs_and_flags_win(engine: Engine) -> None:
     info = engine.get_server_info()
-    assert info["num_programs"] == 3
+    assert info["num_programs"] == 4
     assert info["dtype"] in ("float32", "bfloat16")  # what "auto" came to
     assert one_stream({}) == {"max_running_requests": 1, "chunked_prefill_size": 32}
     given = {"max_running_requests": 4, "page_size": 64}

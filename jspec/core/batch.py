@@ -41,6 +41,19 @@ class PrefillBatch:
     sampling: SamplingRows  # of the rows that are new, neutral elsewhere
 
 
+@pytree
+class RecallBatch:
+    """Ids of R rows that stand in cached pages, packed into T ids; at most one piece a row."""
+
+    slots: jax.Array  # i32[R], 0 = padding
+    starts: jax.Array  # i32[R], position of the piece's first id
+    cu_q_lens: jax.Array  # i32[R + 1]
+    next_ids: jax.Array  # i32[R], the id behind the piece
+    is_first: jax.Array  # i32[R], 1: the row's first piece
+    prompt_lens: jax.Array  # i32[R]
+    token_ids: jax.Array  # i32[T]
+
+
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
     """The batch from the fields of a `prefill_layout`."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}

@@ -12,6 +12,8 @@ from jspec.core import drafting, shapes
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 
+MAX_RECALL = 4096
+
 
 class Algorithm(enum.Enum):
     """How drafts are made; the values are SGLang's `speculative_algorithm`."""
@@ -103,6 +105,11 @@ class SpeculativeConfig:
         return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
 
     @property
+    def tokens_ahead(self) -> int:
+        """What the drafter caches at position i depends on tokens up to i + this."""
+        return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
+
+    @property
     def max_emitted(self) -> int:
         """M = S + 1."""
         return shapes.max_emitted(self.num_steps)
@@ -154,6 +161,7 @@ class ServeLimits:
     full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
     decode_buckets and prefill_buckets ascend: B and T of the programs.
     num_rounds: verifications of one decode step, one behind the other without the host.
+    prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     """
 
     spec: SpeculativeConfig
@@ -168,6 +176,7 @@ class ServeLimits:
     num_rounds: int = 1
     max_queued_requests: int = 128
     windows: tuple[WindowSpace, ...] = ()
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 2:
@@ -209,6 +218,16 @@ class ServeLimits:
     def chunk_size(self) -> int:
         """Most prefill tokens of one step (`chunked_prefill_size`)."""
         return self.prefill_buckets[-1]
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether rows may begin behind cached pages. A window's are gone when its row ends."""
+        return self.prefix_cache and not self.windows
+
+    @property
+    def recall_size(self) -> int:
+        """Most ids that one recall step tells of cached tokens."""
+        return min(self.context_length, MAX_RECALL)
 
     @property
     def max_total_tokens(self) -> int:

@@ -66,6 +66,8 @@ class Drafting:
     propose_rows, advance_rows: cache rows written past L, by S and K; L is the committed length
         before the verification whose tokens `advance` is given.
     num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
+    keeps_ids: its state derives from the ids of its row alone; a row that begins behind a cached
+        prefix must be told of the ids in it.
     has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
     on_device: proposes inside the step. A drafter that does not would cut the step in two.
     """
@@ -75,6 +77,7 @@ class Drafting:
     advance_rows: OfTree = _nothing
     num_candidates: OfTree = _nothing
     candidates: str = "none"
+    keeps_ids: bool = False
     has_model: bool = False
     on_device: bool = True
     lag: OfTree = _nothing
@@ -102,7 +105,7 @@ STANDALONE = Drafting(
     candidates="K + (S-1)*K*K",
     has_model=True,
 )
-NGRAM = Drafting(lookahead=0, num_candidates=_branches, candidates="S*K")
+NGRAM = Drafting(lookahead=0, num_candidates=_branches, candidates="S*K", keeps_ids=True)
 MULTI_LAYER = Drafting(
     lookahead=1,
     lag=_lag,

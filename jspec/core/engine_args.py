@@ -211,6 +211,11 @@ class EngineArgs:
             ),
         ),
     )
+    disable_radix_cache: bool = argument(
+        False,
+        "No prefix cache: pages are freed with their request, and every prompt is computed whole",
+        _MEMORY,
+    )
     # Rounds are unrolled: a program of more would compile for minutes and gain nothing.
     num_continuous_decode_steps: int = argument(
         1,

@@ -114,6 +114,21 @@ def prefill_layout(
     )
 
 
+def recall_layout(*, tokens: int, rows: int) -> PackedLayout:
+    """A RecallBatch's."""
+    return PackedLayout(
+        (
+            ("slots", (rows,)),
+            ("starts", (rows,)),
+            ("cu_q_lens", (rows + 1,)),
+            ("next_ids", (rows,)),
+            ("is_first", (rows,)),
+            ("prompt_lens", (rows,)),
+            ("token_ids", (tokens,)),
+        )
+    )
+
+
 def _window_grants(num_windows: int, num_grants: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Without windows there is no such field, and nothing is sent."""
     return (("window_grants", (num_windows, num_grants, 3)),) if num_windows else ()

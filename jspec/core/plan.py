@@ -28,6 +28,8 @@ class Admission:
     fill_ids: prompt and, after a retraction, what was already emitted. prompt_len counts the
     prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size) of the full
     space; in every other one the row owns what is granted to it, and nothing before.
+    cached_len: tokens of the fill whose KV is in the first pages already, a multiple of the page
+    size: those pages are shared and only read, and the first chunk starts behind them.
     """
 
     row: RowRef
@@ -35,6 +37,7 @@ class Admission:
     prompt_len: int
     fill_ids: tuple[int, ...]
     page_ids: tuple[int, ...]
+    cached_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,11 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
+    """RECALL is no plan's: the runner puts it before a prefill whose rows need it."""
+
     PREFILL = "prefill"
     DECODE = "decode"
+    RECALL = "recall"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,6 +195,7 @@ class Request:
     `seed` is final: a request with n choices enters as n Requests whose seeds are
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
+    extra_key: requests with different ones share no cached prefix.
     """
 
     request_id: str
@@ -203,6 +204,7 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
+    extra_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.sampling.min_new_tokens and len(self.stop_ids) > MAX_MASKED_STOP_IDS:
@@ -295,6 +297,7 @@ class StreamChunk:
 
     new_ids: ids that this round emitted, after the cut. num_accepted of them (from the front) were
     accepted drafts; the rest is the target's own. text: the new text, never half a character.
+    cached_tokens: of the prompt, found in the prefix cache.
     """
 
     request_id: str
@@ -305,4 +308,5 @@ class StreamChunk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     num_retractions: int = 0
+    cached_tokens: int = 0
     counters: SpecCounters = field(default_factory=SpecCounters)

@@ -20,6 +20,7 @@ class Completion:
         self.finish: FinishReason | None = None
         self.prompt_tokens = 0
         self.num_retractions = 0
+        self.cached_tokens = 0
         self.counters = SpecCounters()
         self.texts: list[str] = []
 
@@ -29,6 +30,7 @@ class Completion:
         self.finish = chunk.finish
         self.prompt_tokens = chunk.prompt_tokens
         self.num_retractions = chunk.num_retractions
+        self.cached_tokens = chunk.cached_tokens
         self.counters = chunk.counters
 
     @property
@@ -53,7 +55,7 @@ class Completion:
             "finish_reason": None if self.finish is None else self.finish.to_json(),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": len(self.output_ids),
-            "cached_tokens": 0,
+            "cached_tokens": self.cached_tokens,
             "num_retractions": self.num_retractions,
         }
         if e2e_latency is not None:

@@ -92,3 +92,10 @@ def empty_rows(
 def take_rows(tree: Any, slots: jax.Array) -> Any:
     """Row `slots[b]` of every per-slot array of `tree`."""
     return jax.tree.map(lambda x: x.at[slots].get(mode="promise_in_bounds"), tree)
+
+
+def put_rows(tree: Any, slots: jax.Array, values: Any) -> Any:
+    """Row slots[b] = values[b] in every per-slot array."""
+    return jax.tree.map(
+        lambda x, v: x.at[slots].set(v.astype(x.dtype), mode="promise_in_bounds"), tree, values
+    )

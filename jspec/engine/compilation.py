@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.core.batch import DecodeBatch, prefill_batch
+from jspec.core.batch import DecodeBatch, RecallBatch, prefill_batch
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
@@ -35,6 +35,7 @@ from jspec.engine.programs import ProgramKey, program_keys
 from jspec.engine.transfer import layout_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.recall import recall_step
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 
 # (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
@@ -70,6 +71,12 @@ def _prefill_entry(
     return prefill_step(program, params, state, prefill_batch(packed.unpack(flat)))
 
 
+def _recall_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return recall_step(program, params, state, RecallBatch(**packed.unpack(flat)))
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
     """All of an engine's limits that a program's code depends on, beside what its arrays show.
@@ -97,7 +104,7 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
-    entry = _prefill_entry
+    entry = _recall_entry if shape.kind is StepKind.RECALL else _prefill_entry
     if shape.kind is StepKind.DECODE:
         entry = partial(_decode_entry, num_rounds=shape.num_rounds)
     packed = shape.packed

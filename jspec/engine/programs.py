@@ -10,20 +10,20 @@ from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, StepFeatures
 from jspec.core.plan import StepKind, StepPlan
 
-# So few are all compiled at the start: a CPU's engine always, which would otherwise compile beside
-# its own serving on the same cores.
+# So few steps are all compiled at the start: a CPU's engine always, which would otherwise compile
+# beside its own serving on the same cores.
 FEW_PROGRAMS = 8
 
 
 class ProgramKey(NamedTuple):
-    """A compiled program. bucket: B rows of a decode, T tokens of a prefill."""
+    """A compiled program. bucket: B rows of a decode, T tokens of a prefill or ids of a recall."""
 
     kind: StepKind
     bucket: int
     features: StepFeatures
 
     def __str__(self) -> str:
-        size = "T" if self.kind is StepKind.PREFILL else "B"
+        size = "B" if self.kind is StepKind.DECODE else "T"
         features = "" if self.features == PLAIN else f" {self.features}"
         return f"{self.kind.value} {size}={self.bucket}{features}"
 
@@ -38,9 +38,13 @@ class HasBuckets(Protocol):
     def prefill_buckets(self) -> tuple[int, ...]: ...
 
 
-def program_keys(limits: HasBuckets) -> tuple[ProgramKey, ...]:
-    """All that an engine wants: prefill with all features (decision 4), decode with none and with
-    all."""
+def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """All that an engine wants."""
+    return (*step_programs(limits), *recall_programs(limits))
+
+
+def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
+    """Prefill with all features (decision 4), decode with none and with all."""
     decode = [
         ProgramKey(StepKind.DECODE, batch, features)
         for batch in limits.decode_buckets
@@ -50,10 +54,16 @@ def program_keys(limits: HasBuckets) -> tuple[ProgramKey, ...]:
     return (*prefill, *decode)
 
 
-def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """Few programs that serve every plan: the first two do, the others make common plans cheap.
+def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """One, or none where nothing is cached."""
+    if not limits.caches_prefixes:
+        return ()
+    return (ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN),)
 
-    Those are one row alone, many rows without filters or penalties, and a short prompt.
+
+def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """Few programs that serve every plan: the first two and the last do, the others make common
+    plans cheap: one row alone, many rows without filters or penalties, and a short prompt.
     """
     wanted = (
         ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], ALL),
@@ -61,6 +71,7 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
         ProgramKey(StepKind.DECODE, limits.decode_buckets[0], PLAIN),
         ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], PLAIN),
         ProgramKey(StepKind.PREFILL, limits.prefill_buckets[0], ALL),
+        *recall_programs(limits),
     )
     return tuple(dict.fromkeys(wanted))
 

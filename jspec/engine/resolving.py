@@ -17,7 +17,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
 from jspec.core.resolved_config import ResolvedConfig
-from jspec.engine.programs import FEW_PROGRAMS, program_keys
+from jspec.engine.programs import FEW_PROGRAMS, step_programs
 from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
@@ -103,7 +103,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     )
     if config.compile_at_start != "auto":
         return config
-    are_few = len(program_keys(config)) <= FEW_PROGRAMS
+    are_few = len(step_programs(config)) <= FEW_PROGRAMS
     return replace(config, compile_at_start="all" if are_few else "first")
 
 

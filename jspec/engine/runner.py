@@ -28,8 +28,8 @@ from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
 from jspec.engine.program_growth import ProgramGrowth
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey, nearest_program, needed_program
-from jspec.engine.transfer import pack, unpack_result
+from jspec.engine.programs import ProgramKey, nearest_program, needed_program, recall_programs
+from jspec.engine.transfer import pack, pack_recalls, unpack_result
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
@@ -179,12 +179,23 @@ class DeviceRunner:
         """
         state = self.state
         programs = self._programs
+        if plan.admissions:
+            state = self._recall(plan, state)
         key = programs.nearest(needed_program(plan))
         flat = pack(plan, key, self._limits, vocab_size=self._vocab_size)
         batch = jax.device_put(flat, self._replicated)
         self._state, output = programs.executables[key](self._params, state, batch)
         output.copy_to_host_async()
         self._in_flight.append((plan, output))
+
+    def _recall(self, plan: StepPlan, state: EngineState) -> EngineState:
+        """The state once rows with a cached prefix know its ids, as far as they use them."""
+        for flat in pack_recalls(plan, self._limits):
+            (key,) = recall_programs(self._limits)
+            batch = jax.device_put(flat, self._replicated)
+            state, _ = self._programs.executables[key](self._params, state, batch)
+            self._state = state
+        return state
 
     def collect(self) -> StepResult:
         """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from jspec.core import layout
 from jspec.core.config import ServeLimits
+from jspec.core.features import Feature
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import Admission, RoundResult, StepKind, StepPlan, StepResult
 from jspec.core.request import SAMPLING_FIELDS
@@ -19,6 +20,8 @@ def layout_of(
     """The packed layout of a program's batch."""
     kind, bucket, _ = key
     num_windows = len(limits.windows)
+    if kind is StepKind.RECALL:
+        return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
     if kind is StepKind.DECODE:
         num_grants = bucket * limits.grants_per_row
         return layout.decode_layout(batch=bucket, num_grants=num_grants, num_windows=num_windows)
@@ -51,6 +54,37 @@ def pack(
     fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)
     return packed.pack(fields)
+
+
+def pack_recalls(plan: StepPlan, limits: ServeLimits) -> list[np.ndarray]:
+    """What recall steps must be sent before `plan`, each i32[layout size]: mostly nothing.
+
+    The cached ids of admitted rows that use ids: all of them if the drafter keeps ids, else those
+    with penalties. More ids than one step takes are several pieces.
+    """
+    keeps_ids = limits.spec.algorithm.drafting.keeps_ids
+    packed = layout.recall_layout(tokens=limits.recall_size, rows=limits.prefill_rows)
+    recalls: list[dict[str, np.ndarray]] = []
+    row = offset = 0
+    for admission in plan.admissions:
+        start, end = 0, admission.cached_len
+        if not keeps_ids and Feature.PENALTIES not in admission.request.sampling.features:
+            continue
+        while start < end:
+            if not recalls or row == limits.prefill_rows or offset == limits.recall_size:
+                fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+                recalls.append(fields)
+                row = offset = 0
+            count = min(end - start, limits.recall_size - offset)
+            fields["slots"][row] = admission.row.slot
+            fields["starts"][row] = start
+            fields["next_ids"][row] = admission.fill_ids[start + count]
+            fields["is_first"][row] = start == 0
+            fields["prompt_lens"][row] = admission.prompt_len
+            fields["token_ids"][offset : offset + count] = admission.fill_ids[start : start + count]
+            start, offset, row = start + count, offset + count, row + 1
+            fields["cu_q_lens"][row:] = offset
+    return [packed.pack(fields) for fields in recalls]
 
 
 def _write_window_grants(

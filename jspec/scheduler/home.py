@@ -84,6 +84,14 @@ class HomeLoop:
                 raise
             raise EngineClosedError("the engine's event loop ended during this call") from None
 
+    async def ask(self, function: Callable[[], T]) -> T:
+        """Calls a function that does not wait at home, as `call` runs a coroutine."""
+
+        async def run() -> T:
+            return function()
+
+        return await self.call(run())
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` at home and waits; an interrupt of this wait cancels the work.
 

@@ -255,6 +255,10 @@ class EngineLoop:
         self._publish(chunk)
         return True
 
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""
+        return self._scheduler.flush_cache()
+
     def abandon(self, request_id: str, queue: Mailbox) -> None:
         """Aborts the request of a consumer that went away; a later one of that id stays."""
         if self._queues.get(request_id) is queue:
@@ -307,6 +311,7 @@ class EngineLoop:
         except Exception as error:
             self._cause = error
             clear_frames(error)  # they hold what the device was given
+            self._scheduler.fail()
             self._end_streams("its loop died")
         finally:  # also when the event loop is torn down and cancels this task
             self._is_closing = True

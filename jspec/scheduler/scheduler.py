@@ -15,7 +15,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from jspec.cache.page_pool import PagePool
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, QueueFullError, RequestError
@@ -32,6 +31,8 @@ from jspec.core.plan import (
 from jspec.core.protocols import TextStream
 from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
 from jspec.scheduler import budget, policy
+from jspec.scheduler.pages import FullPages, Hit
+from jspec.scheduler.results import check_result
 from jspec.scheduler.sequence import (
     Cut,
     Sequence,
@@ -41,7 +42,7 @@ from jspec.scheduler.sequence import (
     empty_counters,
     surviving_drafts,
 )
-from jspec.scheduler.stats import SchedulerStats
+from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.windows import WindowPages
 
 
@@ -53,7 +54,7 @@ class Scheduler:
     ) -> None:
         self._limits = limits
         self._make_stream = make_stream
-        self._pool = PagePool(limits.num_pages)  # of the full space
+        self._pages = FullPages(limits)
         self._windows = WindowPages(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
@@ -64,13 +65,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._last_kind = StepKind.DECODE
         self._num_steps = 0
-        self._num_requests = 0
-        self._num_finished = 0
-        self._num_aborted = 0
-        self._num_retractions = 0
-        self._num_prompt_tokens = 0
-        self._num_emitted = 0
-        self._counters = empty_counters(limits.spec)
+        self._totals = Totals(counters=empty_counters(limits.spec))
 
     @property
     def limits(self) -> ServeLimits:
@@ -80,23 +75,17 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Exact between turns; another thread may read it at any time, and see half of one."""
         tenancies = tuple(self._tenancies.values())
-        num_held = sum(len(tenancy.page_ids) for tenancy in tenancies)
         return SchedulerStats(
             num_running=len(self._running),
             num_queued=len(self._waiting),
-            num_pages=self._pool.num_pages,
-            num_free_pages=self._pool.num_free,
-            num_leaked_pages=self._pool.num_leaked(num_held) + self._windows.num_leaked,
+            num_pages=self._pages.num_pages,
+            num_free_pages=self._pages.num_free,
+            num_cached_pages=self._pages.num_cached,
+            num_leaked_pages=self._pages.num_leaked(tenancies) + self._windows.num_leaked,
             num_free_window_pages=self._windows.num_free,
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
-            num_requests=self._num_requests,
-            num_finished=self._num_finished,
-            num_aborted=self._num_aborted,
-            num_retractions=self._num_retractions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_emitted=self._num_emitted,
-            counters=self._counters,
+            **self._totals.by_name(),
         )
 
     # Requests in, and out before their time.
@@ -121,13 +110,13 @@ class Scheduler:
             )
         sequence = Sequence(
             request=request,
-            arrival=self._num_requests,
+            arrival=self._totals.num_requests,
             max_new_tokens=max_new_tokens,
             text_stream=self._make_stream(request),
             counters=empty_counters(self._limits.spec),
         )
-        self._num_requests += 1
-        self._num_prompt_tokens += sequence.prompt_len
+        self._totals.num_requests += 1
+        self._totals.num_prompt_tokens += sequence.prompt_len
         self._sequences[name] = sequence
         self._waiting.append(sequence)
 
@@ -138,10 +127,38 @@ class Scheduler:
             return None
         if sequence.tenancy is None:
             self._waiting.remove(sequence)
-        self._num_aborted += 1
+        self._totals.num_aborted += 1
         finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
         self._finish(sequence)
         return sequence.chunk(Cut(ids=(), text=sequence.text_stream.flush(), finish=finish))
+
+    def fail(self) -> None:
+        """The runner failed: the steps in flight are lost, and no row will find what they wrote.
+
+        Rows go back to the queue with what was read of them.
+        """
+        if self._in_flight:
+            self._pages.withdraw(self._in_flight[0].step)
+        self._in_flight.clear()
+        for tenancy in tuple(self._tenancies.values()):
+            tenancy.steps_in_flight = tenancy.rounds_in_flight = 0
+            if tenancy.ended:
+                self._release(tenancy)
+        for sequence in reversed(tuple(self._running.values())):
+            self._retract(sequence, keeps_pages=False)
+
+    # The prefix cache.
+
+    def flush_cache(self) -> bool:
+        """Empties it. False, and nothing happens, while there are requests or steps in flight."""
+        if self._sequences or self._in_flight:
+            return False
+        self._pages.flush()
+        return True
+
+    def set_weight_version(self, version: str) -> None:
+        """From now on rows find nothing that other weights wrote, and running ones add nothing."""
+        self._pages.set_weight_version(version)
 
     # Plans out.
 
@@ -176,13 +193,11 @@ class Scheduler:
                 chunks.append(packer.pack(tenancy))
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._free_slots:
-            running = tuple(self._running.values())
-            newcomer, num_free = self._waiting[0], self._pool.num_free
-            if not policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free):
+            newcomer = self._waiting[0]
+            hit = self._hit_of(newcomer)
+            if hit is None:
                 break
-            if not self._windows.may_admit(newcomer):
-                break
-            tenancy = self._admit(self._waiting.popleft())
+            tenancy = self._admit(self._waiting.popleft(), hit)
             admissions.append(tenancy.admission)
             chunks.append(packer.pack(tenancy))
             grants += self._grant_for_chunk(tenancy, chunks[-1])
@@ -205,7 +220,7 @@ class Scheduler:
                 continue
             num_missing = self._make_room(sequence)
             tenancy = sequence.tenancy
-            if tenancy is None or num_missing > self._pool.num_free:
+            if tenancy is None or num_missing > self._pages.num_free:
                 continue
             grants.extend(self._grant(tenancy, num_missing))
             rows.append(tenancy.row)
@@ -228,29 +243,19 @@ class Scheduler:
         """
         unread = sequence.held_tenancy.rounds_in_flight
         num_missing = policy.pages_missing(self._limits, sequence)
-        while num_missing > self._pool.num_free and sequence.tenancy is not None:
+        while num_missing > self._pages.num_free and sequence.tenancy is not None:
             if unread or any(other.ended for other in self._tenancies.values()):
                 break
             if len(self._running) == 1:
                 raise InvariantError(
                     f"the only running sequence misses {num_missing} pages and "
-                    f"{self._pool.num_free} are free; expected submit to have bounded it"
+                    f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
             self._retract(policy.choose_victim(tuple(self._running.values())))
         return num_missing
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        first = len(tenancy.page_ids)
-        limits = self._limits
-        if num_pages > limits.grants_per_row or first + num_pages > limits.pages_per_row:
-            raise InvariantError(
-                f"row {tenancy.row} gets {num_pages} pages after {first}; expected at most "
-                f"{limits.grants_per_row} at once and {limits.pages_per_row} in all"
-            )
-        pages = self._pool.allocate(num_pages)
-        tenancy.page_ids.extend(pages)
-        slot = tenancy.row.slot
-        grants = [PageGrant(slot, first + i, page) for i, page in enumerate(pages)]
+        grants = self._pages.grow(tenancy, num_pages)
         return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
@@ -269,6 +274,7 @@ class Scheduler:
             tenancy = self._tenancies[chunk.row]
             tenancy.num_filled += len(chunk.token_ids)
             self._windows.trim(tenancy)
+            self._pages.publish(tenancy, step=plan.step)
             if chunk.is_final:
                 tenancy.sequence.state = SequenceState.RUNNING
         for row in plan.rows:
@@ -285,7 +291,8 @@ class Scheduler:
 
         Raises InvariantError for a result out of order or of the wrong shape.
         """
-        self._check_result(plan, result)
+        oldest = self._in_flight[0].step if self._in_flight else None
+        check_result(self._limits, plan, result, oldest=oldest)
         self._in_flight.popleft()
         chunks = []
         for i, row in enumerate(plan.row_refs):
@@ -304,49 +311,41 @@ class Scheduler:
                 self._windows.trim(tenancy)
         return tuple(chunks)
 
-    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
-        expected = self._in_flight[0].step if self._in_flight else None
-        if not plan.step == result.step == expected:
-            raise InvariantError(
-                f"plan {plan.step} came with result {result.step}; expected both to be the "
-                f"oldest step in flight, {expected}"
-            )
-        is_decode = plan.kind is StepKind.DECODE
-        num_rounds = self._limits.num_rounds if is_decode else 1
-        most = self._limits.spec.max_emitted if is_decode else 1
-        least = [int(chunk.is_final) for chunk in plan.chunks] or [1] * len(plan.rows)
-        rounds = [[len(ids) for ids in of_round.emitted_ids] for of_round in result.rounds]
-        if [len(lens) for lens in rounds] != [len(least)] * num_rounds or not all(
-            low <= n <= low * most for lens in rounds for low, n in zip(least, lens, strict=True)
-        ):
-            raise InvariantError(
-                f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
-                f"number from {least} on, and at most {most}, for its {len(least)} rows"
-            )
-
     def _commit_row(self, tenancy: Tenancy, ids: tuple[int, ...], kind: StepKind) -> StreamChunk:
         sequence = tenancy.sequence
         tenancy.is_prefill_read = True
         cut = sequence.absorb(ids)
         num_kept, num_accepted = len(cut.ids), 0
-        self._num_emitted += num_kept
+        self._totals.num_emitted += num_kept
         if kind is StepKind.DECODE:
             num_accepted = surviving_drafts(len(ids), num_kept)
             spec = self._limits.spec
             sequence.counters = count_verification(
                 sequence.counters, spec, num_emitted=len(ids), num_kept=num_kept
             )
-            self._counters = count_verification(
-                self._counters, spec, num_emitted=len(ids), num_kept=num_kept
+            self._totals.counters = count_verification(
+                self._totals.counters, spec, num_emitted=len(ids), num_kept=num_kept
             )
         if cut.finish is not None:
-            self._num_finished += 1
+            self._totals.num_finished += 1
             self._finish(sequence)
         return sequence.chunk(cut, num_accepted=num_accepted)
 
     # Tenancies: admit, end, release.
 
-    def _admit(self, sequence: Sequence) -> Tenancy:
+    def _hit_of(self, newcomer: Sequence) -> Hit | None:
+        """What the head of the queue finds cached if it may be admitted now, else None."""
+        running = tuple(self._running.values())
+        hit = self._pages.find(newcomer)
+        num_free = self._pages.num_free + hit.num_in_use
+        fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
+        if not (fits and self._windows.may_admit(newcomer)):
+            return None
+        held = (sequence.held_tenancy for sequence in running)
+        writers = (tenancy for tenancy in held if not tenancy.is_prefill_dispatched)
+        return None if self._pages.waits(newcomer, hit, writers) else hit
+
+    def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
         slot = heapq.heappop(self._free_slots)
         self._epochs[slot] += 1
         fill_ids = sequence.fill_ids
@@ -357,8 +356,12 @@ class Scheduler:
             row=RowRef(slot, self._epochs[slot]),
             sequence=sequence,
             fill_ids=fill_ids,
-            page_ids=list(self._pool.allocate(num_pages)),
+            page_ids=[],
         )
+        self._pages.admit(tenancy, hit, num_pages)
+        if not sequence.num_retractions:
+            sequence.cached_tokens = tenancy.cached_len
+            self._totals.num_cached_tokens += tenancy.cached_len
         self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
@@ -366,12 +369,12 @@ class Scheduler:
         sequence.state = SequenceState.PREFILLING
         return tenancy
 
-    def _retract(self, sequence: Sequence) -> None:
+    def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
         """Back to the front of the queue, output kept; prompt and output will be filled again."""
-        self._end_tenancy(sequence)
+        self._end_tenancy(sequence, keeps_pages=keeps_pages)
         sequence.state = SequenceState.WAITING
         sequence.num_retractions += 1
-        self._num_retractions += 1
+        self._totals.num_retractions += 1
         self._waiting.appendleft(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -379,17 +382,19 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request.request_id]
 
-    def _end_tenancy(self, sequence: Sequence) -> None:
+    def _end_tenancy(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
         tenancy, sequence.tenancy = sequence.tenancy, None
         if tenancy is None:
             return
         del self._running[sequence.request.request_id]
+        if keeps_pages:
+            self._pages.keep(tenancy, step=self._num_steps)
         tenancy.ended = True
         if tenancy.steps_in_flight == 0:
             self._release(tenancy)
 
     def _release(self, tenancy: Tenancy) -> None:
         del self._tenancies[tenancy.row]
-        self._pool.release(tenancy.page_ids)
+        self._pages.release(tenancy)
         self._windows.release(tenancy)
         heapq.heappush(self._free_slots, tenancy.row.slot)

@@ -11,9 +11,10 @@ counters all derive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
+from jspec.cache.prefix_cache import CachedPage
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
@@ -41,10 +42,13 @@ class SequenceState(enum.Enum):
 class Tenancy:
     """A sequence's stay in a slot, named (slot, epoch) in plans.
 
-    fill_ids: prompt and what had been emitted at admission. page_ids: what the row owns, in order
-    of position. num_filled: fill tokens dispatched. steps_in_flight: dispatched, uncollected steps
-    that name the row; until it is 0, slot and pages stay taken, also when `ended`.
-    rounds_in_flight: rounds of the decodes among them.
+    fill_ids: prompt and what had been emitted at admission. page_ids: the row's, in order of
+    position: first those of the prefix cache. num_filled: fill tokens dispatched, or cached.
+    steps_in_flight: dispatched, uncollected steps that name the row; until it is 0, slot and pages
+    stay taken, also when `ended`. rounds_in_flight: rounds of the decodes among them.
+    cached_len: fill tokens that were cached at admission. namespace, last_cached: where in the
+    cache the row is, and the last page that it holds there (None: it keeps nothing).
+    num_cached: how many of page_ids are in the cache.
     """
 
     row: RowRef
@@ -52,6 +56,10 @@ class Tenancy:
     fill_ids: tuple[int, ...]
     page_ids: list[int]
     num_filled: int = 0
+    cached_len: int = 0
+    namespace: Hashable = None
+    last_cached: CachedPage | None = None
+    num_cached: int = 0
     steps_in_flight: int = 0
     rounds_in_flight: int = 0
     is_prefill_read: bool = False
@@ -66,6 +74,7 @@ class Tenancy:
             prompt_len=self.sequence.prompt_len,
             fill_ids=self.fill_ids,
             page_ids=tuple(self.page_ids),
+            cached_len=self.cached_len,
         )
 
     @property
@@ -112,6 +121,7 @@ class Sequence:
 
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
     to what the engine can hold. features: what its steps must have, asked for at every plan.
+    cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     """
 
     request: Request
@@ -123,6 +133,7 @@ class Sequence:
     tenancy: Tenancy | None = None
     emitted_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
+    cached_tokens: int = 0
     features: StepFeatures = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +165,8 @@ class Sequence:
     @property
     def fill_ids(self) -> tuple[int, ...]:
         """What a prefill has to run: the prompt and, after a retraction, the output too."""
+        if not self.emitted_ids:
+            return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
@@ -210,6 +223,7 @@ class Sequence:
             prompt_tokens=self.prompt_len,
             completion_tokens=len(self.emitted_ids),
             num_retractions=self.num_retractions,
+            cached_tokens=self.cached_tokens,
             counters=self.counters,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jspec.core.request import SpecCounters
 
@@ -11,9 +12,11 @@ from jspec.core.request import SpecCounters
 class SchedulerStats:
     """A snapshot for metrics. Totals are since the start and count committed ids only.
 
-    num_pages, num_free_pages: of the full space; num_free_window_pages: of each other one.
-    num_leaked_pages: lent pages, of whatever space, that no tenancy holds; 0 always, idle or not.
-    num_emitted: all output tokens, prefill's included. counters: sums over all sequences.
+    num_pages, num_free_pages: of the full space; num_free_window_pages: of each other one. Free is
+    also what is cached and held by no row. num_cached_pages: in the prefix cache, held or not.
+    num_leaked_pages: lent pages, of whatever space, that no tenancy and no cache holds; 0 always,
+    idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
+    tokens found in the prefix cache. counters: sums over all sequences.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
@@ -32,3 +35,28 @@ class SchedulerStats:
     counters: SpecCounters
     num_free_window_pages: tuple[int, ...] = ()
     num_steps: int = 0
+    num_cached_pages: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of all prompt tokens that were found in the prefix cache."""
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """What SchedulerStats adds up since the start; the scheduler's own, and it alone writes."""
+
+    counters: SpecCounters
+    num_requests: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_retractions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_emitted: int = 0
+
+    def by_name(self) -> dict[str, Any]:
+        """As SchedulerStats names them."""
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -144,5 +144,7 @@ class ControlEndpoints:
         return JSONResponse({"status": "ok", "profile_dir": directory})
 
     async def flush_cache(self, _: Request) -> Response:
-        """GET or POST /flush_cache."""
-        return PlainTextResponse("Nothing to flush: there is no prefix cache yet.\n")
+        """GET or POST /flush_cache: empties the prefix cache, if no request is there."""
+        if await self.service.engine.flush_cache():
+            return PlainTextResponse("Cache flushed.\n")
+        raise RequestError("requests are running or waiting; expected none while the cache goes")

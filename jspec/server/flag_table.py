@@ -162,7 +162,6 @@ _OTHER_SPECULATIVE = (
 )
 
 _OTHER_MEMORY = (
-    _warns("--disable-radix-cache", _SWITCH, "there is no prefix cache yet"),
     _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
     _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
     _warns("--max-prefill-tokens", _INT, "--chunked-prefill-size bounds a step"),
@@ -184,7 +183,7 @@ _OTHER_MEMORY = (
     _warns("--disable-custom-all-reduce", _SWITCH, "XLA chooses the collectives"),
     _warns("--watchdog-timeout", _FLOAT, "a dead loop ends its streams with an error at once"),
     _refused("--cpu-offload-gb", _FLOAT, "weights stay on the device", neutral=("0", "0.0")),
-    _refused("--enable-hierarchical-cache", _SWITCH, "there is no prefix cache yet"),
+    _refused("--enable-hierarchical-cache", _SWITCH, "the prefix cache is on the device alone"),
     _refused("--dp-size", _INT, _ONE_HOST, "--data-parallel-size", neutral=("1",)),
     _refused("--pp-size", _INT, _ONE_HOST, "--pipeline-parallel-size", neutral=("1",)),
     _refused("--ep-size", _INT, _ONE_HOST, "--expert-parallel-size", neutral=("1",)),
@@ -205,7 +204,7 @@ _OTHER_SERVER = (
     _warns("--log-requests-level", _INT, "a line has route, status and seconds; never text"),
     _warns("--show-time-cost", _SWITCH, "start-up times are always shown"),
     _warns("--skip-server-warmup", _SWITCH, "nothing is compiled when a request comes"),
-    _warns("--enable-cache-report", _SWITCH, "there is no prefix cache yet; cached_tokens is 0"),
+    _warns("--enable-cache-report", _SWITCH, "cached_tokens is always reported"),
     _warns("--tokenizer-worker-num", _INT, "one process tokenizes"),
     _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),
     _refused("--root-path", _TEXT, "the server answers at /"),

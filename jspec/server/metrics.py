@@ -108,7 +108,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def token_usage(stats: SchedulerStats) -> float:
-    """Share of the KV pool that is lent out."""
+    """Share of the KV pool that sequences hold; what is only cached does not count."""
     return _ratio(stats.num_pages - stats.num_free_pages, stats.num_pages)
 
 
@@ -173,10 +173,14 @@ class ServerMetrics(Collector):
             "spec_num_draft_tokens": (spec.num_draft_tokens, "N: tree nodes, root included"),
             "num_running_reqs": (stats.num_running, "Sequences that hold a slot"),
             "num_queue_reqs": (stats.num_queued, "Sequences that wait for one"),
-            "token_usage": (token_usage(stats), "Share of the KV pool that is lent out"),
+            "token_usage": (token_usage(stats), "Share of the KV pool that sequences hold"),
+            "cache_hit_rate": (
+                stats.cache_hit_rate,
+                "Share of all prompt tokens that were found in the prefix cache",
+            ),
             "kv_available_tokens": (
                 stats.num_free_pages * self._limits.page_size,
-                "Tokens that the free pages hold",
+                "Tokens that free pages hold, and cached ones that no sequence uses",
             ),
             "gen_throughput": (
                 self._meter.rates(stats).gen_throughput,
@@ -188,6 +192,10 @@ class ServerMetrics(Collector):
             "jspec:spec_accepted_drafts": (counters.num_accepted, "Draft tokens accepted"),
             "jspec:spec_proposed_drafts": (counters.num_proposed, "Draft tokens proposed"),
             "sglang:prompt_tokens": (stats.num_prompt_tokens, "Prompt tokens"),
+            "sglang:cached_tokens": (
+                stats.num_cached_tokens,
+                "Prompt tokens found in the prefix cache",
+            ),
             "sglang:generation_tokens": (stats.num_emitted, "Output tokens"),
             "sglang:num_requests": (stats.num_requests, "Sequences taken in"),
             "sglang:num_aborted_requests": (stats.num_aborted, "Sequences aborted"),

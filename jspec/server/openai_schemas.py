@@ -289,20 +289,28 @@ class AnswerHead:
         }
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object; a prompt counts once, however many choices it has."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object; a prompt counts once, however many choices it has.
+
+    Details are there if any of the prompt was cached, as SGLang has it.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
     }
 
 
 def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> dict[str, Any]:
     """The usage of a whole answer; prompt_idxs says which prompt each completion is of."""
-    prompts = dict(zip(prompt_idxs, (c.prompt_tokens for c in completions), strict=True))
-    return usage(sum(prompts.values()), sum(len(c.output_ids) for c in completions))
+    pairs = tuple(zip(prompt_idxs, completions, strict=True))
+    first = dict(reversed(pairs))
+    return usage(
+        sum(c.prompt_tokens for c in first.values()),
+        sum(len(c.output_ids) for c in completions),
+        sum(c.cached_tokens for c in first.values()),
+    )
 
 
 def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | None]:

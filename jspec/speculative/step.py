@@ -30,7 +30,7 @@ from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.layout import output_columns
-from jspec.core.state import EngineState, RowState, SamplingRows, take_rows
+from jspec.core.state import EngineState, RowState, SamplingRows, put_rows, take_rows
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
@@ -130,7 +130,7 @@ def speculative_step(
     draft_kv, draft = program.drafter.advance(params["draft"], draft_kv, draft, emitted)
     after = _advance_rows(program, state.rows, slots, verified, rows.seq_lens)
     next_state = EngineState(
-        kv=kv, draft_kv=draft_kv, draft=_put_rows(state.draft, slots, draft), rows=after
+        kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, slots, draft), rows=after
     )
     return next_state, pack_output(
         output_columns(spec.max_emitted),
@@ -195,7 +195,7 @@ def prefill_step(
         next_ids=jnp.where(is_final, roots, batch.next_ids),
         rows=rows,
         last=last,
-        is_first=batch.admitted > 0,
+        is_first=_is_first(program.drafter, batch),
         sampling=sampling,
         queries_per_row=None,
     )
@@ -206,7 +206,7 @@ def prefill_step(
     counts = count_emitted(counts, batch.slots, roots, is_final, first_id=first_id)
     after = _start_rows(state.rows, batch.slots, roots=roots, ends=ends, counts=counts)
     next_state = EngineState(
-        kv=kv, draft_kv=draft_kv, draft=_put_rows(state.draft, batch.slots, draft), rows=after
+        kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, batch.slots, draft), rows=after
     )
     return next_state, pack_output(
         output_columns(1), {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
@@ -245,6 +245,13 @@ def _count_resumed(
         index.valid & (rows.q_positions >= prompt),
         first_id=target.token_ids()[0],
     )
+
+
+def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
+    """Rows of whose tenancy the drafter was told nothing yet: recall_step tells one that keeps ids
+    of a cached prefix."""
+    is_new = batch.admitted > 0
+    return is_new & (batch.starts == 0) if drafter.drafting.keeps_ids else is_new
 
 
 def _sample_roots(
@@ -305,18 +312,20 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 def _admit(state: EngineState, batch: PrefillBatch) -> EngineState:
     """Writes whole new rows; a chunk that brings none writes to the dummy slot.
 
-    In a window space a row begins with no pages; those of each chunk come with it.
+    In a window space a row begins with no pages; those of each chunk come with it. The counts of a
+    row with a cached prefix are `recall_step`'s.
     """
     to = batch.admitted
+    uncounted = jnp.where(batch.starts == 0, to, 0)
     rows = state.rows
     none = {window: jnp.zeros_like(batch.page_table) for window in rows.window_tables}
     state = _with_rows(
         state,
-        prompt_lens=_put_rows(rows.prompt_lens, to, batch.prompt_lens),
-        page_table=_put_rows(rows.page_table, to, batch.page_table),
-        window_tables=_put_rows(rows.window_tables, to, none),
-        sampling=_put_rows(rows.sampling, to, batch.sampling),
-        output_counts=rows.output_counts.at[to].set(0, mode="promise_in_bounds"),
+        prompt_lens=put_rows(rows.prompt_lens, to, batch.prompt_lens),
+        page_table=put_rows(rows.page_table, to, batch.page_table),
+        window_tables=put_rows(rows.window_tables, to, none),
+        sampling=put_rows(rows.sampling, to, batch.sampling),
+        output_counts=rows.output_counts.at[uncounted].set(0, mode="promise_in_bounds"),
     )
     return _grant_windows(state, batch.window_grants)
 
@@ -344,8 +353,8 @@ def _advance_rows(
     grown = seq_lens + verified.num_accepted + 1
     return dataclasses.replace(
         rows,
-        root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, verified.bonus_ids, 0)),
-        seq_lens=_put_rows(rows.seq_lens, slots, jnp.where(live, grown, 0)),
+        root_ids=put_rows(rows.root_ids, slots, jnp.where(live, verified.bonus_ids, 0)),
+        seq_lens=put_rows(rows.seq_lens, slots, jnp.where(live, grown, 0)),
         output_counts=counts,
     )
 
@@ -357,16 +366,9 @@ def _start_rows(
     live = slots > 0
     return dataclasses.replace(
         rows,
-        root_ids=_put_rows(rows.root_ids, slots, jnp.where(live, roots, 0)),
-        seq_lens=_put_rows(rows.seq_lens, slots, jnp.where(live, ends, 0)),
+        root_ids=put_rows(rows.root_ids, slots, jnp.where(live, roots, 0)),
+        seq_lens=put_rows(rows.seq_lens, slots, jnp.where(live, ends, 0)),
         output_counts=counts,
-    )
-
-
-def _put_rows(tree: Any, slots: jax.Array, values: Any) -> Any:
-    """Row slots[b] = values[b] in every per-slot array."""
-    return jax.tree.map(
-        lambda x, v: x.at[slots].set(v.astype(x.dtype), mode="promise_in_bounds"), tree, values
     )
 
 

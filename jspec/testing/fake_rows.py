@@ -24,7 +24,8 @@ def require(condition: bool, message: str) -> None:
 class FakeRow:
     """A slot as the device has it, and what the host can have read of it.
 
-    window_pages: by window space, the pages that the row owns there, by index.
+    window_pages: by window space, the pages that the row owns there, by index. text: its tokens as
+    far as anybody has asked for them.
     """
 
     admission: Admission
@@ -37,6 +38,7 @@ class FakeRow:
     unread_rounds: int = 0
     steps_in_flight: int = 0
     window_pages: list[dict[int, int]] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
 
     @property
     def is_filled(self) -> bool:

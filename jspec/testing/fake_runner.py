@@ -33,10 +33,12 @@ from jspec.core.plan import (
 from jspec.core.request import MAX_SEED, Request
 from jspec.core.shapes import powers_of_two
 from jspec.scheduler import budget
+from jspec.testing.fake_pages import FakePages
 from jspec.testing.fake_rows import FakeRow, FakeWindows, require
 from jspec.testing.fake_text import VOCAB_SIZE
 
 TokenAt = Callable[[Request, int], int]
+LOOKAHEAD = 1  # tokens that any fake drafter sees beyond what is written
 
 
 def hash_token(request: Request, position: int) -> int:
@@ -98,6 +100,7 @@ def small_limits(
     num_rounds: int = 1,
     max_queued_requests: int = 8,
     windows: tuple[WindowSpace, ...] = (),
+    prefix_cache: bool = False,
 ) -> ServeLimits:
     """ServeLimits of a toy engine; 0/1/1 is plain decoding."""
     num_steps, topk, nodes = steps_topk_nodes
@@ -118,6 +121,7 @@ def small_limits(
         num_rounds=num_rounds,
         max_queued_requests=max_queued_requests,
         windows=windows,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -130,7 +134,8 @@ class FakeRunner:
       tenant, of a higher epoch, only when no step in flight names the old one.
     - Pages: real ids; never owned by two rows, unless the old owner's steps are all collected, and
       then the old owner never runs again; never past the width of the table, never more at once
-      than the packed put has room for. In the window spaces: `FakeWindows`.
+      than the packed put has room for. Cached pages hold what their reader would have written, and
+      nobody writes them (`FakePages`). In the window spaces: `FakeWindows`.
     - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
       contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
       that the request would really emit.
@@ -155,7 +160,7 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._fail_at_step = fail_at_step
         self._rows: dict[int, FakeRow] = {}
-        self._page_owner: dict[int, RowRef] = {}
+        self._pages = FakePages(limits)
         self._windows = FakeWindows(limits)
         self._last_epochs: Counter[int] = Counter()
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -234,9 +239,11 @@ class FakeRunner:
             require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
             require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
-            admitted = {admission.row for admission in plan.admissions}
-            first = {chunk.row for chunk in plan.chunks if chunk.start == 0}
-            require(admitted == first, f"admitted {admitted} with first chunks of {first}")
+            begun = {chunk.row: chunk.start for chunk in plan.chunks}
+            admitted = {admission.row: admission.cached_len for admission in plan.admissions}
+            for row in (*admitted, *(row for row, start in begun.items() if start == 0)):
+                is_first = row in admitted and begun.get(row) == admitted[row]
+                require(is_first, f"admitted {admitted} with chunks from {begun}")
         else:
             require(not plan.chunks and not plan.admissions, "a decode with chunks")
             require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
@@ -258,33 +265,24 @@ class FakeRunner:
         require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
         self._last_epochs[ref.slot] = ref.epoch
         require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
-        expected = (
-            *request.prompt_ids,
-            *(
-                self._token_at(request, position)
-                for position in range(admission.prompt_len, len(admission.fill_ids))
-            ),
-        )
-        require(admission.fill_ids == expected, f"fill {admission.fill_ids} not {expected}")
         require(len(admission.page_ids) <= self._limits.pages_per_row, f"many pages for {ref}")
         self._rows[ref.slot] = FakeRow(
             admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.windows]
         )
-        for page in admission.page_ids:
-            self._own(page, ref)
+        row = self._rows[ref.slot]
+        row.num_filled = admission.cached_len
+        fill_ids, text = admission.fill_ids, self._text(row, len(admission.fill_ids))
+        require(fill_ids == tuple(text), f"fill {fill_ids} not {text}")
+        self._pages.share(row, text)
+        for page in admission.page_ids[len(row.page_ids) :]:
+            self._pages.own(page, ref, self._rows)
 
-    def _own(self, page: int, ref: RowRef) -> None:
-        """Gives a page to a row; its former owner, if any, must be gone for good."""
-        require(1 <= page <= self._limits.num_pages, f"page {page} for {ref}")
-        former = self._page_owner.get(page)
-        if former is not None:
-            row = self._rows.get(former.slot)
-            if row is not None and row.admission.row == former:
-                require(former != ref, f"page {page} granted twice to {ref}")
-                require(row.steps_in_flight == 0, f"page {page} of {former}, in flight, for {ref}")
-                del self._rows[former.slot]  # it ended: from now on its RowRef is an error
-        self._page_owner[page] = ref
-        self._rows[ref.slot].page_ids.append(page)
+    def _text(self, row: FakeRow, length: int) -> list[int]:
+        """The row's tokens, as many as `length` at least: its prompt, then what it emits."""
+        request = row.admission.request
+        row.text = row.text or list(request.prompt_ids)
+        row.text += [self._token_at(request, p) for p in range(len(row.text), length)]
+        return row.text
 
     def _prefill(self, chunk: PrefillChunk) -> tuple[tuple[int, ...], ...]:
         row = self._row(chunk.row)
@@ -294,6 +292,8 @@ class FakeRunner:
         require(chunk.token_ids == fill_ids[chunk.start : end], f"chunk tokens of {chunk.row}")
         require(end <= self._num_owned(row), f"{chunk.row} writes {end} of {self._num_owned(row)}")
         self._windows.check(row, first=chunk.start, end=end)
+        text = self._text(row, end + LOOKAHEAD)
+        self._pages.write(row, text, first=chunk.start, end=end, scratch=0)
         row.num_filled = row.seq_len = end
         row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
         next_id = None if row.is_filled else fill_ids[end]
@@ -312,7 +312,7 @@ class FakeRunner:
             require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
         for grant in grants:
             self._check_grant(grant, self._row(refs[grant.slot]))
-            self._own(grant.page, refs[grant.slot])
+            self._pages.own(grant.page, refs[grant.slot], self._rows)
         for slot in per_slot:
             row = self._rows[slot]
             needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
@@ -376,7 +376,10 @@ class FakeRunner:
         require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
-        row.seq_len += len(emitted)
+        start, end = row.seq_len, row.seq_len + len(emitted)
+        text = self._text(row, end + LOOKAHEAD)
+        self._pages.write(row, text, first=start, end=end, scratch=written - end)
+        row.seq_len = end
         row.num_emitted += len(emitted)
         row.unread_rounds += 1
         return emitted

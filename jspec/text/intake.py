@@ -60,8 +60,12 @@ class Intake:
         sampling_params: Params = None,
         *,
         request_id: str | None = None,
+        extra_key: str | None = None,
     ) -> tuple[Request, ...]:
-        """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
+
+        extra_key: requests with different ones share no cached prefix.
+        """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
@@ -78,6 +82,7 @@ class Intake:
                 seed=choice_seed(seed, i),
                 eos_token_ids=self._eos_token_ids,
                 stop_matching=automaton,
+                extra_key=extra_key,
             )
             for i in range(sampling.n)
         )

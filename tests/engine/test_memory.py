@@ -42,7 +42,7 @@ def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "queue", "expected"), [(4, None, 128), (300, None, 300), (300, 2, 2)]
+    ("slots", "queue", "expected"), [(4, None, 1024), (2000, None, 2000), (300, 2, 2)]
 )
 def test_a_queue_fills_every_slot_unless_it_is_bounded(
     slots: int, queue: int | None, expected: int

@@ -337,16 +337,16 @@ def ids_of(engine: Engine, **sampling: Any) -> list[int]:
 
 def test_an_engine_serves_before_all_programs_are_there(arguments: dict[str, Any]) -> None:
     with Engine(**arguments) as engine:
-        assert counts(engine) == (4, 5)
+        assert counts(engine) == (5, 6)
         early = [ids_of(engine), ids_of(engine, top_p=0.8), ids_of(engine, temperature=0.0)]
-        wait_for(lambda: counts(engine) == (5, 5))
+        wait_for(lambda: counts(engine) == (6, 6))
         late = [ids_of(engine), ids_of(engine, top_p=0.8), ids_of(engine, temperature=0.0)]
         assert late == early
     started: list[str] = []
     with Engine(progress=lambda *said: started.append(said[3]), **arguments) as engine:
-        assert counts(engine) == (5, 5)
+        assert counts(engine) == (6, 6)
         assert ids_of(engine, top_p=0.8) == early[1]
-    assert started == ["loaded"] * 5
+    assert started == ["loaded"] * 6
 
 
 def building_processes() -> list[str]:
@@ -366,7 +366,7 @@ def test_an_engine_that_is_shut_down_leaves_no_process(
     built_last = max(stored.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     built_last.unlink()
     engine = Engine(**arguments)
-    assert counts(engine) == (4, 5)
+    assert counts(engine) == (5, 6)
     wait_for(lambda: building_processes() != [])
     engine.shutdown()
     assert building_processes() == []

@@ -23,6 +23,7 @@ from jspec.engine.programs import (
     nearest_program,
     program_keys,
     programs_at_start,
+    step_programs,
 )
 from jspec.engine.runner import ReadyPrograms
 
@@ -33,7 +34,8 @@ SUBSETS = [
     for n in range(len(Feature) + 1)
     for members in itertools.combinations(Feature, n)
 ]
-KEYS = st.builds(ProgramKey, st.sampled_from(StepKind), st.integers(1, 9), st.sampled_from(SUBSETS))
+KINDS = st.sampled_from([StepKind.PREFILL, StepKind.DECODE])  # of plans
+KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS))
 
 
 def decode(bucket: int, features: StepFeatures) -> ProgramKey:
@@ -91,6 +93,7 @@ def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimit
         decode_buckets=decode,
         prefill_buckets=prefill,
         prefill_rows=2,
+        prefix_cache=True,
     )
 
 
@@ -116,18 +119,19 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
     assert later_programs(limits, every) == ()
 
 
-def test_of_21_programs_five_come_first_and_a_cpu_waits_for_all() -> None:
+def test_of_22_programs_six_come_first_and_a_cpu_waits_for_all() -> None:
     assert [str(key) for key in first_programs(H200)] == [
         "prefill T=8192 all",
         "decode B=48 all",
         "decode B=1",
         "decode B=48",
         "prefill T=128 all",
+        "recall T=64",
     ]
     assert programs_at_start(H200, "first") == first_programs(H200)
     assert programs_at_start(H200, "all") == program_keys(H200)
-    assert len(program_keys(H200)) == 21
-    assert len(program_keys(CPU)) == FEW_PROGRAMS
+    assert len(program_keys(H200)) == 22
+    assert len(step_programs(CPU)) == FEW_PROGRAMS
     assert programs_at_start(CPU, "all") == program_keys(CPU)
     assert programs_at_start(CPU, "first") == first_programs(CPU)
     assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [

@@ -116,7 +116,7 @@ def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
     assert after.num_maps < before.num_maps + 100  # one engine's programs take about 400
     assert all(engine.is_closed for engine in kept)
     assert all(error.__traceback__ is not None for error in errors)
-    assert kept[0].get_server_info()["num_programs"] == 3
+    assert kept[0].get_server_info()["num_programs"] == 4
 
 
 def test_a_head_that_cannot_be_read_leaves_nothing_of_its_target_though_its_error_is_kept(

@@ -24,7 +24,7 @@ from jspec.core.plan import (
 from jspec.core.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
 from jspec.core.state import empty_sampling
 from jspec.engine.programs import ProgramKey, nearest_program, needed_program, program_keys
-from jspec.engine.transfer import layout_of, pack, unpack_result
+from jspec.engine.transfer import layout_of, pack, pack_recalls, unpack_result
 
 V = 100
 LIMITS = ServeLimits(
@@ -237,3 +237,37 @@ def test_results_of_several_rounds_come_back_by_round() -> None:
     assert by_round(result) == [((41, 42), (43,), (1, 2, 3, 4)), ((51,), (52, 53, 54), (55,))]
     prefilled = np.array([[0, 0], [1, 77], [0, 0]])
     assert by_round(unpack_result(PREFILL, prefilled, limits)) == [((), (77,))]
+
+
+def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
+    """28 ids are cached of row 2, which has penalties, 8 of row 1, which has none."""
+    limits = replace(LIMITS, prefix_cache=True, context_length=20, prefill_rows=2)
+    fill = tuple(range(10, 40))
+    plan = replace(
+        PREFILL,
+        admissions=tuple(
+            replace(
+                admission(RowRef(slot, 1), seed=0, **sampling),
+                fill_ids=fill,
+                cached_len=cached,
+                prompt_len=12,
+            )
+            for slot, cached, sampling in ((2, 28, {"presence_penalty": 1.0}), (1, 8, {}))
+        ),
+    )
+    layout = layout_of(ProgramKey(StepKind.RECALL, 20, PLAIN), limits)
+    first, second = (layout.unpack(flat) for flat in pack_recalls(plan, limits))
+    assert (first["slots"].tolist(), first["starts"].tolist()) == ([2, 0], [0, 0])
+    assert (first["is_first"].tolist(), second["is_first"].tolist()) == ([1, 0], [0, 0])
+    assert first["token_ids"].tolist() == list(fill[:20])
+    assert (first["cu_q_lens"].tolist(), first["next_ids"].tolist()) == ([0, 20, 20], [30, 0])
+    assert (second["slots"].tolist(), second["starts"].tolist()) == ([2, 0], [20, 0])
+    assert second["token_ids"].tolist() == [*fill[20:28], *[0] * 12]
+    assert (second["cu_q_lens"].tolist(), second["next_ids"].tolist()) == ([0, 8, 8], [38, 0])
+    assert second["prompt_lens"].tolist() == [12, 0]
+    ngram = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
+    recalled = [layout.unpack(flat) for flat in pack_recalls(plan, replace(limits, spec=ngram))]
+    assert [fields["slots"].tolist() for fields in recalled] == [[2, 0], [2, 1]]
+    assert recalled[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
+    assert recalled[1]["cu_q_lens"].tolist() == [0, 8, 16]
+    assert pack_recalls(PREFILL, limits) == []

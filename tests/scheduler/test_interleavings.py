@@ -53,6 +53,7 @@ class Interleavings(RuleBasedStateMachine):
         salt=st.integers(0, 3),
         windows=st.lists(st.sampled_from([1, 3, 8, 40, 200]), max_size=2, unique=True),
         spare_pages=st.integers(0, 6),
+        prefix_cache=st.booleans(),
     )
     def start(
         self,
@@ -68,6 +69,7 @@ class Interleavings(RuleBasedStateMachine):
         salt: int,
         windows: list[int],
         spare_pages: int,
+        prefix_cache: bool,
     ) -> None:
         roomy = small_limits(
             steps_topk_nodes=spec,
@@ -80,6 +82,7 @@ class Interleavings(RuleBasedStateMachine):
             overlap_depth=depth,
             num_rounds=num_rounds,
             max_queued_requests=4,
+            prefix_cache=prefix_cache,
         )
         num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
         full = replace(roomy, num_pages=num_pages)
@@ -98,21 +101,26 @@ class Interleavings(RuleBasedStateMachine):
         min_new_tokens=st.integers(0, 3),
         stop=st.lists(st.text("abcdefgh", min_size=1, max_size=2), max_size=1),
         eos=st.lists(st.integers(0, 40), max_size=1),
-        seed=st.integers(0, 2**64 - 1),
+        seed=st.integers(0, 2**64 - 1) | st.integers(0, 1),
+        extra_key=st.sampled_from([None, None, "k"]),
     )
     def submit(
         self,
-        prompt_len: int,
         max_new_tokens: int,
         min_new_tokens: int,
         stop: list[str],
         eos: list[int],
         seed: int,
+        prompt_len: int = 0,
+        prompt: tuple[int, ...] = (),
+        extra_key: str | None = None,
     ) -> None:
         name = f"r{len(self.requests)}"
+        prompt_ids = prompt or (0,) * prompt_len
+        prompt_len = len(prompt_ids)
         request = Request(
             request_id=name,
-            prompt_ids=(0,) * prompt_len,
+            prompt_ids=prompt_ids,
             sampling=SamplingParams(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(min_new_tokens, max_new_tokens),
@@ -120,6 +128,7 @@ class Interleavings(RuleBasedStateMachine):
             ),
             seed=seed,
             eos_token_ids=tuple(eos),
+            extra_key=extra_key,
         )
         try:
             self.scheduler.submit(request)
@@ -145,6 +154,28 @@ class Interleavings(RuleBasedStateMachine):
                 eos=[],
                 seed=len(self.requests),
             )
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 25), max_size=3))
+    def submit_next_turn(self, data: st.DataObject, more: list[int]) -> None:
+        """A prompt that begins with another request and what it has said so far."""
+        before = data.draw(st.sampled_from(sorted(self.chunks)))
+        said = tuple(i for chunk in self.chunks[before] for i in chunk.new_ids)
+        self.submit(
+            prompt=(*self.requests[before].prompt_ids, *said, *more),
+            max_new_tokens=5,
+            min_new_tokens=0,
+            stop=[],
+            eos=[],
+            seed=len(self.requests),
+        )
+
+    @rule()
+    def flush_cache(self) -> None:
+        is_idle = not self.live and not self.in_flight
+        assert self.scheduler.flush_cache() == is_idle
+        if is_idle:
+            assert self.scheduler.stats.num_cached_pages == 0
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -219,6 +250,7 @@ class Interleavings(RuleBasedStateMachine):
             assert text == text_of(ids)
         else:
             assert (ids, text, last.finish) == (expected.ids, expected.text, expected.finish)
+            assert last.cached_tokens < last.prompt_tokens
             if last.num_retractions == 0:  # a prefill would begin other rounds
                 assert chunks[-1].counters == self.counted(request, num_out=len(ids))
 
@@ -240,6 +272,7 @@ class Interleavings(RuleBasedStateMachine):
         stats = self.scheduler.stats
         counters = [chunk.counters for chunk in last_chunks]
         assert stats.num_emitted == sum(chunk.completion_tokens for chunk in last_chunks)
+        assert stats.num_cached_tokens == sum(chunk.cached_tokens for chunk in last_chunks)
         assert stats.num_retractions == sum(chunk.num_retractions for chunk in last_chunks)
         assert stats.num_finished + stats.num_aborted == stats.num_requests == len(last_chunks)
         for name in (

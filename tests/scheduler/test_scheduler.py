@@ -276,6 +276,8 @@ def test_stats_may_be_read_while_rows_come_and_go() -> None:
     tenancies: dict[Any, Any] = scheduler._tenancies
 
     class Arriving:
+        num_cached = 0
+
         @property
         def page_ids(self) -> list[int]:
             tenancies[len(tenancies)] = Arriving()

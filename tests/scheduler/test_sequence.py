@@ -262,5 +262,6 @@ def test_the_chunk_reports_the_cut() -> None:
         "prompt_tokens": 3,
         "completion_tokens": 3,
         "num_retractions": 0,
+        "cached_tokens": 0,
         "counters": dataclasses.asdict(empty_counters(CHAIN)),
     }

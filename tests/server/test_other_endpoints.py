@@ -272,10 +272,16 @@ def test_retry_after_follows_the_queue(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_flush_cache_says_that_there_is_none(client: httpx.Client, method: str) -> None:
+def test_flush_cache_empties_what_is_cached(client: httpx.Client, method: str) -> None:
+    ids = [20 + i % 7 for i in range(40)]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    client.post("/generate", json=body)
+    again = client.post("/generate", json=body).json()
+    assert again["meta_info"]["cached_tokens"] > 0
     response = client.request(method, "/flush_cache")
-    assert response.status_code == 200
-    assert "no prefix cache yet" in response.text
+    assert (response.status_code, response.text) == (200, "Cache flushed.\n")
+    again = client.post("/generate", json=body).json()
+    assert again["meta_info"]["cached_tokens"] == 0
 
 
 def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:

@@ -26,7 +26,7 @@ from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
 from jspec.engine.compilation import compile_all
 from jspec.engine.loading import place
-from jspec.engine.programs import program_keys
+from jspec.engine.programs import program_keys, recall_programs
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
@@ -192,6 +192,23 @@ def build(
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
+
+
+def with_prefix_cache(compiled: Compiled) -> Compiled:
+    """The same engine with a prefix cache: one small program more."""
+    limits = dataclasses.replace(compiled.limits, prefix_cache=True)
+    mesh = mesh_of(compiled.program.target.shard.size)
+    state = init_state(compiled.program, limits, shards=mesh.size, kv_dtype=jnp.float32)
+    recall = compile_all(
+        compiled.program,
+        limits,
+        mesh=mesh,
+        params=compiled.params,
+        state=state,
+        keys=recall_programs(limits),
+    )
+    executables = {**compiled.executables, **recall}
+    return dataclasses.replace(compiled, limits=limits, executables=executables)
 
 
 class ViewRunner:

@@ -1,0 +1,278 @@
+"""Which pages hold the KV of which tokens: a tree of pages, shared by all rows that begin alike.
+
+An edge is one page. It is named by the page's own tokens and the `lookahead` tokens behind them:
+what a drafter keeps for a token may depend on tokens that follow it (EAGLE's row i is made of
+token i + 1), so a page is right only for a text that goes on as its writer's did. What came before
+the page is the path to it.
+
+    worked example: page_size 2, lookahead 1, a text 5 6 7 8 9 in pages 11, 12 and a part of 13
+    root --(5 6 7)--> page 11 --(7 8 9)--> page 12
+    5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 behind it
+
+A page is in use while a row holds it or one behind it. Others may be evicted, the least recently
+used first, and never one with pages behind it. It hands out numbers: it knows no pool, no row and
+no device. Whoever adds a page gives it away; eviction and withdrawal hand it back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
+
+from jspec.core.errors import InvariantError
+
+Ids = tuple[int, ...]
+
+
+class CachedPage:
+    """A page and the path to it; the root of a tree has page 0 and depth 0.
+
+    depth: pages from the root up to and including this one. num_users: rows that hold it or a page
+    behind it. writer: the step from which on it may be read.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "is_withdrawn",
+        "key",
+        "last_used",
+        "num_users",
+        "page",
+        "parent",
+        "writer",
+    )
+
+    def __init__(self, parent: CachedPage | None, key: Hashable, page: int, writer: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.writer = writer
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[Hashable, CachedPage] = {}
+        self.num_users = 0
+        self.last_used = 0
+        self.is_withdrawn = False
+
+    def path(self) -> Iterator[CachedPage]:
+        """This page and those before it, backwards, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages of the path, in order of position."""
+        return tuple(node.page for node in self.path())[::-1]
+
+
+class PrefixCache:
+    """Trees of pages, one for each namespace: texts of different namespaces share nothing."""
+
+    def __init__(self, *, page_size: int, lookahead: int) -> None:
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._roots: dict[Hashable, CachedPage] = {}
+        self._nodes: dict[int, CachedPage] = {}  # by page, the withdrawn ones still in use too
+        self._num_evictable = 0
+        self._clock = 0
+        self._serial = count()  # breaks ties in the heap
+        # Leaves that nobody uses, by last use. An entry is stale once its node was used again.
+        self._leaves: list[tuple[int, int, CachedPage]] = []
+        self.version = 0  # of what can be found: changes with each page added or gone
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that were given to it and not handed back."""
+        return len(self._nodes)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that nobody uses."""
+        return self._num_evictable
+
+    def num_full(self, num_known: int) -> int:
+        """Pages of a text that can be named once num_known tokens of it are known."""
+        return max(num_known - self._lookahead, 0) // self._page_size
+
+    def match(self, namespace: Hashable, ids: Ids) -> CachedPage | None:
+        """The last page of the longest cached prefix, or None. At least one token is left over.
+
+        Whoever reads the pages must `lock` it before anything else is asked of the cache.
+        """
+        node = self._roots.get(namespace)
+        if node is None:
+            return None
+        most = min(self.num_full(len(ids)), (len(ids) - 1) // self._page_size)
+        while node.depth < most:
+            child = node.children.get(self._key(ids, node.depth))
+            if child is None:
+                break
+            node = child
+        return node if node.depth else None
+
+    def root(self, namespace: Hashable) -> CachedPage:
+        """The root of a tree, made if it is not there; it stays while somebody holds it."""
+        if namespace not in self._roots:
+            self._roots[namespace] = CachedPage(None, namespace, 0, 0)
+        return self._roots[namespace]
+
+    def lock(self, node: CachedPage) -> None:
+        """One more row holds the page and all before it."""
+        self._clock += 1
+        self._use(node)
+        for before in node.path():
+            if before.parent is not None:
+                self._use(before.parent)
+
+    def unlock(self, node: CachedPage) -> list[int]:
+        """A row lets go of it. Returns pages that were withdrawn and that nobody uses now."""
+        self._clock += 1
+        gone: list[int] = []
+        step: CachedPage | None = node
+        while step is not None:
+            if step.num_users < 1:
+                raise InvariantError(f"page {step.page} let go by a row that does not hold it")
+            step.num_users -= 1
+            step.last_used = self._clock
+            if not step.num_users:
+                self._set_unused(step, gone)
+            step = step.parent
+        return gone
+
+    def extend(
+        self,
+        last: CachedPage,
+        ids: Ids,
+        page_ids: Sequence[int],
+        *,
+        known: int,
+        writer: int,
+        beside: bool,
+    ) -> CachedPage:
+        """Adds a row's pages behind `last`, which it holds, and returns the last one it holds now.
+
+        ids: the row's text. page_ids: all of its pages, of which those that num_full(known) counts
+        are complete. beside: where another row's page is there already, go on behind that one (the
+        row's own is not taken); else stop before it.
+        """
+        node = last
+        if node.is_withdrawn:
+            return node
+        end = min(self.num_full(known), len(page_ids))
+        while node.depth < end:
+            key, page = self._key(ids, node.depth), page_ids[node.depth]
+            child = node.children.get(key)
+            if child is None:
+                child = self._add(node, key, page, writer)
+            elif child.page != page and not beside:
+                break
+            self._use(child)
+            node = child
+        return node
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Hands back pages that nobody uses, the least recently used first.
+
+        Raises InvariantError if there are fewer.
+        """
+        if num_pages > self._num_evictable:
+            raise InvariantError(
+                f"{num_pages} pages to evict; expected at most the {self._num_evictable} unused"
+            )
+        gone: list[int] = []
+        while len(gone) < num_pages:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if not self._is_leaf(node) or node.last_used != last_used:
+                continue
+            parent = node.parent
+            assert parent is not None
+            self._detach(node, parent)
+            self._num_evictable -= 1
+            del self._nodes[node.page]
+            gone.append(node.page)
+            self._offer(parent)
+        return gone
+
+    def withdraw(self, writer: int) -> list[int]:
+        """No page of that step or of a later one is found any more; returns those in no use.
+
+        The others are handed back by the `unlock` of their last user.
+        """
+        gone: list[int] = []
+        for top in [node for node in self._nodes.values() if node.writer >= writer]:
+            if top.is_withdrawn:
+                continue
+            assert top.parent is not None
+            self._detach(top, top.parent)
+            self._offer(top.parent)
+            subtree = [top]
+            while subtree:
+                node = subtree.pop()
+                node.is_withdrawn = True
+                subtree += node.children.values()
+                if not node.num_users:
+                    self._num_evictable -= 1
+                    gone.append(node.page)
+        for page in gone:
+            del self._nodes[page]
+        return gone
+
+    def _key(self, ids: Ids, index: int) -> Hashable:
+        start = index * self._page_size
+        return ids[start : start + self._page_size + self._lookahead]
+
+    def _add(self, parent: CachedPage, key: Hashable, page: int, writer: int) -> CachedPage:
+        if page in self._nodes:
+            raise InvariantError(f"page {page} added twice; expected one that is not cached")
+        child = CachedPage(parent, key, page, writer)
+        parent.children[key] = self._nodes[page] = child
+        self._num_evictable += 1  # until its first user
+        self.version += 1
+        return child
+
+    def _use(self, node: CachedPage) -> None:
+        if not node.num_users and node.parent is not None and not node.is_withdrawn:
+            self._num_evictable -= 1
+        node.num_users += 1
+        node.last_used = self._clock
+
+    def _set_unused(self, node: CachedPage, gone: list[int]) -> None:
+        if node.is_withdrawn:
+            del self._nodes[node.page]
+            gone.append(node.page)
+            return
+        if node.parent is not None:
+            self._num_evictable += 1
+        self._offer(node)
+
+    def _offer(self, node: CachedPage) -> None:
+        """Puts a leaf that nobody uses among those to be evicted; forgets an empty root."""
+        if node.parent is None:
+            if not node.num_users and not node.children:
+                self._roots.pop(node.key, None)
+            return
+        if not self._is_leaf(node):
+            return
+        if len(self._leaves) > 2 * len(self._nodes) + 16:  # mostly stale entries
+            self._leaves = [
+                (other.last_used, next(self._serial), other)
+                for other in self._nodes.values()
+                if other is not node and self._is_leaf(other)
+            ]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
+
+    def _is_leaf(self, node: CachedPage) -> bool:
+        """Whether it can be evicted: found, in no use, nothing behind it."""
+        is_there = not node.is_withdrawn and self._nodes.get(node.page) is node
+        return is_there and not node.num_users and not node.children
+
+    def _detach(self, node: CachedPage, parent: CachedPage) -> None:
+        del parent.children[node.key]
+        self.version += 1

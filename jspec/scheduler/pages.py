@@ -1,0 +1,217 @@
+"""Pages of the full space: lent to rows, kept behind them, found again by texts that begin alike.
+
+A row begins behind the cached pages of its text, which it shares and never writes: its first write
+is at the first token that it computes, on a page of its own. It gives its pages to the cache
+
+    as soon as the step that completes them is dispatched, while it is prefilled: any later step may
+        read them, because the device runs steps in order
+    when it ends, whichever way, up to what is known to be committed; the rest is freed
+
+Cached pages that no row holds count as free: they are evicted when somebody needs room.
+
+A newcomer whose text is being written at this moment by another row waits for that one: n siblings
+or a burst compute a long common prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from jspec.cache.page_pool import PagePool
+from jspec.cache.prefix_cache import CachedPage, PrefixCache
+from jspec.core.config import ServeLimits
+from jspec.core.errors import InvariantError
+from jspec.core.plan import PageGrant
+from jspec.scheduler.sequence import Sequence, Tenancy
+
+# What waiting must save: at least one part in so many of what would be computed without it.
+WORTH_WAITING = 4
+DEFAULT_VERSION = "default"  # of the weights, SGLang's name
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached prefix of a text. last: its last page, or None. num_in_use: pages that rows hold,
+    which cost no room."""
+
+    last: CachedPage | None = None
+    num_in_use: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return 0 if self.last is None else self.last.depth
+
+
+class FullPages:
+    """The pool of the full space and its prefix cache.
+
+    Without limits.prefix_cache nothing is kept; nor with window spaces, whose pages behind a
+    window are gone by the time that a row ends.
+    """
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._limits = limits
+        self._pool = PagePool(limits.num_pages)
+        self._cache = PrefixCache(page_size=limits.page_size, lookahead=limits.spec.tokens_ahead)
+        self._is_caching = limits.caches_prefixes
+        self._found: tuple[tuple[str, int, int], Hit] | None = None
+        self._weight_version = DEFAULT_VERSION
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be lent: free ones, and cached ones that no row holds."""
+        return self._pool.num_free + self._cache.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Pages in the cache, held by rows or not."""
+        return self._cache.num_pages
+
+    def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
+        """Lent pages that neither a row nor the cache holds; 0 always."""
+        held = sum(len(tenancy.page_ids) - tenancy.num_cached for tenancy in tenancies)
+        return self._pool.num_leaked(held + self._cache.num_pages)
+
+    # A newcomer.
+
+    def find(self, sequence: Sequence) -> Hit:
+        """The cached prefix of its text, as it is at this moment."""
+        if not self._is_caching:
+            return Hit()
+        asked = sequence.request.request_id, sequence.num_tokens, self._cache.version
+        if self._found is None or self._found[0] != asked:
+            last = self._cache.match(self._namespace(sequence), sequence.fill_ids)
+            self._found = asked, Hit(last)
+        last = self._found[1].last
+        in_use = 0 if last is None else sum(node.num_users > 0 for node in last.path())
+        return Hit(last, in_use)
+
+    def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
+        """Whether another row is about to write much more of its prefix than it would hit now.
+
+        writers: rows whose prefill is not all dispatched, those of the plan in the making included.
+        """
+        if not self._is_caching:
+            return False
+        page_size, namespace = self._limits.page_size, self._namespace(sequence)
+        fill_ids, have = sequence.fill_ids, hit.num_pages
+        most = (len(fill_ids) - 1) // page_size
+        for writer in writers:
+            if writer.namespace != namespace:
+                continue
+            common = self._common_pages(fill_ids, writer.fill_ids, low=have, high=most)
+            gain, rest = (common - have) * page_size, len(fill_ids) - have * page_size
+            if gain > 0 and gain * WORTH_WAITING >= rest:
+                return True
+        return False
+
+    def _common_pages(
+        self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
+    ) -> int:
+        """Pages, from `low` to `high`, that the two texts would share; by halving."""
+        high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * self._limits.page_size + self._limits.spec.tokens_ahead
+            if ids[:end] == other[:end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> None:
+        """Gives a new row its first num_pages pages: the cached ones, then its own."""
+        if self._is_caching:
+            tenancy.namespace = self._namespace(tenancy.sequence)
+            last = hit.last or self._cache.root(tenancy.namespace)
+            self._cache.lock(last)
+            tenancy.last_cached = last
+            tenancy.page_ids.extend(last.pages)
+            tenancy.num_cached = last.depth
+        tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
+        tenancy.page_ids.extend(self.allocate(num_pages - hit.num_pages))
+
+    def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
+        """Lends a row num_pages pages more. Raises InvariantError for more than there can be."""
+        first, limits = len(tenancy.page_ids), self._limits
+        if num_pages > limits.grants_per_row or first + num_pages > limits.pages_per_row:
+            raise InvariantError(
+                f"row {tenancy.row} gets {num_pages} pages after {first}; expected at most "
+                f"{limits.grants_per_row} at once and {limits.pages_per_row} in all"
+            )
+        pages = self.allocate(num_pages)
+        tenancy.page_ids.extend(pages)
+        return [PageGrant(tenancy.row.slot, first + i, page) for i, page in enumerate(pages)]
+
+    def allocate(self, num_pages: int) -> tuple[int, ...]:
+        """Lends pages, evicting what it must. Raises InvariantError for more than num_free."""
+        missing = num_pages - self._pool.num_free
+        if missing > 0:
+            self._pool.release(self._cache.evict(min(missing, self._cache.num_evictable)))
+        return self._pool.allocate(num_pages)
+
+    # What a row has written.
+
+    def publish(self, tenancy: Tenancy, *, step: int) -> None:
+        """Caches what the row's chunks up to this step, which is dispatched now, complete."""
+        last = tenancy.last_cached
+        if last is None or not self._is_current(tenancy):
+            return
+        tenancy.last_cached = self._cache.extend(
+            last,
+            tenancy.fill_ids,
+            tenancy.page_ids,
+            known=tenancy.num_filled,
+            writer=step,
+            beside=False,
+        )
+        tenancy.num_cached = tenancy.last_cached.depth
+
+    def keep(self, tenancy: Tenancy, *, step: int) -> None:
+        """Caches what an ending row has committed. It holds its pages until `release`.
+
+        step: the last one dispatched, on all of which what is committed may depend.
+        """
+        last = tenancy.last_cached
+        if last is None or not self._is_current(tenancy):
+            return
+        tenancy.last_cached = self._cache.extend(
+            last,
+            tenancy.sequence.fill_ids,
+            tenancy.page_ids,
+            known=tenancy.known_len,
+            writer=step,
+            beside=True,
+        )
+        tenancy.num_cached = sum(page in self._cache for page in tenancy.page_ids)
+
+    def release(self, tenancy: Tenancy) -> None:
+        """Takes back all that an ended row holds: its own pages are free, the cached ones kept."""
+        own = [page for page in tenancy.page_ids if page not in self._cache]
+        if tenancy.last_cached is not None:
+            own += self._cache.unlock(tenancy.last_cached)
+        self._pool.release(own)
+
+    def withdraw(self, step: int) -> None:
+        """What that step or a later one wrote is found no more: the step failed."""
+        self._pool.release(self._cache.withdraw(step))
+
+    def set_weight_version(self, version: str) -> None:
+        """Texts are looked for, and added, among those of these weights alone."""
+        self._weight_version, self._found = version, None
+
+    def flush(self) -> None:
+        """Forgets all that no row holds."""
+        self._pool.release(self._cache.evict(self._cache.num_evictable))
+
+    def _namespace(self, sequence: Sequence) -> Hashable:
+        return self._weight_version, sequence.request.extra_key
+
+    def _is_current(self, tenancy: Tenancy) -> bool:
+        """Whether its KV is all of the weights that are in force."""
+        return tenancy.namespace == self._namespace(tenancy.sequence)

@@ -1,0 +1,300 @@
+"""Text with the prefix cache is text without: for every way of drafting, whatever was cached.
+
+And speculation is as good behind a cached prefix as behind a computed one: the same drafts are
+accepted, and the same numbers are in the draft's pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec.core.config import Algorithm
+from jspec.core.features import ALL
+from jspec.core.plan import StepPlan
+from jspec.core.request import Request, StreamChunk
+from jspec.models.decoder import Decoder
+from jspec.scheduler.scheduler import Scheduler
+from jspec.speculative.standalone import StandaloneDrafter
+from jspec.testing.fake_text import FakeTextStream
+from tests.speculative.engines import (
+    TARGET,
+    Compiled,
+    ViewRunner,
+    build,
+    make_request,
+    plain_engine,
+    plain_ids,
+    spec_of,
+    tiny_params,
+    with_prefix_cache,
+)
+
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": -1.0, "temperature": 0.0},
+    {"frequency_penalty": 2.0, "presence_penalty": 2.0, "min_new_tokens": 6, "top_k": 50},
+    {"temperature": 2.0},
+)
+
+
+@functools.cache
+def engine(kind: str) -> Compiled:
+    """Pages of 16, but for the chain, whose are of 1, and the tree's of 4."""
+    build_it = functools.partial(build, dial=False, variants=(ALL,))
+    if kind == "plain":
+        return with_prefix_cache(plain_engine())
+    if kind == "chain":
+        return with_prefix_cache(build_it(spec_of(3, 1, 4), page_size=1))
+    if kind == "tree":
+        return with_prefix_cache(build_it(spec_of(3, 2, 7), page_size=4))
+    if kind == "ngram":
+        return with_prefix_cache(build_it(spec_of(3, 2, 7, Algorithm.NGRAM), page_size=16))
+    config = spec_of(3, 1, 4, Algorithm.STANDALONE)
+    target = tiny_params()[0]
+    return with_prefix_cache(
+        build_it(
+            config,
+            page_size=16,
+            params=(target, target),  # it drafts for itself, and is always right
+            make=lambda ops, shard: StandaloneDrafter(Decoder(TARGET, ops, shard), config),
+        )
+    )
+
+
+# Compiling is what a kind costs.
+DRAFTING = [
+    "chain",
+    "ngram",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tree", "standalone")),
+]
+KINDS = ["plain", *DRAFTING]
+
+
+class Session:
+    """One engine that serves wave after wave of requests, and keeps what they leave."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        *,
+        prefix_cache: bool = True,
+        chunk_size: int = 32,
+        overlap_depth: int = 1,
+        num_pages: int | None = None,
+    ) -> None:
+        limits = dataclasses.replace(
+            compiled.limits,
+            prefix_cache=prefix_cache,
+            prefill_buckets=(chunk_size,),
+            overlap_depth=overlap_depth,
+            num_pages=num_pages or compiled.limits.num_pages,
+        )
+        self.runner = compiled.runner()
+        self.view = ViewRunner(self.runner, limits)
+        self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+
+    def serve(
+        self, requests: list[Request], *, retract_after: int | None = None
+    ) -> list[list[StreamChunk]]:
+        """The chunks of each, all served together; the pool has no leak before or after.
+
+        retract_after: steps after which all rows go back to the queue.
+        """
+        chunks: dict[str, list[StreamChunk]] = {r.request_id: [] for r in requests}
+        for request in requests:
+            self.scheduler.submit(request)
+        plans: deque[StepPlan] = deque()
+        num_steps = len(self.view.steps)
+        while True:
+            if len(self.view.steps) - num_steps == retract_after and not plans:
+                for sequence in reversed(tuple(self.scheduler._running.values())):
+                    self.scheduler._retract(sequence)
+                retract_after = None
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self.view.dispatch(plan)
+                plans.append(plan)
+                continue
+            if not plans:
+                break
+            for chunk in self.scheduler.commit(plans.popleft(), self.view.collect()):
+                chunks[chunk.request_id].append(chunk)
+        stats = self.scheduler.stats
+        assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
+        return list(chunks.values())
+
+
+def ids_of(chunks: list[StreamChunk]) -> tuple[int, ...]:
+    return tuple(token_id for chunk in chunks for token_id in chunk.new_ids)
+
+
+def next_turn(before: Request, said: tuple[int, ...], *, turn: int) -> Request:
+    """The same conversation, and something new behind it."""
+    new = make_request(0, prompt_len=5, seed=900 + turn).prompt_ids
+    return dataclasses.replace(before, prompt_ids=(*before.prompt_ids, *said, *new))
+
+
+def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]]:
+    """Four rows with a common beginning, `num_turns` turns each; every text is checked."""
+    begin = make_request(0, prompt_len=21, seed=1).prompt_ids
+    requests = []
+    for i, sampling in enumerate(PENALTIES):
+        request = make_request(i, prompt_len=3 + i, seed=50 + i, max_new_tokens=20, **sampling)
+        requests.append(dataclasses.replace(request, prompt_ids=(*begin, *request.prompt_ids)))
+    of_all: list[list[StreamChunk]] = []
+    for turn in range(num_turns):
+        served = session.serve(requests)
+        for request, chunks in zip(requests, served, strict=True):
+            assert ids_of(chunks) == plain_ids(request), f"{request.request_id} in turn {turn}"
+        of_all += served
+        requests = [
+            next_turn(request, ids_of(chunks), turn=turn)
+            for request, chunks in zip(requests, served, strict=True)
+        ]
+    return of_all
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("chunk_size", "depth"), [(32, 1), pytest.param(5, 2, marks=pytest.mark.slow)]
+)
+def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int) -> None:
+    compiled = engine(kind)
+    session = Session(compiled, chunk_size=chunk_size, overlap_depth=depth)
+    chunks = conversations(num_turns=3, session=session)
+    size = compiled.limits.page_size
+    for of_request in chunks[4:]:  # from the second turn on, all but the last words are cached
+        last = of_request[-1]
+        new = 5 + 1 + compiled.limits.spec.algorithm.drafting.lookahead
+        assert last.cached_tokens >= (last.prompt_tokens - new) // size * size
+        assert last.cached_tokens % size == 0
+    cached = [of_request[-1].cached_tokens for of_request in chunks[:4]]
+    assert cached == [0, *[20 // size * size if size < 16 else 16] * 3]  # the others waited
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_the_same_in_a_pool_that_is_short(kind: str) -> None:
+    """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
+    compiled = engine(kind)
+    session = Session(compiled, num_pages=272 // compiled.limits.page_size)
+    requests = [
+        make_request(i, prompt_len=9, seed=70 + i, max_new_tokens=100, **sampling)
+        for i, sampling in enumerate(PENALTIES)
+    ]
+    served = session.serve(requests)
+    for request, chunks in zip(requests, served, strict=True):
+        assert ids_of(chunks) == plain_ids(request)
+    assert session.scheduler.stats.num_retractions > 0
+
+
+def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """What rows say that were retracted on the way and found their output cached, and what they
+    should have said."""
+    compiled = engine(kind)
+    session = Session(compiled, overlap_depth=0)
+    requests = [
+        make_request(i, prompt_len=3 + i, seed=70 + i, max_new_tokens=70, **sampling)
+        for i, sampling in enumerate(PENALTIES)
+    ]
+    steps = 10 if kind == "standalone" else 30
+    served = session.serve(requests, retract_after=steps)
+    resumed = {
+        admission.request.request_id
+        for plan, _ in session.view.steps
+        for admission in plan.admissions
+        if admission.cached_len > admission.prompt_len
+    }
+    assert resumed == {request.request_id for request in requests}
+    return [ids_of(chunks) for chunks in served], [plain_ids(request) for request in requests]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
+    """With every penalty: the counts are those of the whole fill, whatever is computed of it."""
+    said, expected = resumed_over_output(kind)
+    assert said == expected
+
+
+def test_counts_without_the_cached_ids_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: nobody tells the rows. Those with penalties then say something else."""
+    monkeypatch.setattr("jspec.engine.runner.pack_recalls", lambda *_: [])
+    said, expected = resumed_over_output("plain")
+    assert said[0] != expected[0]
+    assert said[3] == expected[3]  # has none
+
+
+def accepted_by(chunks: list[StreamChunk]) -> tuple[int, ...]:
+    return tuple(chunk.num_accepted for chunk in chunks)
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
+    compiled = engine(kind)
+    sampling = {"temperature": 2.0}
+    if kind == "ngram":  # which needs a text that repeats itself
+        sampling = {"temperature": 0.0, "presence_penalty": -2.0}
+    first = make_request(0, prompt_len=37, seed=5, max_new_tokens=24, **sampling)
+    warm, cold = Session(compiled), Session(compiled, prefix_cache=False)
+    request = next_turn(first, ids_of(warm.serve([first])[0]), turn=0)
+    of_warm, of_cold = warm.serve([request])[0], cold.serve([request])[0]
+    assert of_warm[-1].cached_tokens >= 48
+    assert of_cold[-1].cached_tokens == 0
+    assert accepted_by(of_warm) == accepted_by(of_cold)
+    assert sum(accepted_by(of_cold)) > 0
+    committed = len(request.prompt_ids) + 23
+    for name in ("kv", "draft_kv"):
+        warm_rows, cold_rows = (rows_of(s, name, committed) for s in (warm, cold))
+        assert len(warm_rows) == len(cold_rows)
+        for ours, theirs in zip(warm_rows, cold_rows, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
+    """What the pools hold for the first `count` tokens of the last row, which was in slot 1."""
+    table = np.asarray(session.runner.state.rows.page_table)[1]
+    size = session.view.limits.page_size
+    pages = table[: -(-count // size)]
+    return [
+        np.asarray(pool)[pages].reshape(-1, *pool.shape[2:])[:count]
+        for pool in getattr(session.runner.state, name)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain"])
+def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -> None:
+    """A prompt that ends at a page's edge, and one that goes on otherwise behind it."""
+    compiled = engine(kind)
+    size = compiled.limits.page_size
+    session = Session(compiled)
+    first = make_request(0, prompt_len=48, seed=3, max_new_tokens=1)
+    session.serve([first])
+    again = session.serve([first])[0][-1]
+    assert again.cached_tokens == 47 // size * size
+    other = dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:32], 1, 2, 3))
+    found = session.serve([other])[0][-1].cached_tokens
+    lookahead = compiled.limits.spec.algorithm.drafting.lookahead
+    assert 32 - size <= found <= 32
+    if first.prompt_ids[32] != 1:
+        assert found == (32 - lookahead) // size * size
+    assert ids_of(session.serve([other])[0]) == plain_ids(other)
+
+
+def test_a_cached_page_of_another_text_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation: keys that do not look ahead. The draft's rows are then another text's."""
+    compiled = engine("chain")
+    session, cold = Session(compiled), Session(compiled, prefix_cache=False)
+    cache = session.scheduler._pages._cache
+    monkeypatch.setattr(cache, "_lookahead", 0)
+    first = make_request(0, prompt_len=30, seed=8, max_new_tokens=1)
+    session.serve([first])
+    other = dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:20], 1, 2, 3))
+    for each in (session, cold):
+        assert ids_of(each.serve([other])[0]) == plain_ids(other)  # the text never changes
+    warm_rows, cold_rows = (rows_of(s, "draft_kv", 22)[0] for s in (session, cold))
+    assert np.abs(warm_rows - cold_rows).max() > 1e-3
