@@ -55,16 +55,9 @@ from jspec.models.head_files import (
     stored_names,
 )
 from jspec.models.hf_weights import HostArray, Tensors, open_tensors
-from jspec.models.params import (
-    Init,
-    ParamSpec,
-    ParamTable,
-    Split,
-    lm_head,
-    prefixed,
-    product,
-)
-from jspec.models.params import norm as norm_param
+from jspec.models.layer_params import lm_head, product
+from jspec.models.layer_params import norm as norm_param
+from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 from jspec.models.placement import nested
 from jspec.models.stored import ParamRead, Place, check_names, on_host, param_reads
 from jspec.pallas_kernels.attention.rows import AttentionRows

@@ -34,18 +34,9 @@ from jspec.models.decoder import (
     paged_layer,
 )
 from jspec.models.head_files import LAYER, further_layers, head_layers
-from jspec.models.params import (
-    Init,
-    ParamSpec,
-    ParamTable,
-    Split,
-    attention_params,
-    ffn_params,
-    lm_head,
-    prefixed,
-    product,
-)
-from jspec.models.params import norm as norm_param
+from jspec.models.layer_params import attention_params, ffn_params, lm_head, product
+from jspec.models.layer_params import norm as norm_param
+from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 

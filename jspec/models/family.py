@@ -17,8 +17,9 @@ from jspec.core.model_spec import (
     MtpConfig,
 )
 from jspec.core.rope_io import read_rope, rope_json
+from jspec.models.layer_params import decoder_params
 from jspec.models.mtp_params import MtpNames
-from jspec.models.params import ParamTable, decoder_params
+from jspec.models.params import ParamTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

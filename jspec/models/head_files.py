@@ -16,17 +16,8 @@ from jspec.core.json_files import Fields, shown
 from jspec.core.model_spec import LayerSpec, ModelSpec
 from jspec.models.checkpoint import is_inv_freq
 from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
-from jspec.models.params import (
-    Form,
-    ParamSpec,
-    ParamTable,
-    Part,
-    attention_params,
-    ffn_params,
-    norm,
-    or_fused,
-    prefixed,
-)
+from jspec.models.layer_params import attention_params, ffn_params, norm
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, or_fused, prefixed
 
 LAYER = "layers.0."
 Params = Mapping[str, Any]

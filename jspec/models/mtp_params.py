@@ -9,17 +9,8 @@ import re
 from dataclasses import dataclass, replace
 
 from jspec.core.model_spec import MtpConfig
-from jspec.models.params import (
-    Init,
-    ParamSpec,
-    ParamTable,
-    attention_params,
-    ffn_params,
-    lm_head,
-    norm,
-    prefixed,
-    product,
-)
+from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
+from jspec.models.params import Init, ParamSpec, ParamTable, prefixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

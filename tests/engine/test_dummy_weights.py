@@ -20,7 +20,8 @@ from jspec.engine.dummy_weights import STD, dummy_params
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.models.eagle3 import eagle3_params
 from jspec.models.eagle3_config import eagle3_config_json
-from jspec.models.params import Init, ParamSpec, expert_params, lm_head
+from jspec.models.layer_params import expert_params, lm_head
+from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, param_specs
 from jspec.models.registry import family_named, table_of
 from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config

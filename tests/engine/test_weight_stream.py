@@ -26,7 +26,8 @@ from jspec.engine.loading import BUNDLED, load_models, resolve_paths
 from jspec.engine.weight_stream import put_on, stream
 from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
-from jspec.models.params import ParamSpec, ParamTable, dense_params, expert_params
+from jspec.models.layer_params import dense_params, expert_params
+from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import place_of
 from jspec.models.registry import table_of
 from jspec.models.stored import ParamRead, param_reads, stored_tensors

@@ -14,7 +14,7 @@ from jspec.core.model_spec import AttentionSpec
 from jspec.layers.attention import attention, causal_attention, kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
-from jspec.models.params import attention_params
+from jspec.models.layer_params import attention_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate, rotate_and_split
 

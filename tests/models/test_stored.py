@@ -16,16 +16,8 @@ from safetensors.numpy import load_file, save_file
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import AttentionSpec, DenseSpec, MoESpec
 from jspec.models.hf_weights import open_tensors
-from jspec.models.params import (
-    Form,
-    ParamSpec,
-    ParamTable,
-    Part,
-    attention_params,
-    deal,
-    dense_params,
-    expert_params,
-)
+from jspec.models.layer_params import attention_params, dense_params, expert_params
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, deal
 from jspec.models.placement import abstract_params, nested
 from jspec.models.stored import check_names, on_host, param_reads, read_param, stored_tensors
 from tests.models.random_params import assert_same, random_params, value_at

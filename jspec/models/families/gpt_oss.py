@@ -23,19 +23,9 @@ from jspec.models.family import (
     read_decoder,
     read_windows,
 )
+from jspec.models.layer_params import decoder_params, product
 from jspec.models.mxfp4 import BLOCK
-from jspec.models.params import (
-    Codec,
-    Form,
-    Init,
-    ParamSpec,
-    ParamTable,
-    Part,
-    Split,
-    decoder_params,
-    prefixed,
-    product,
-)
+from jspec.models.params import Codec, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
 
 # What an absent key means.
 DEFAULTS: dict[str, Any] = {

@@ -39,8 +39,9 @@ from jspec.models.family import (
     read_windows,
     refuse_quantized,
 )
+from jspec.models.layer_params import decoder_params
 from jspec.models.mtp_params import MtpNames
-from jspec.models.params import ParamTable, decoder_params
+from jspec.models.params import ParamTable
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5
 NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)

@@ -1,0 +1,235 @@
+"""The parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the head.
+
+What most families share; a family's file calls these and changes what differs. Host data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from jspec.core.model_spec import AttentionSpec, DenseSpec, FeedForward, ModelSpec, MoESpec
+from jspec.models.params import (
+    Form,
+    Init,
+    ParamSpec,
+    ParamTable,
+    Part,
+    Path,
+    Split,
+    prefixed,
+)
+
+
+def norm(path: str, name: str, size: int) -> ParamSpec:
+    """An RMSNorm's scale."""
+    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
+    return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
+
+
+def product(
+    path: Path,
+    in_size: int,
+    parts: Iterable[tuple[str, int, int]],
+    *,
+    split: Split = Split.NONE,
+    bias: bool = False,
+    bias_is_optional: bool = False,
+    by_columns: bool = False,
+    repeated: tuple[str, ...] = (),
+) -> ParamTable:
+    """[in, out] of (stored name, rows, units), and its bias; a row-parallel bias is not split.
+
+    repeated: the names of parts whose units may be fewer than there are shards.
+    """
+    parts = tuple(parts)
+    kernel = tuple(
+        Part(
+            name=f"{name}.weight",
+            shape=(rows, in_size),
+            size=rows,
+            units=units,
+            repeats=name in repeated,
+        )
+        for name, rows, units in parts
+    )
+    size = sum(rows for _, rows, _ in parts)
+    table = [
+        ParamSpec(
+            path=(*path, "kernel"),
+            shape=(in_size, size),
+            layouts=(kernel,),
+            split=split,
+            by_columns=by_columns,
+        )
+    ]
+    if bias:
+        vectors = tuple(
+            Part(
+                name=f"{name}.bias",
+                shape=(rows,),
+                size=rows,
+                units=units,
+                repeats=name in repeated,
+                form=Form.AS_HELD,
+            )
+            for name, rows, units in parts
+        )
+        table.append(
+            ParamSpec(
+                path=(*path, "bias"),
+                shape=(size,),
+                layouts=(vectors,),
+                split=split if split is Split.OUT else Split.NONE,
+                init=Init.ZEROS,
+                optional=bias_is_optional,
+            )
+        )
+    return tuple(table)
+
+
+def attention_params(
+    spec: AttentionSpec, *, in_size: int, out_size: int, sinks: tuple[str, ...] = ("sinks",)
+) -> ParamTable:
+    """`attention` of a layer, under Hugging Face's names behind `self_attn.`.
+
+    sinks: what files call the sinks; the first is written.
+    """
+    H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
+    table = [
+        *product(
+            ("qkv",),
+            in_size,
+            heads,
+            split=Split.OUT,
+            bias=spec.qkv_bias,
+            repeated=("k_proj", "v_proj"),
+        ),
+        *product(
+            ("out",),
+            H * Dv,
+            (("o_proj", out_size, 1),),
+            split=Split.IN,
+            bias=spec.out_bias,
+            bias_is_optional=True,  # some files of attention_bias have none on o_proj
+        ),
+    ]
+    if spec.qk_norm:
+        table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
+    if spec.sinks:
+        layouts = tuple(
+            (Part(name=name, shape=(H,), size=H, units=H, form=Form.AS_HELD),) for name in sinks
+        )
+        table.append(
+            ParamSpec(
+                path=("sinks",), shape=(H,), layouts=layouts, split=Split.OUT, init=Init.ZEROS
+            )
+        )
+    return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def dense_params(spec: DenseSpec, *, size: int) -> ParamTable:
+    """`mlp` of a layer, under Hugging Face's names behind `mlp.`."""
+    inner = spec.inner
+    halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
+    down = (("down_proj", size, 1),)
+    table = (
+        *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, by_columns=True),
+        *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
+    )
+    return prefixed(table, path=("mlp",), stored="mlp.")
+
+
+def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
+    """`moe` of a layer in Qwen3-MoE's names: one tensor an expert, or fused by transformers 5."""
+    X, inner = spec.num_experts, spec.inner
+    single = tuple(
+        Part(
+            name=f"experts.{{}}.{name}.weight",
+            shape=(inner, size),
+            size=inner,
+            units=inner,
+            stack=X,
+        )
+        for name in ("gate_proj", "up_proj")
+    )
+    fused = tuple(
+        Part(
+            name="experts.gate_up_proj",
+            shape=(X, 2 * inner, size),
+            size=inner,
+            units=inner,
+            first=first,
+        )
+        for first in (0, inner)
+    )
+    down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
+    down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
+    name = "gate.e_score_correction_bias"
+    correction = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
+    biased = ParamSpec(
+        path=("router", "correction"), shape=(X,), layouts=((correction,),), init=Init.ZEROS
+    )
+    table = (
+        *product(("router",), size, (("gate", X, 1),)),
+        *((biased,) if spec.has_correction else ()),
+        ParamSpec(
+            path=("experts", "gate_up"),
+            shape=(X, size, 2 * inner),
+            layouts=(single, fused),
+            split=Split.OUT,
+        ),
+        ParamSpec(
+            path=("experts", "down"),
+            shape=(X, inner, size),
+            layouts=((down,), (down_fused,)),
+            split=Split.IN,
+        ),
+    )
+    return prefixed(table, path=("moe",), stored="mlp.")
+
+
+def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
+    if isinstance(spec, DenseSpec):
+        return dense_params(spec, size=size)
+    return expert_params(spec, size=size)
+
+
+def decoder_params(
+    spec: ModelSpec,
+    *,
+    ffn: Callable[..., ParamTable] = ffn_params,
+    sinks: tuple[str, ...] = ("sinks",),
+) -> ParamTable:
+    """The table of a decoder in the names of transformers' Llama, which most families keep.
+
+    ffn: (spec, size=E) -> what a layer's feed-forward declares. sinks: as attention_params has it.
+    """
+    V, E = spec.vocab_size, spec.hidden_size
+    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
+    table: list[ParamSpec] = [
+        ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
+    ]
+    for i, layer in enumerate(spec.layers):
+        own = (
+            norm("input_norm", "input_layernorm", E),
+            *attention_params(layer.attention, in_size=E, out_size=E, sinks=sinks),
+            norm("post_norm", "post_attention_layernorm", E),
+            *ffn(layer.ffn, size=E),
+        )
+        table += prefixed(own, path=("layers", i), stored=f"model.layers.{i}.")
+    table.append(norm("norm", "model.norm", E))
+    table.append(lm_head(E, V, tied=spec.tie_word_embeddings))
+    return tuple(table)
+
+
+def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:
+    """[E, V], split by vocabulary; tied: the embedding's table, transposed."""
+    part = Part(name=name, shape=(vocab_size, size), size=vocab_size, units=vocab_size)
+    return ParamSpec(
+        path=("lm_head", "kernel"),
+        shape=(size, vocab_size),
+        layouts=((part,),),
+        split=Split.OUT,
+        tied_to=("embed", "table") if tied else None,
+    )
