@@ -19,7 +19,9 @@ from jspec.core.features import ALL
 from jspec.core.plan import StepPlan
 from jspec.core.request import Request, StreamChunk
 from jspec.models.decoder import Decoder
+from jspec.models.mtp import MtpHead
 from jspec.scheduler.scheduler import Scheduler
+from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.standalone import StandaloneDrafter
 from jspec.testing.fake_text import FakeTextStream
 from tests.speculative.engines import (
@@ -34,6 +36,7 @@ from tests.speculative.engines import (
     tiny_params,
     with_prefix_cache,
 )
+from tests.speculative.multi_layer_rows import CONFIGS, params_of
 
 PENALTIES: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},
@@ -45,7 +48,7 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 @functools.cache
 def engine(kind: str) -> Compiled:
-    """Pages of 16, but for the chain, whose are of 1, and the tree's of 4."""
+    """Pages of 16; the chain's are of 1, the tree's and the layers' own of 4."""
     build_it = functools.partial(build, dial=False, variants=(ALL,))
     if kind == "plain":
         return with_prefix_cache(plain_engine())
@@ -55,8 +58,21 @@ def engine(kind: str) -> Compiled:
         return with_prefix_cache(build_it(spec_of(3, 2, 7), page_size=4))
     if kind == "ngram":
         return with_prefix_cache(build_it(spec_of(3, 2, 7, Algorithm.NGRAM), page_size=16))
-    config = spec_of(3, 1, 4, Algorithm.STANDALONE)
     target = tiny_params()[0]
+    if kind == "multi_layer":
+        layers = CONFIGS["chained"]
+        config = spec_of(3, 1, 4, Algorithm.MULTI_LAYER_EAGLE)
+        lent = {"embed": target["embed"], "lm_head": target["lm_head"]}
+        return with_prefix_cache(
+            build_it(
+                config,
+                page_size=4,
+                params=(target, {**params_of("chained"), **lent}),
+                make=lambda ops, shard: MultiLayerDrafter(MtpHead(layers, ops, shard), config),
+                aux_layer_ids=(TARGET.num_layers,),
+            )
+        )
+    config = spec_of(3, 1, 4, Algorithm.STANDALONE)
     return with_prefix_cache(
         build_it(
             config,
@@ -71,6 +87,7 @@ def engine(kind: str) -> Compiled:
 DRAFTING = [
     "chain",
     "ngram",
+    "multi_layer",
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tree", "standalone")),
 ]
 KINDS = ["plain", *DRAFTING]
@@ -171,7 +188,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     size = compiled.limits.page_size
     for of_request in chunks[4:]:  # from the second turn on, all but the last words are cached
         last = of_request[-1]
-        new = 5 + 1 + compiled.limits.spec.algorithm.drafting.lookahead
+        new = 5 + 1 + compiled.limits.spec.tokens_ahead
         assert last.cached_tokens >= (last.prompt_tokens - new) // size * size
         assert last.cached_tokens % size == 0
     cached = [of_request[-1].cached_tokens for of_request in chunks[:4]]
@@ -278,7 +295,7 @@ def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -
     assert again.cached_tokens == 47 // size * size
     other = dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:32], 1, 2, 3))
     found = session.serve([other])[0][-1].cached_tokens
-    lookahead = compiled.limits.spec.algorithm.drafting.lookahead
+    lookahead = compiled.limits.spec.tokens_ahead
     assert 32 - size <= found <= 32
     if first.prompt_ids[32] != 1:
         assert found == (32 - lookahead) // size * size
