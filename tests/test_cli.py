@@ -237,7 +237,7 @@ def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
     try:
         read_until(process.stderr, "--enable-metrics has no effect")
         read_until(process.stderr, "loading ")
-        read_until(process.stderr, " 3/3: ")
+        read_until(process.stderr, " 4/4: ")
         ready = read_until(process.stderr, "ready: ")
         found = re.search(r"ready: (http://127\.0\.0\.1:\d+) after \d+\.\d s", ready)
         assert found
