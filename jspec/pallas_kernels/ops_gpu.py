@@ -173,8 +173,11 @@ class GpuOps(Ops):
         eps: float,
         spec: MoESpec,
     ) -> tuple[jax.Array, Mixed] | None:
-        """A few launches instead of some twenty, where those and not the weights are the time."""
-        if x.ndim != 2:
+        """A few launches instead of some twenty, where those and not the weights are the time.
+
+        Its routers are those of softmax.
+        """
+        if x.ndim != 2 or spec.has_correction:
             return None
         num_experts, inner, size = params["experts"]["down"].shape
         tuning = choose_few(x.shape[0], num_experts=num_experts, size=size, inner=inner)

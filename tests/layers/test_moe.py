@@ -21,7 +21,7 @@ E, X, INNER, TOP = 6, 5, 4, 2
 def drawn(*, bias: bool) -> dict[str, Any]:
     """Params in float64; gate columns, then up columns."""
     rng = np.random.default_rng(0)
-    router = {"kernel": rng.normal(size=(E, X))}
+    router = {"kernel": rng.normal(size=(E, X)), "correction": rng.normal(size=X)}
     experts = {
         "gate_up": rng.normal(size=(X, E, 2 * INNER)) * 2,
         "down": rng.normal(size=(X, INNER, E)),
@@ -38,8 +38,13 @@ def softmax(x: Any) -> Any:
     return weights / weights.sum()
 
 
-def expected_route(logits: Any, routing: Routing) -> dict[int, float]:
-    """Weight of each chosen expert of one token."""
+def expected_route(logits: Any, routing: Routing, correction: Any) -> dict[int, float]:
+    """Weight of each chosen expert of one token. correction: of routers by sigmoid."""
+    if routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED):
+        scores = 1 / (1 + np.exp(-logits))
+        chosen = np.argsort(-(scores + correction))[:TOP]
+        total = scores[chosen].sum() if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED else 1.0
+        return dict(zip(chosen.tolist(), (scores[chosen] / total).tolist(), strict=True))
     chosen = np.argsort(-logits)[:TOP]
     over_all, over_chosen = softmax(logits)[chosen], softmax(logits[chosen])
     if routing is Routing.SOFTMAX_THEN_TOP:
@@ -65,7 +70,8 @@ def expected_mixture(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
     out = np.zeros_like(x)
     for t, token in enumerate(x):
         logits = token @ params["router"]["kernel"] + params["router"].get("bias", 0)
-        for index, weight in expected_route(logits, spec.routing).items():
+        correction = params["router"]["correction"]
+        for index, weight in expected_route(logits, spec.routing, correction).items():
             out[t] += weight * expected_expert(token, params["experts"], index, spec.gate)
     return out
 
@@ -109,7 +115,7 @@ def test_shards_of_the_inner_columns_add_up_and_a_bias_is_added_once() -> None:
         held["experts"][name] = held["experts"][name][..., order]
     columns, rows = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor", None)
     specs = {
-        "router": {"kernel": PartitionSpec(), "bias": PartitionSpec()},
+        "router": dict.fromkeys(("kernel", "bias", "correction"), PartitionSpec()),
         "experts": {
             "gate_up": columns,
             "gate_up_bias": PartitionSpec(None, "tensor"),

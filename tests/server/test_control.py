@@ -228,7 +228,7 @@ def test_a_long_prefill_is_progress(engine: Engine) -> None:
     """Its steps end one by one, and emit nothing."""
     service = Service(engine, ServerArgs())
     stream = threading.Thread(
-        target=engine.generate, args=(None, {"max_new_tokens": 1}, [[1] * 16000])
+        target=engine.generate, args=(None, {"max_new_tokens": 1}, [[1] * 4000])
     )
     stream.start()
     wait_running(engine, 1)

@@ -305,7 +305,7 @@ def load(directory: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
         speculative_draft_model_path=str(directory / "draft"),
         **arguments,
     )
-    return load_models(args, resolve_paths(args), mesh=mesh_of(shards), dtype=jnp.float32)
+    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
 
 
 def test_a_head_is_read_beside_its_target(pair: Path) -> None:

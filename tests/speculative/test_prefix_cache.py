@@ -192,7 +192,11 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
         assert last.cached_tokens >= (last.prompt_tokens - new) // size * size
         assert last.cached_tokens % size == 0
     cached = [of_request[-1].cached_tokens for of_request in chunks[:4]]
-    assert cached == [0, *[20 // size * size if size < 16 else 16] * 3]  # the others waited
+    common = (21 - compiled.limits.spec.tokens_ahead) // size * size
+    # The others waited; in small chunks only until what was left was not worth it.
+    least = common if chunk_size > common else common - size
+    assert cached[0] == 0
+    assert all(least <= found <= common for found in cached[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,7 +223,7 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
         make_request(i, prompt_len=3 + i, seed=70 + i, max_new_tokens=70, **sampling)
         for i, sampling in enumerate(PENALTIES)
     ]
-    steps = 10 if kind == "standalone" else 30
+    steps = {"standalone": 10, "multi_layer": 20}.get(kind, 30)  # before a row has ended
     served = session.serve(requests, retract_after=steps)
     resumed = {
         admission.request.request_id
