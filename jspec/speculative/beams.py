@@ -149,6 +149,7 @@ def _rows_of_beams(
     row = shapes.beam_row(depth, topk=topk, rows_before=layout.rows_before)
     attention_rows = AttentionRows(
         page_table=rows.page_table,
+        window_tables=rows.window_tables,
         prefix_lens=shapes.scratch_slot(rows.seq_lens, row),
         cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * topk,
         q_positions=jnp.repeat(position, topk),

@@ -139,6 +139,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
         token_ids=jnp.where(is_next, of_row(emitted.next_ids), own),
         rows=AttentionRows(
             page_table=emitted.rows.page_table,
+            window_tables=emitted.rows.window_tables,
             prefix_lens=emitted.rows.prefix_lens,
             cu_q_lens=grown,
             q_positions=positions,
