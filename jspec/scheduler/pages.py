@@ -55,7 +55,7 @@ class FullPages:
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(page_size=limits.page_size, lookahead=limits.spec.tokens_ahead)
         self._is_caching = limits.caches_prefixes
-        self._found: tuple[tuple[str, int, int], Hit] | None = None
+        self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = DEFAULT_VERSION
 
     @property
@@ -83,7 +83,8 @@ class FullPages:
         """The cached prefix of its text, as it is at this moment."""
         if not self._is_caching:
             return Hit()
-        asked = sequence.request.request_id, sequence.num_tokens, self._cache.version
+        # Not by name, which the next request may have too.
+        asked = sequence.arrival, sequence.num_tokens, self._cache.version
         if self._found is None or self._found[0] != asked:
             last = self._cache.match(self._namespace(sequence), sequence.fill_ids)
             self._found = asked, Hit(last)

@@ -90,6 +90,15 @@ def test_other_extra_keys_and_other_weights_share_nothing() -> None:
     assert [cached_of("e", None), cached_of("f", None)] == [0, 16]
 
 
+def test_a_name_that_is_used_again_finds_the_pages_of_its_own_text() -> None:
+    bench = Bench(limits_of())
+    texts = tuple(range(20)), tuple(range(20)), tuple(range(100, 120))
+    for text, cached in zip(texts, (0, 16, 0), strict=True):
+        bench.submit(turn("a", *text, max_new_tokens=1))
+        bench.run_all()
+        assert bench.chunks["a"][-1].cached_tokens == cached
+
+
 def test_cached_pages_make_room_and_running_rows_keep_theirs() -> None:
     limits = limits_of(num_pages=16, num_slots=2, decode_buckets=(1, 2))
     bench = Bench(limits)
