@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jspec.core.config import SpeculativeConfig
+from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
 
 
@@ -45,6 +45,11 @@ class ResolvedConfig(EngineArgs):
 
     def __post_init__(self) -> None:
         """What it is made from was checked as EngineArgs; S/K/N is 0/1/1 without a drafter."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """By its own name, which is not always the flag's."""
+        return Algorithm(self.speculative_algorithm)
 
     @property
     def speculative(self) -> SpeculativeConfig:

@@ -120,6 +120,21 @@ def test_plain_decoding_is_a_tree_of_one_node() -> None:
     assert config.speculative == EngineArgs(model_path="m").speculative
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        *(("NGRAM", {}), ("NEXTN", {}), ("EAGLE", {"enable_multi_layer_eagle": True})),
+        *((name, {"speculative_draft_model_path": "d"}) for name in ("EAGLE", "STANDALONE")),
+    ],
+)
+def test_a_drafter_is_resolved_to_itself(algorithm: str, more: dict[str, Any]) -> None:
+    """Whatever its flags call it: the pool's size is asked of what was resolved."""
+    given = {"speculative_algorithm": algorithm, **more}
+    config = resolved(checkpoint=DRAFTED, **given)
+    assert config.speculative == EngineArgs(model_path="m", **given).speculative
+    assert resolve(config, DRAFTED, CPU) == config
+
+
 def test_the_model_bounds_the_context() -> None:
     with pytest.raises(ConfigError, match="context_length is 4097; expected at most 4096, max_pos"):
         resolved(context_length=4097)
