@@ -207,8 +207,8 @@ class FullPages:
         self._weight_version, self._found = version, None
 
     def flush(self) -> None:
-        """Forgets all that no row holds."""
-        self._pool.release(self._cache.evict(self._cache.num_evictable))
+        """Nothing is found any more; what ended rows hold is free once their last step is read."""
+        self._pool.release(self._cache.withdraw(0))
 
     def _namespace(self, sequence: Sequence) -> Hashable:
         return self._weight_version, sequence.request.extra_key

@@ -42,6 +42,23 @@ def test_a_second_turn_begins_behind_the_first() -> None:
     assert bench.scheduler.stats.num_cached_pages == 0
 
 
+def test_a_client_that_has_its_answer_may_flush_although_a_step_is_in_flight() -> None:
+    bench = Bench(limits_of())
+    bench.submit(turn("a"))
+    while "a" not in bench.chunks or bench.chunks["a"][-1].finish is None:
+        assert not bench.scheduler.flush_cache()
+        if bench.dispatch() is None or len(bench.in_flight) > 1:
+            bench.collect()
+    assert bench.in_flight
+    assert bench.scheduler.flush_cache()
+    bench.submit(turn("b"))
+    bench.run_all()
+    assert bench.chunks["b"][-1].cached_tokens == 0
+    assert bench.scheduler.stats.num_leaked_pages == 0
+    assert bench.scheduler.flush_cache()
+    assert bench.scheduler.stats.num_cached_pages == 0
+
+
 def test_siblings_wait_for_the_first_and_share_its_prompt() -> None:
     bench = Bench(limits_of(overlap_depth=0, prefill_rows=4, num_slots=4))
     bench.submit(*(turn(name, *range(14), ord(name)) for name in "abcd"))
