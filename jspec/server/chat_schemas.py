@@ -91,8 +91,16 @@ class ChatCall:
 
     @property
     def num_chars(self) -> int:
-        """Characters of all messages."""
-        return sum(len(message["content"]) for message in self.messages)
+        """How long rendering takes: characters of all that a template is given, and its items."""
+        total, pending = 0, [*self.messages, self.template_options]
+        while pending:
+            value: Any = pending.pop()
+            total += 1 if not isinstance(value, str) else len(value)
+            if isinstance(value, Mapping):
+                pending += value.values()
+            elif isinstance(value, list | tuple):
+                pending += value
+        return total
 
 
 def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:

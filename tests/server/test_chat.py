@@ -12,6 +12,7 @@ import pytest
 from jspec.api import Engine
 from jspec.core.errors import RequestError
 from jspec.server.chat_schemas import CHAT_FIELDS, NEUTRAL_CHAT, parse_chat
+from jspec.server.service import INLINE_CHARS
 
 from .helpers import events_of
 
@@ -165,6 +166,26 @@ def test_a_bad_chat_is_a_400(client: httpx.Client, body: dict[str, Any], message
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+LONG = "a" * 20_000
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"x": "{LONG}"}}'}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"x": [LONG]}},
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+    ],
+)
+def test_whatever_makes_a_prompt_long_counts(body: dict[str, Any]) -> None:
+    """So that it is rendered and tokenized off the event loop."""
+    assert parse_chat(body).num_chars > INLINE_CHARS
+    assert parse_chat({"messages": MESSAGES}).num_chars < 100
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL_CHAT))
