@@ -37,7 +37,7 @@ LOGGER = logging.getLogger("jspec.server")
 # How much of a body that is too long is still taken, so that its client reads the answer.
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
-MAX_LOGGED = 300  # characters of a refusal's message
+MAX_LOGGED = 300  # characters of a path, or of a refusal's message
 # In a body: more than any batch has (one list or object a prompt, one for how it is sampled).
 MAX_CONTAINERS = 262_144
 _JSON_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -73,10 +73,15 @@ def status_of(error: JspecError) -> int:
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
+def in_one_line(text: str) -> str:
+    """What a client wrote, for the log: cut, and unable to begin another line."""
+    return text[:MAX_LOGGED].encode("unicode_escape").decode()
+
+
 def log_refusal(request: Request, status: int, message: str) -> None:
-    """One line; what the client wrote is cut and cannot begin another line."""
-    line = message[:MAX_LOGGED].encode("unicode_escape").decode()
-    LOGGER.info("%d %s %s: %s", status, request.method, request.url.path, line)
+    """One line."""
+    path, line = in_one_line(request.url.path), in_one_line(message)
+    LOGGER.info("%d %s %s: %s", status, request.method, path, line)
 
 
 async def on_jspec_error(request: Request, error: Exception) -> Response:
@@ -285,4 +290,5 @@ class RequestLog:
             await self._app(scope, receive, sending)
         finally:
             seconds = time.monotonic() - started
-            LOGGER.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, seconds)
+            path = in_one_line(scope["path"])
+            LOGGER.info("%s %s %d in %.3f s", scope["method"], path, status, seconds)

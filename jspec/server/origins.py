@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jspec.core.errors import shown
-from jspec.server.http import error_response
+from jspec.server.http import error_response, in_one_line
 from jspec.server.server_args import ServerArgs
 
 LOGGER = logging.getLogger("jspec.server")
@@ -44,7 +44,7 @@ class OriginGuard:
         if not why:
             await self._app(scope, receive, send)
             return
-        LOGGER.info("403 %s %s: %s", scope["method"], scope["path"], why)
+        LOGGER.info("403 %s %s: %s", scope["method"], in_one_line(scope["path"]), in_one_line(why))
         response = error_response(
             f"{why}; expected a page of this server, or one that --allowed-origins names",
             HTTPStatus.FORBIDDEN,

@@ -237,3 +237,15 @@ def test_a_long_prefill_is_progress(engine: Engine) -> None:
     assert engine.stats.num_emitted == emitted
     stream.join(timeout=60)
     wait_idle(engine)
+
+
+def test_a_path_cannot_begin_a_line_of_the_log(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "jspec.server"):
+        app = create_app(engine, ServerArgs(log_requests=True))
+        ask(app, "GET", "/v1/models/a%0A200%20GET%20/b" + "c" * 5000)
+        ask(app, "POST", "/a%0Db", headers={"Sec-Fetch-Site": "cross-site"})
+    lines = [r.getMessage() for r in caplog.records if r.name == "jspec.server"]
+    assert len(lines) == 4  # each refused, and answered
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
