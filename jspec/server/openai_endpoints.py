@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jspec.core.errors import shown
 from jspec.server import openai_schemas
 from jspec.server.chat_schemas import parse_chat
 from jspec.server.http import read_json
@@ -68,7 +69,7 @@ class OpenAIEndpoints:
         if name is not None and name not in self.service.model_names:
             raise HTTPException(
                 HTTPStatus.NOT_FOUND,
-                f"model is {name!r}; expected one of {list(self.service.model_names)}",
+                f"model is {shown(name)}; expected one of {list(self.service.model_names)}",
             )
 
     async def _answer(

@@ -217,6 +217,12 @@ def test_a_huge_name_does_not_come_back(engine: Engine) -> None:
         response = ask(create_app(engine), "POST", "/generate", json=body)
         assert response.status_code == 400
         assert len(response.content) < 4000
+    for path, ask_for in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        value = "x" if ask_for == "prompt" else [{"role": "user", "content": "x"}]
+        body = {ask_for: value, "model": "k" * 10**6}
+        response = ask(create_app(engine), "POST", path, json=body)
+        assert response.status_code == 404
+        assert len(response.content) < 4000
     params = {"temperature": "k" * 10**6}
     response = ask(
         create_app(engine), "POST", "/generate", json={"text": "x", "sampling_params": params}
