@@ -252,7 +252,7 @@ class EngineArgs:
             if path is None and not in_target:
                 needed = "model_path" if algorithm.drafting.in_target else "draft_model_path"
                 raise ConfigError(
-                    f"speculative_algorithm is {algorithm.value}; expected "
+                    f"speculative_algorithm is {self.speculative_algorithm}; expected "
                     f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
