@@ -458,7 +458,7 @@ def test_a_draft_that_is_not_there_is_refused(
 
 
 def test_the_bundled_target_has_no_layers_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="MULTI_LAYER_EAGLE; expected model_path too"):
+    with pytest.raises(ConfigError, match="NEXTN; expected model_path too"):
         EngineArgs(speculative_algorithm="NEXTN")
 
 
