@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
+from jspec.cli_batch import run_batch_command
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.device_memory import share_for_server
@@ -34,6 +35,7 @@ USAGE = """usage: jspec COMMAND [flags]
 
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
+  batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "serve": run_serve,
         "generate": run_generate,
+        "batch": run_batch_command,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),

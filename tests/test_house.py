@@ -30,7 +30,9 @@ FLOORS: dict[str, int] = {
     "training": 6,
     "api": 7,
     "server": 8,
-    "cli": 9,
+    "offline": 9,
+    "cli_batch": 10,
+    "cli": 11,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
 

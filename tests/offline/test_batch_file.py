@@ -1,0 +1,118 @@
+"""Batch files: what a line may be, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jspec.core.errors import ConfigError
+from jspec.offline import batch_file
+from jspec.offline.batch_file import AnswerFile, answer, count_lines, read_lines, refusal
+
+
+def request(custom_id: str, **changes: Any) -> dict[str, Any]:
+    body = {"prompt": "a"}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body} | (
+        changes
+    )
+
+
+def written(path: Path, *lines: object) -> Path:
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+def test_lines_keep_their_numbers_and_blank_ones_are_none(tmp_path: Path) -> None:
+    path = written(tmp_path / "in", request("a"), "", request("b"), "   ")
+    lines = list(read_lines(path))
+    assert [(line.number, line.custom_id, line.wrong) for line in lines] == [
+        (1, "a", ""),
+        (3, "b", ""),
+    ]
+    assert count_lines(path) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1: is not JSON"),
+        ("[1]", "line 1: is [1]; expected an object"),
+        ("[" * 100_000, "line 1: is not JSON"),
+        ({"url": "/generate", "body": {}}, "custom_id is None; expected text"),
+        (request("a", url="/v1/embeddings"), "url is '/v1/embeddings'; expected one of /v1/compl"),
+        (request("a", method="GET"), "method is 'GET'; expected 'POST'"),
+        (request("a", body="x"), "body is 'x'; expected an object"),
+        (request("a", body={"stream": True}), "stream is True; expected false"),
+        (request("a", models="x"), "unknown key 'models'; expected body, custom_id, method, url"),
+    ],
+)
+def test_what_is_no_request_says_why(tmp_path: Path, line: object, words: str) -> None:
+    (found,) = read_lines(written(tmp_path / "in", line))
+    assert words in found.wrong
+
+
+def test_a_custom_id_is_one_lines_own(tmp_path: Path) -> None:
+    first, second = read_lines(written(tmp_path / "in", request("a"), request("a")))
+    assert not first.wrong
+    assert "'a' was an earlier line's" in second.wrong
+
+
+def test_a_line_that_is_too_long_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_file, "MAX_LINE_BYTES", 200)
+    long = request("a", body={"prompt": "a" * 1000})
+    lines = list(read_lines(written(tmp_path / "in", long, request("b"))))
+    assert [line.wrong for line in lines] == [
+        "line 1: has more than 200 bytes; expected at most that",
+        "",
+    ]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing' is not there; expected a file of JSON lines"):
+        count_lines(tmp_path / "nothing")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_written=st.integers(0, 4), cut=st.integers(0, 60))
+def test_a_run_goes_on_after_the_last_whole_line(
+    tmp_path: Path, num_written: int, cut: int
+) -> None:
+    requests = written(tmp_path / "in", *(request(name) for name in "abcd"), "no JSON")
+    lines = list(read_lines(requests))
+    answers = [answer(line, 200, {"text": "é"}) for line in lines[:4]]
+    answers.append(refusal(lines[4], "invalid_request", lines[4].wrong))
+    path = tmp_path / "out"
+    whole = written(path, *answers[:num_written]).read_bytes()
+    torn = (json.dumps(answers[num_written]) + "\n").encode()[:cut]
+    path.write_bytes(whole + torn)
+    file = AnswerFile(path, requests)
+    assert file.num_written == num_written + (torn.endswith(b"\n"))
+    for found in answers[file.num_written :]:
+        file.write(found)
+    file.close()
+    assert [json.loads(text) for text in path.read_text().splitlines()] == answers
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    requests = written(tmp_path / "in", request("a"))
+    (line,) = read_lines(requests)
+    for content in ("mine\n", f"{json.dumps(refusal(line, 'c', 'm'))}\n" * 2, '{"id": "x"}\n'):
+        path = tmp_path / "out"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="is not of an earlier run"):
+            AnswerFile(path, requests)
+        assert path.read_text() == content
+    with pytest.raises(ConfigError, match="expected another file"):
+        AnswerFile(requests, requests)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        AnswerFile(tmp_path, requests)
+    with pytest.raises(ConfigError, match="No such file or directory; expected a file to write"):
+        AnswerFile(tmp_path / "none" / "out", requests)

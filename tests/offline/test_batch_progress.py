@@ -1,0 +1,47 @@
+"""The progress of a batch, in words."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from jspec.core.request import SpecCounters
+from jspec.offline.batch_progress import BatchProgress
+from jspec.scheduler.stats import SchedulerStats
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_it_says_how_far_how_fast_and_how_long(is_terminal: bool) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    counters = SpecCounters(verify_ct=100, num_accepted=181, num_proposed=300)
+    stats = cast(SchedulerStats, SimpleNamespace(num_emitted=2400, counters=counters))
+    times = iter(float(second) for second in range(0, 1000, 6))
+    progress = BatchProgress(
+        screen, total=103, before=100, read_stats=lambda: stats, clock=lambda: next(times)
+    )
+    for is_well in (True, False):
+        progress.add(is_well)
+    progress.close()
+    said = screen.getvalue()
+    end = "102/103 lines, 1 error, "
+    assert end in said
+    assert "acceptance length" in said
+    assert said.count("\n") == (1 if is_terminal else 2)
+    assert ("\r" in said) is is_terminal
+
+
+def test_the_time_left_is_that_of_the_lines_left() -> None:
+    screen = io.StringIO()
+    stats = cast(SchedulerStats, SimpleNamespace(num_emitted=100, counters=SpecCounters()))
+    now = [0.0]
+    progress = BatchProgress(
+        screen, total=4000, before=10, read_stats=lambda: stats, clock=lambda: now[0]
+    )
+    now[0] = 10.0
+    for _ in range(10):
+        progress.add(True)
+    assert progress.line() == "20/4000 lines, 10 tokens/s, 1:06:20 left"
