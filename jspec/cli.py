@@ -98,13 +98,26 @@ def run_serve(argv: Sequence[str]) -> int:
         epilog="Flags of SGLang that are accepted or refused are listed by: jspec flags",
     )
     add_flags(parser)
-    _, settings = parse_flags(parser, argv)
+    _, settings = parse_flags(parser, named_model(argv))
     os.environ.update(share_for_server(os.environ))  # jax reads it when its backend starts
     with interruptible():
         from jspec.server.serve import serve
 
     serve(settings)
     return 0
+
+
+def named_model(argv: Sequence[str]) -> Sequence[str]:
+    """A first word that is no flag is the model, as vLLM's users write it.
+
+    In:  DIR --port 0    Out: --model-path DIR --port 0
+    """
+    if not argv or argv[0].startswith("-"):
+        return argv
+    for word in argv[1:]:
+        if word.split("=", 1)[0] in ("--model-path", "--model"):
+            raise ConfigError(f"the model is {argv[0]!r} and {word!r}; expected one of them")
+    return ["--model-path", *argv]
 
 
 # generate

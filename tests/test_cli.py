@@ -19,7 +19,17 @@ import httpx
 import pytest
 
 from jspec.api import Engine
-from jspec.cli import Painter, Style, Summary, choose_style, generate, main, one_stream, read_prompt
+from jspec.cli import (
+    Painter,
+    Style,
+    Summary,
+    choose_style,
+    generate,
+    main,
+    named_model,
+    one_stream,
+    read_prompt,
+)
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.loading import BUNDLED
@@ -121,7 +131,7 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["generate", "x", "--port", "1"], "unknown flag '--port'"),
         (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
         (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
-        (["serve", "y"], "unexpected argument 'y'; expected flags\n"),
+        (["serve", "d", "y"], "unexpected argument 'y'; expected flags\n"),
         (["generate", "x", "--seed", str(2**64)], "sampling_seed is 18446744073709551616"),
     ],
 )
@@ -166,6 +176,15 @@ def test_one_stream_compiles_four_programs_and_flags_win(engine: Engine) -> None
     assert one_stream({}) == {"max_running_requests": 1, "chunked_prefill_size": 32}
     given = {"max_running_requests": 4, "page_size": 64}
     assert one_stream(given) == {**given, "chunked_prefill_size": 32}
+
+
+def test_the_first_word_of_serve_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert named_model(["d", "--port", "0"]) == ["--model-path", "d", "--port", "0"]
+    assert named_model(["--port", "0"]) == ["--port", "0"]
+    assert main(["serve", "d", "--model=e"]) == 2
+    assert "the model is 'd' and '--model=e'; expected one" in capsys.readouterr().err
+    assert main(["serve", "/nowhere"]) == 1
+    assert "/nowhere" in capsys.readouterr().err
 
 
 def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

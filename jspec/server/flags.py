@@ -18,6 +18,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.request import SAMPLING_FIELDS
 from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
+from jspec.server.peer_flags import advice
 from jspec.server.server_args import ServerArgs
 
 NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
@@ -106,6 +107,8 @@ def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if any(stem in (parameter.name, parameter.openai) for parameter in SAMPLING_FIELDS):
         hint = f"{stem} is set by each request"
         return f"unknown flag {name!r}: {hint}; {parser.prog} --help lists the flags"
+    if instead := advice(name):
+        return f"unknown flag {name!r}: {instead}"
     known = [n.removeprefix("--") for action in parser._actions for n in action.option_strings]
     near = difflib.get_close_matches(name.removeprefix("--"), known, n=1, cutoff=NEAR)
     hint = f"did you mean '--{near[0]}'? " if near else ""

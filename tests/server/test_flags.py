@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.server.flag_table import FLAGS, Flag, FlagClass, FlagKind
 from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
+from jspec.server.peer_flags import OF_VLLM
 from jspec.server.server_args import ServerArgs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
@@ -140,6 +142,8 @@ def test_server_flags() -> None:
         (("--hostt=x",), "did you mean '--host'"),
         (("--model-pat", "x"), "did you mean '--model-path'"),
         (("word",), "unexpected argument 'word'"),
+        (("--max-num-seqs", "4"), "unknown flag '--max-num-seqs': write --max-running-requests"),
+        (("--enforce-eager",), "leave it out: every step is a compiled program"),
         (("--stop", "x"), "unknown flag '--stop': stop is set by each request; test --help"),
         (("--port", "high"), "--port: invalid int value: 'high'"),
         (("--port",), "--port: expected one argument"),
@@ -256,3 +260,13 @@ def test_rounds_a_step_are_an_engine_argument() -> None:
 def test_the_docs_hold_the_table() -> None:
     message = "docs/server.md is out of date: replace its tables by the output of `jspec flags`"
     assert markdown_table().strip() in DOCS.read_text(encoding="utf-8"), message
+
+
+def test_what_is_said_instead_of_another_servers_flag_is_there() -> None:
+    known = {
+        name for flag in FLAGS if flag.flag_class is FlagClass.IMPLEMENTED for name in flag.names
+    }
+    for theirs, ours in OF_VLLM.items():
+        assert theirs not in {name for flag in FLAGS for name in flag.names}
+        for word in re.findall(r"--[a-z-]+", ours):
+            assert word in known | {"--help"}, f"{theirs}: {word}"
