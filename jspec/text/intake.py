@@ -113,8 +113,7 @@ class Intake:
                     raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
             prompts = [{"input_ids": row} for row in rows]
         else:
-            is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-            texts = list(prompt) if is_list else [prompt]  # type: ignore[arg-type]
+            texts, is_list = _texts(prompt)
             prompts = [{"prompt": text} for text in texts]
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
@@ -232,3 +231,10 @@ class Intake:
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
         return int.from_bytes(os.urandom(8), "little")
+
+
+def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
+    """The prompts, and whether they were a list; what is neither is checked with its request."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return [prompt], False
+    return list(prompt), True
