@@ -20,7 +20,7 @@ READ_BYTES = 2**20
 WARM_UP_TOKENS = 16
 MAX_WARM_UP = 64
 MAX_ERRORS_SAID = 3
-WORDS = (
+WORDS = (  # noqa: SIM905 (a list of them would be as many lines)
     "the of and to in is that for it as was with be by on not he his but at are this have from or "
     "had an they which one you were all her she there would their we him been has when who will no "
     "more if out so up said what its about than into them can only other time new some could these "
@@ -116,14 +116,14 @@ class Pattern:
             "ignore_eos": True,
         }
         content = {"text": " ".join(map(str, prompt))} if self.is_text else {"input_ids": prompt}
-        body = {**content, "sampling_params": sampling, "stream": True}
-        if self.trace:
-            body["rid"] = f"{self.seed}-{name}"
+        name = f"{self.seed}-{name}" if self.trace else ""
+        named = {"rid": name} if name else {}
+        body = {**content, "sampling_params": sampling, "stream": True, **named}
         return Job(
             body=json.dumps(body).encode(),
             prompt_len=len(prompt),
             new_tokens=new_tokens,
-            name=body.get("rid", ""),
+            name=name,
         )
 
 
