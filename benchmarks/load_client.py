@@ -69,7 +69,7 @@ class Pattern:
     """What the requests look like; lengths are uniform in [jitter, 1] of the longest.
 
     prompt_len, new_tokens: the longest. vocab_size: ids are below it. is_text: words, about one
-    token each, instead of ids. trace: a name of its own for each request (`rid`).
+    token each, instead of ids. stop: stop strings. trace: a name for each request (`rid`).
     """
 
     prompt_len: int = 1024
@@ -79,6 +79,7 @@ class Pattern:
     temperature: float = 0.0
     seed: int = 0
     is_text: bool = False
+    stop: tuple[str, ...] = ()
     trace: bool = False
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
@@ -110,11 +111,13 @@ class Pattern:
         return [rng.randrange(low, self.vocab_size) for _ in range(length)]
 
     def _job(self, prompt: list[int] | list[str], new_tokens: int, name: str) -> Job:
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": self.temperature,
             "max_new_tokens": new_tokens,
             "ignore_eos": True,
         }
+        if self.stop:
+            sampling["stop"] = list(self.stop)
         content = {"text": " ".join(map(str, prompt))} if self.is_text else {"input_ids": prompt}
         name = f"{self.seed}-{name}" if self.trace else ""
         named = {"rid": name} if name else {}

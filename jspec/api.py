@@ -24,11 +24,13 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import EngineClosedError, RequestError
 from jspec.core.protocols import TextStream
 from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.runner import DeviceRunner
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
@@ -76,7 +78,7 @@ class Engine:
         template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner, self.config = build_runner(self.args, progress=progress)
+        runner, self.config = self._build_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -88,6 +90,10 @@ class Engine:
             defaults=defaults,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
+
+    def _build_runner(self, progress: Progress | None) -> tuple[DeviceRunner, ResolvedConfig]:
+        """What the engine runs on, and what that was built from; another one may be put here."""
+        return build_runner(self.args, progress=progress)
 
     def _make_stream(self, request: Request) -> TextStream:
         if self._tokenizer is None:
