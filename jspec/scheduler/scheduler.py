@@ -15,6 +15,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, QueueFullError, RequestError
@@ -29,20 +31,14 @@ from jspec.core.plan import (
     StepResult,
 )
 from jspec.core.protocols import TextStream
-from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
+from jspec.core.request import Request, StreamChunk
 from jspec.scheduler import budget, policy
 from jspec.scheduler.pages import FullPages, Hit
-from jspec.scheduler.results import check_result
-from jspec.scheduler.sequence import (
-    Cut,
-    Sequence,
-    SequenceState,
-    Tenancy,
-    count_verification,
-    empty_counters,
-    surviving_drafts,
-)
+from jspec.scheduler.results import Flight, RoundReader, check_result
+from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.stats import SchedulerStats, Totals
+from jspec.scheduler.transcript import Piece, Tally, Transcript
 from jspec.scheduler.windows import WindowPages
 
 
@@ -56,16 +52,19 @@ class Scheduler:
         self._make_stream = make_stream
         self._pages = FullPages(limits)
         self._windows = WindowPages(limits)
+        self._table = RowTable.empty(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
-        self._in_flight: deque[StepPlan] = deque()
+        self._lineup: tuple[Ints, tuple[Tenancy, ...]] | None = None  # of _running; None: find out
+        self._in_flight: deque[Flight] = deque()
         self._last_kind = StepKind.DECODE
         self._num_steps = 0
-        self._totals = Totals(counters=empty_counters(limits.spec))
+        self._totals = Totals(tally=Tally(limits.spec))
+        self._reader = RoundReader(self._table, self._totals, finish=self._finish)
 
     @property
     def limits(self) -> ServeLimits:
@@ -108,12 +107,14 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting; expected fewer than "
                 f"max_queued_requests {self._limits.max_queued_requests}"
             )
+        stream = self._make_stream(request)
+        cuts = bool(request.sampling.stop)
         sequence = Sequence(
             request=request,
             arrival=self._totals.num_requests,
             max_new_tokens=max_new_tokens,
-            text_stream=self._make_stream(request),
-            counters=empty_counters(self._limits.spec),
+            text_stream=stream if cuts else None,
+            transcript=Transcript(request, self._limits.spec, stream=None if cuts else stream),
         )
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += sequence.prompt_len
@@ -121,16 +122,20 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
-        """Ends a request now; its last chunk has the text held back. None if it is not there."""
+        """As `end`, with the text made here and now."""
+        piece = self.end(request_id)
+        return None if piece is None else piece.chunk()
+
+    def end(self, request_id: str) -> Piece | None:
+        """Aborts a request now; its last piece has the text held back. None if it is not there."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         if sequence.tenancy is None:
             self._waiting.remove(sequence)
         self._totals.num_aborted += 1
-        finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
         self._finish(sequence)
-        return sequence.chunk(Cut(ids=(), text=sequence.text_stream.flush(), finish=finish))
+        return sequence.abort()
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.
@@ -138,10 +143,10 @@ class Scheduler:
         Rows go back to the queue with what was read of them.
         """
         if self._in_flight:
-            self._pages.withdraw(self._in_flight[0].step)
+            self._pages.withdraw(self._in_flight[0].plan.step)
         self._in_flight.clear()
+        self._table.steps[:] = self._table.rounds[:] = 0
         for tenancy in tuple(self._tenancies.values()):
-            tenancy.steps_in_flight = tenancy.rounds_in_flight = 0
             if tenancy.ended:
                 self._release(tenancy)
         for sequence in reversed(tuple(self._running.values())):
@@ -213,7 +218,38 @@ class Scheduler:
         )
 
     def _plan_decode(self) -> StepPlan | None:
-        rows: list[RowRef] = []
+        slots, tenancies = self._rows()
+        may = self._table.may_decode(slots)
+        chosen = np.flatnonzero(may)
+        missing = self._table.pages_missing(slots[chosen], self._limits)
+        if missing.sum() > self._pages.num_free:
+            decoding, grants = self._choose_short_of_pages()
+        else:
+            decoding, grants = [tenancies[i] for i in chosen.tolist()], []
+            has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
+            for i in np.flatnonzero(has_to_grow).tolist():
+                grants += self._grant(decoding[i], int(missing[i]))
+        if not decoding:
+            return None
+        return StepPlan(
+            step=self._num_steps + 1,
+            kind=StepKind.DECODE,
+            features=self._features_of(tenancy.row for tenancy in decoding),
+            rows=tuple([tenancy.row for tenancy in decoding]),
+            grants=tuple(grants),
+        )
+
+    def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
+        """Slots and tenancies of what runs, oldest first."""
+        if self._lineup is None:
+            tenancies = tuple(sequence.held_tenancy for sequence in self._running.values())
+            slots = np.array([tenancy.row.slot for tenancy in tenancies], np.int64)
+            self._lineup = slots, tenancies
+        return self._lineup
+
+    def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:
+        """Who decodes where not all can, and the pages they get; others wait or give way."""
+        chosen: list[Tenancy] = []
         grants: list[PageGrant] = []
         for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
             if not policy.may_decode(sequence):
@@ -222,17 +258,9 @@ class Scheduler:
             tenancy = sequence.tenancy
             if tenancy is None or num_missing > self._pages.num_free:
                 continue
-            grants.extend(self._grant(tenancy, num_missing))
-            rows.append(tenancy.row)
-        if not rows:
-            return None
-        return StepPlan(
-            step=self._num_steps + 1,
-            kind=StepKind.DECODE,
-            features=self._features_of(rows),
-            rows=tuple(rows),
-            grants=tuple(grants),
-        )
+            grants += self._grant(tenancy, num_missing)
+            chosen.append(tenancy)
+        return chosen, grants
 
     def _make_room(self, sequence: Sequence) -> int:
         """Pages that the row misses for its next decode, after retractions if they are due.
@@ -256,6 +284,7 @@ class Scheduler:
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
         grants = self._pages.grow(tenancy, num_pages)
+        self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
         return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
@@ -269,67 +298,50 @@ class Scheduler:
     def _mark_in_flight(self, plan: StepPlan) -> None:
         self._num_steps = plan.step
         self._last_kind = plan.kind
-        self._in_flight.append(plan)
-        for chunk in plan.chunks:
-            tenancy = self._tenancies[chunk.row]
+        table, tenancies = self._table, tuple([self._tenancies[row] for row in plan.row_refs])
+        slots = np.array([row.slot for row in plan.row_refs], np.int64)
+        self._in_flight.append(Flight(plan, slots, tenancies))
+        for chunk, tenancy in zip(plan.chunks, tenancies, strict=False):
             tenancy.num_filled += len(chunk.token_ids)
             self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
             if chunk.is_final:
                 tenancy.sequence.state = SequenceState.RUNNING
-        for row in plan.rows:
-            self._tenancies[row].rounds_in_flight += self._limits.num_rounds
-        for row in plan.row_refs:
-            self._tenancies[row].steps_in_flight += 1
+                table.decodes[chunk.row.slot] = True
+        if plan.kind is StepKind.DECODE:
+            table.rounds[slots] += self._limits.num_rounds
+        table.steps[slots] += 1
 
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """Applies the oldest step in flight; returns one chunk for each row and round that emitted.
+        """As `read`, with the text made here and now."""
+        return tuple([piece.chunk() for piece in self.read(plan, result)])
 
-        The rounds behind a row's end are dropped: chunks and counters are those of single rounds.
+    def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
+        """Applies the oldest step in flight; returns a piece for each row and round that emitted.
+
+        The rounds behind a row's end are dropped: pieces and counters are those of single rounds.
 
         Raises InvariantError for a result out of order or of the wrong shape.
         """
-        oldest = self._in_flight[0].step if self._in_flight else None
+        oldest = self._in_flight[0].plan.step if self._in_flight else None
         check_result(self._limits, plan, result, oldest=oldest)
-        self._in_flight.popleft()
-        chunks = []
-        for i, row in enumerate(plan.row_refs):
-            tenancy = self._tenancies[row]
-            tenancy.steps_in_flight -= 1
-            if plan.kind is StepKind.DECODE:
-                tenancy.rounds_in_flight -= self._limits.num_rounds
-            if tenancy.ended and tenancy.steps_in_flight == 0:
-                self._release(tenancy)
-            for of_round in result.rounds:
-                if tenancy.ended:
-                    break
-                if ids := of_round.emitted_ids[i]:
-                    chunks.append(self._commit_row(tenancy, ids, plan.kind))
-            if not tenancy.ended:
-                self._windows.trim(tenancy)
-        return tuple(chunks)
-
-    def _commit_row(self, tenancy: Tenancy, ids: tuple[int, ...], kind: StepKind) -> StreamChunk:
-        sequence = tenancy.sequence
-        tenancy.is_prefill_read = True
-        cut = sequence.absorb(ids)
-        num_kept, num_accepted = len(cut.ids), 0
-        self._totals.num_emitted += num_kept
-        if kind is StepKind.DECODE:
-            num_accepted = surviving_drafts(len(ids), num_kept)
-            spec = self._limits.spec
-            sequence.counters = count_verification(
-                sequence.counters, spec, num_emitted=len(ids), num_kept=num_kept
-            )
-            self._totals.counters = count_verification(
-                self._totals.counters, spec, num_emitted=len(ids), num_kept=num_kept
-            )
-        if cut.finish is not None:
-            self._totals.num_finished += 1
-            self._finish(sequence)
-        return sequence.chunk(cut, num_accepted=num_accepted)
+        flight, table = self._in_flight.popleft(), self._table
+        table.steps[flight.slots] -= 1
+        if plan.kind is StepKind.DECODE:
+            table.rounds[flight.slots] -= self._limits.num_rounds
+        for i in np.flatnonzero(table.ended[flight.slots]).tolist():
+            if flight.tenancies[i].steps_in_flight == 0:
+                self._release(flight.tenancies[i])
+        pieces: list[Piece] = []
+        for of_round in result.rounds:
+            pieces += self._reader.read_round(flight, of_round)
+        if self._limits.windows:
+            for tenancy in flight.tenancies:
+                if not tenancy.ended:
+                    self._windows.trim(tenancy)
+        return pieces
 
     # Tenancies: admit, end, release.
 
@@ -355,16 +367,27 @@ class Scheduler:
         tenancy = Tenancy(
             row=RowRef(slot, self._epochs[slot]),
             sequence=sequence,
+            table=self._table,
             fill_ids=fill_ids,
             page_ids=[],
         )
+        self._table.seat(
+            slot,
+            fill=len(fill_ids),
+            left=sequence.num_tokens_left,
+            last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
+            stop_ids=sequence.request.stop_ids,
+            cuts=sequence.text_stream is not None,
+        )
         self._pages.admit(tenancy, hit, num_pages)
+        self._table.pages[slot] = len(tenancy.page_ids)
         if not sequence.num_retractions:
             sequence.cached_tokens = tenancy.cached_len
             self._totals.num_cached_tokens += tenancy.cached_len
         self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
+        self._lineup = None
         sequence.tenancy = tenancy
         sequence.state = SequenceState.PREFILLING
         return tenancy
@@ -383,13 +406,15 @@ class Scheduler:
         del self._sequences[sequence.request.request_id]
 
     def _end_tenancy(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
-        tenancy, sequence.tenancy = sequence.tenancy, None
-        if tenancy is None:
+        if sequence.tenancy is None:
             return
         del self._running[sequence.request.request_id]
+        self._lineup = None
         if keeps_pages:
-            self._pages.keep(tenancy, step=self._num_steps)
-        tenancy.ended = True
+            self._pages.keep(sequence.tenancy, step=self._num_steps)
+        tenancy = sequence.leave()
+        self._table.ended[tenancy.row.slot] = True
+        self._table.decodes[tenancy.row.slot] = False
         if tenancy.steps_in_flight == 0:
             self._release(tenancy)
 

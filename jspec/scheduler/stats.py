@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.request import SpecCounters
+from jspec.scheduler.transcript import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class SchedulerStats:
 class Totals:
     """What SchedulerStats adds up since the start; the scheduler's own, and it alone writes."""
 
-    counters: SpecCounters
+    tally: Tally
     num_requests: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -59,4 +60,5 @@ class Totals:
 
     def by_name(self) -> dict[str, Any]:
         """As SchedulerStats names them."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        counts = {name: getattr(self, name) for name in self.__slots__ if name != "tally"}
+        return {**counts, "counters": self.tally.counters}
