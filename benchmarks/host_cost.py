@@ -5,7 +5,8 @@
 The device is a clock (benchmarks.null_runner), so nothing but the host is measured, in CPU time,
 which other work on the same machine disturbs least.
 
-    steps   the scheduler alone, step by step: CPU time of plan and commit
+    steps   the scheduler alone, step by step: CPU time of plan and commit (on the way of the next
+            step), of text and chunks (not on it)
     loop    the engine's loop with readers that drop what they read: CPU time of the process a step
     http    the whole server and streaming clients, which are another process, with a device of
             --step-ms: CPU time a step, and how long the device stood idle between two steps
@@ -101,7 +102,9 @@ def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> 
     runner = NullRunner(limits, vocab_size=tokenizer.vocab_size)
     for request in requests_of(rows, text=text, new_tokens=CONTEXT - PROMPT_LEN):
         scheduler.submit(request)
-    times: dict[str, list[float]] = {name: [] for name in ("plan", "pack", "unpack", "commit")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("plan", "pack", "unpack", "commit", "text")
+    }
     in_flight = []
     while len(times["commit"]) < steps:
         marks = [time.thread_time()]
@@ -116,13 +119,17 @@ def measure_steps(rows: int, text: str, *, steps: int, tokenizer: Tokenizer) -> 
         result = runner.collect()
         marks.append(time.thread_time())
         oldest = in_flight.pop(0)
-        scheduler.commit(oldest, result)
+        pieces = scheduler.read(oldest, result)
+        marks.append(time.thread_time())
+        for piece in pieces:
+            piece.chunk()
         marks.append(time.thread_time())
         if oldest.kind is StepKind.DECODE and len(oldest.rows) == len(plan.rows) == rows:
             times["plan"].append(marks[1] - marks[0])
             times["pack"].append(runner.pack_seconds - before[0])
             times["unpack"].append(runner.unpack_seconds - before[1])
             times["commit"].append(marks[3] - marks[2])
+            times["text"].append(marks[4] - marks[3])
     return {f"{name}_ms": _median_ms(values) for name, values in times.items()}
 
 

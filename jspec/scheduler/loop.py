@@ -5,76 +5,30 @@ runner happens on one engine thread; everything else, the scheduler included, on
 which never blocks. It decides nothing about scheduling, and it sees no token.
 
     overlap depth 1        engine thread                        event loop
-    turn n                 dispatch t+1, then collect t
-                           (the device goes on with t+1)        commit t, publish, plan t+2
-    turn n + 1             dispatch t+2, then collect t+1       ...
+    turn n                 dispatch t+1, then collect t         publish t-1
+                           (the device goes on with t+1)        commit t, plan t+2
+    turn n + 1             dispatch t+2, then collect t+1       publish t
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, StreamChunk
+from jspec.scheduler.mailbox import Mailbox, wake
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
-
-
-class Mailbox:
-    """Chunks of one request on their way to its one reader, on whatever event loop that is.
-
-    What was put wakes the reader's loop directly: a chunk costs no task and no second loop.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[StreamChunk | EngineClosedError] = deque()
-        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-
-    def put(self, item: StreamChunk | EngineClosedError) -> None:
-        """From any thread; never waits for the reader."""
-        with self._lock:
-            self._items.append(item)
-            reader, self._reader = self._reader, None
-        if reader is not None:
-            with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
-                reader[0].call_soon_threadsafe(_wake, reader[1])
-
-    async def get(self) -> StreamChunk | EngineClosedError:
-        """The oldest item, as soon as there is one."""
-        while True:
-            with self._lock:
-                if self._items:
-                    return self._items.popleft()
-                event_loop = asyncio.get_running_loop()
-                woken: asyncio.Future[None] = event_loop.create_future()
-                self._reader = event_loop, woken
-            await woken
-
-    def get_ready(self) -> list[StreamChunk]:
-        """The chunks that are there already, up to an error, which stays for `get`."""
-        chunks: list[StreamChunk] = []
-        with self._lock:
-            while self._items and isinstance(self._items[0], StreamChunk):
-                chunks.append(self._items[0])
-                self._items.popleft()
-        return chunks
-
-
-def _wake(reader: asyncio.Future[None]) -> None:
-    if not reader.done():
-        reader.set_result(None)
+from jspec.scheduler.transcript import Piece
 
 
 class TraceKind(enum.Enum):
@@ -190,6 +144,7 @@ class EngineLoop:
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
+        self._unpublished: list[Piece] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -249,10 +204,11 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
-        chunk = self._scheduler.abort(request_id)
-        if chunk is None:
+        piece = self._scheduler.end(request_id)
+        if piece is None:
             return False
-        self._publish(chunk)
+        self._unpublished.append(piece)  # after what was committed before it
+        self._publish()
         return True
 
     def flush_cache(self) -> bool:
@@ -300,6 +256,7 @@ class EngineLoop:
                 self._wake.clear()
                 plan = None if self._is_paused else self._scheduler.plan()
                 if plan is None and not self._in_flight:
+                    self._publish()
                     self._busy.stop()
                     await self._wake.wait()
                     self._busy.start()
@@ -320,29 +277,30 @@ class EngineLoop:
             self._release()
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight."""
+        """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight.
+
+        Meanwhile what the turn before has committed goes to its readers.
+        """
         if plan is not None:
             self._in_flight.append(plan)
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
-        event_loop = asyncio.get_running_loop()
-        if plan is not None and not is_full:
-            await event_loop.run_in_executor(self._engine_thread, self._dispatch, plan)
-            return
-        result = await event_loop.run_in_executor(
-            self._engine_thread, self._dispatch_and_collect, plan
-        )
-        for chunk in self._scheduler.commit(self._in_flight.popleft(), result):
-            self._publish(chunk)
+        work = self._dispatch if plan is not None and not is_full else self._dispatch_and_collect
+        turn = asyncio.get_running_loop().run_in_executor(self._engine_thread, work, plan)
+        self._publish()
+        result = await turn
+        if result is not None:
+            self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
 
     def _dispatch_and_collect(self, plan: StepPlan | None) -> StepResult:
-        if plan is not None:
-            self._dispatch(plan)
+        self._dispatch(plan)
         started = time.monotonic()
         result = self._runner.collect()
         self._record(TraceKind.COLLECT, result.step, started)
         return result
 
-    def _dispatch(self, plan: StepPlan) -> None:
+    def _dispatch(self, plan: StepPlan | None) -> None:
+        if plan is None:
+            return
         started = time.monotonic()
         self._runner.dispatch(plan)
         self._record(TraceKind.DISPATCH, plan.step, started)
@@ -352,18 +310,28 @@ class EngineLoop:
             ended = time.monotonic()
             self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
 
-    def _publish(self, chunk: StreamChunk) -> None:
-        if chunk.finish is None:
-            self._queues[chunk.request_id].put(chunk)
-        else:
-            self._queues.pop(chunk.request_id).put(chunk)
+    def _publish(self) -> None:
+        """What was committed goes to its readers; the last piece of a request ends its stream."""
+        pieces, self._unpublished = self._unpublished, []
+        if not pieces:
+            return
+        readers = []
+        for piece in pieces:
+            name = piece.transcript.request_id
+            queue = self._queues[name] if piece.finish is None else self._queues.pop(name)
+            readers.append(queue.put(piece))
+        wake(readers)
 
     def _end_streams(self, why: str) -> None:
         """Ends every stream and every sequence; the steps in flight then count for nothing."""
+        self._publish()
+        readers = []
         for request_id, queue in self._queues.items():
-            self._scheduler.abort(request_id)
-            queue.put(self._closed_error(f"request {request_id!r} was not finished: {why}"))
+            self._scheduler.end(request_id)
+            error = self._closed_error(f"request {request_id!r} was not finished: {why}")
+            readers.append(queue.put(error))
         self._queues.clear()
+        wake(readers)
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f" because of {self._cause!r}"

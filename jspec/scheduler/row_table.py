@@ -32,7 +32,8 @@ class RowTable:
     left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
     steps, rounds: in flight. decodes: its final chunk is dispatched and it has not ended.
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends.
-    stop_ids: those ids, NO_ID after them. out_ids: emitted ids; past `emitted` anything.
+    is_featured: its steps need features. stop_ids: those ids, NO_ID after them.
+    out_ids: emitted ids; past `emitted` anything.
     """
 
     left: Ints
@@ -45,6 +46,7 @@ class RowTable:
     decodes: Bools
     ended: Bools
     is_plain: Bools
+    is_featured: Bools
     stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
     out_ids: np.ndarray  # i32[slots, context_length + M]
 
@@ -54,7 +56,7 @@ class RowTable:
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
         counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds")
-        flags = ("decodes", "ended", "is_plain")
+        flags = ("decodes", "ended", "is_plain", "is_featured")
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
             **{name: np.zeros(rows, np.bool_) for name in flags},
@@ -63,9 +65,18 @@ class RowTable:
         )
 
     def seat(
-        self, slot: int, *, fill: int, left: int, last: int, stop_ids: tuple[int, ...], cuts: bool
+        self,
+        slot: int,
+        *,
+        fill: int,
+        left: int,
+        last: int,
+        stop_ids: tuple[int, ...] = (),
+        cuts: bool = False,
+        is_featured: bool = False,
     ) -> None:
         """Begins a row that nothing in flight names. cuts: its text may end it."""
+        self.is_featured[slot] = is_featured
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
         self.decodes[slot] = self.ended[slot] = False

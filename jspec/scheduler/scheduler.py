@@ -176,10 +176,16 @@ class Scheduler:
         if len(self._in_flight) > self._limits.overlap_depth:
             return None
         for kind in policy.kinds_to_try(self._last_kind):
-            plan = self._plan_prefill() if kind is StepKind.PREFILL else self._plan_decode()
-            if plan is not None:
-                self._mark_in_flight(plan)
-                return plan
+            if kind is StepKind.DECODE:
+                flight = self._plan_decode()
+            elif self._waiting or not self._table.decodes[self._rows()[0]].all():
+                plan = self._plan_prefill()
+                flight = None if plan is None else self._flight_of(plan)
+            else:
+                flight = None
+            if flight is not None:
+                self._mark_in_flight(flight)
+                return flight.plan
         if self._sequences and not self._in_flight:
             raise InvariantError(
                 f"nothing is in flight and nothing can be planned for {len(self._running)} "
@@ -217,13 +223,14 @@ class Scheduler:
             grants=tuple(grants),
         )
 
-    def _plan_decode(self) -> StepPlan | None:
+    def _plan_decode(self) -> Flight | None:
         slots, tenancies = self._rows()
-        may = self._table.may_decode(slots)
-        chosen = np.flatnonzero(may)
-        missing = self._table.pages_missing(slots[chosen], self._limits)
+        chosen = np.flatnonzero(self._table.may_decode(slots))
+        slots = slots[chosen]
+        missing = self._table.pages_missing(slots, self._limits)
         if missing.sum() > self._pages.num_free:
             decoding, grants = self._choose_short_of_pages()
+            slots = np.array([tenancy.row.slot for tenancy in decoding], np.int64)
         else:
             decoding, grants = [tenancies[i] for i in chosen.tolist()], []
             has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
@@ -231,13 +238,17 @@ class Scheduler:
                 grants += self._grant(decoding[i], int(missing[i]))
         if not decoding:
             return None
-        return StepPlan(
+        features = PLAIN
+        if self._table.is_featured[slots].any():
+            features = PLAIN.union(tenancy.sequence.features for tenancy in decoding)
+        plan = StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.DECODE,
-            features=self._features_of(tenancy.row for tenancy in decoding),
+            features=features,
             rows=tuple([tenancy.row for tenancy in decoding]),
             grants=tuple(grants),
         )
+        return Flight(plan, slots, tuple(decoding))
 
     def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
         """Slots and tenancies of what runs, oldest first."""
@@ -295,13 +306,16 @@ class Scheduler:
     def _features_of(self, rows: Iterable[RowRef]) -> StepFeatures:
         return PLAIN.union(self._tenancies[row].sequence.features for row in rows)
 
-    def _mark_in_flight(self, plan: StepPlan) -> None:
+    def _flight_of(self, plan: StepPlan) -> Flight:
+        slots = np.array([row.slot for row in plan.row_refs], np.int64)
+        return Flight(plan, slots, tuple([self._tenancies[row] for row in plan.row_refs]))
+
+    def _mark_in_flight(self, flight: Flight) -> None:
+        plan, table = flight.plan, self._table
         self._num_steps = plan.step
         self._last_kind = plan.kind
-        table, tenancies = self._table, tuple([self._tenancies[row] for row in plan.row_refs])
-        slots = np.array([row.slot for row in plan.row_refs], np.int64)
-        self._in_flight.append(Flight(plan, slots, tenancies))
-        for chunk, tenancy in zip(plan.chunks, tenancies, strict=False):
+        self._in_flight.append(flight)
+        for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
             tenancy.num_filled += len(chunk.token_ids)
             self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
@@ -309,8 +323,8 @@ class Scheduler:
                 tenancy.sequence.state = SequenceState.RUNNING
                 table.decodes[chunk.row.slot] = True
         if plan.kind is StepKind.DECODE:
-            table.rounds[slots] += self._limits.num_rounds
-        table.steps[slots] += 1
+            table.rounds[flight.slots] += self._limits.num_rounds
+        table.steps[flight.slots] += 1
 
     # Results in.
 
@@ -378,6 +392,7 @@ class Scheduler:
             last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
             stop_ids=sequence.request.stop_ids,
             cuts=sequence.text_stream is not None,
+            is_featured=len(sequence.features) > 0,
         )
         self._pages.admit(tenancy, hit, num_pages)
         self._table.pages[slot] = len(tenancy.page_ids)

@@ -92,25 +92,27 @@ class Tally:
     def __init__(self, spec: SpeculativeConfig) -> None:
         self._is_plain = spec.algorithm is Algorithm.NONE
         self._num_drafts = spec.num_draft_tokens - 1
-        self._histogram = [] if self._is_plain else [0] * (spec.num_steps + 1)
+        self._histogram = [0] * (spec.num_steps + 1)
+        self._verify_ct = self._num_accepted = 0
         self._full_verify_ct = self._full_num_emitted = 0
 
     def add(self, *, num_emitted: int, num_kept: int) -> None:
         """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`."""
-        if self._is_plain:
-            return
-        self._histogram[surviving_drafts(num_emitted, num_kept)] += 1
+        num_accepted = surviving_drafts(num_emitted, num_kept)
+        self._histogram[num_accepted] += 1
+        self._verify_ct += 1
+        self._num_accepted += num_accepted
         if num_kept == num_emitted:
             self._full_verify_ct += 1
             self._full_num_emitted += num_emitted
 
     def add_whole(self, num_verifications: Ordered[int]) -> None:
         """num_verifications[n] that emitted n ids each, none of them cut; n up to M."""
-        if self._is_plain:
-            return
         for num_emitted, count in enumerate(num_verifications):
             if count:
                 self._histogram[num_emitted - 1] += count
+                self._verify_ct += count
+                self._num_accepted += count * (num_emitted - 1)
                 self._full_verify_ct += count
                 self._full_num_emitted += count * num_emitted
 
@@ -119,13 +121,11 @@ class Tally:
         """As of now."""
         if self._is_plain:
             return NO_COUNTERS
-        histogram = tuple(self._histogram)
-        verify_ct = sum(histogram)
         return SpecCounters(
-            verify_ct=verify_ct,
-            num_accepted=sum(i * count for i, count in enumerate(histogram)),
-            num_proposed=verify_ct * self._num_drafts,
-            accept_histogram=histogram,
+            verify_ct=self._verify_ct,
+            num_accepted=self._num_accepted,
+            num_proposed=self._verify_ct * self._num_drafts,
+            accept_histogram=tuple(self._histogram),
             full_verify_ct=self._full_verify_ct,
             full_num_emitted=self._full_num_emitted,
         )

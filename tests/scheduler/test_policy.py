@@ -39,8 +39,6 @@ def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tena
         fill=len(sequence.fill_ids),
         left=sequence.num_tokens_left,
         last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
-        stop_ids=(),
-        cuts=False,
     )
     tenancy = Tenancy(
         row=RowRef(slot, 1),
