@@ -34,6 +34,7 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.first_token import summarise
 from benchmarks.h200_table import engine_arguments
 from benchmarks.load_client import WORDS, Pattern, Point, run_point, summary
 from benchmarks.workloads import WORKLOADS, Workload
@@ -163,8 +164,8 @@ def write_tokenizer(directory: Path, workload: Workload) -> None:
 # Measuring.
 
 
-def measure(server: Server, point: Point, pattern: Pattern) -> dict[str, Any]:
-    """One point's figures, and what it cost in CPU time on both sides."""
+def measure(server: Server, point: Point, pattern: Pattern, trace: Path | None) -> dict[str, Any]:
+    """One point's figures, its CPU time on both sides, and the parts of first tokens."""
     at_start: list[float | None] = []
     own = [0.0]
 
@@ -180,6 +181,8 @@ def measure(server: Server, point: Point, pattern: Pattern) -> dict[str, Any]:
         figures["server_cpu_ms_per_token"] = round(
             1e3 * (now - before) / max(seen.num_tokens, 1), 4
         )
+    if trace is not None:
+        figures["first_token_ms"] = summarise(trace, seen)
     return figures
 
 
@@ -227,7 +230,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
                 if time.monotonic() > deadline:
                     break
                 seeded = replace(pattern, seed=pattern.seed + repeat)
-                runs.append(measure(server, point, seeded))
+                runs.append(measure(server, point, seeded, options.trace))
                 print(f"{point.name:6} {json.dumps(runs[-1])}", flush=True)
             result["points"][point.name] = middle(runs) if runs else {"skipped": "out of time"}
             write(options.output, result)
@@ -235,10 +238,6 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
         for key in ("avg_spec_accept_length", "num_leaked_pages"):
             if key in states:
                 result[key] = states[key]
-    if options.trace and options.trace.exists():
-        from benchmarks.first_token import summarise
-
-        result["first_token_ms"] = summarise(options.trace)
     write(options.output, result)
     print(table(result["points"]))
     return int(any(cell.get("num_errors", 1) for cell in result["points"].values()))

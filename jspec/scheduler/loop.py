@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import time
 import weakref
 from collections import deque
@@ -25,10 +26,14 @@ from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, StreamChunk
-from jspec.scheduler.mailbox import Mailbox, wake
+from jspec.scheduler.mailbox import Mailbox, Waiting, wake
+from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.scheduler.transcript import Piece
+
+LOGGER = logging.getLogger("jspec.scheduler")
+SLOW_READER = "aborted: its reader left too much unread"
 
 
 class TraceKind(enum.Enum):
@@ -141,6 +146,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._trace = trace
+        self._first_tokens: FirstTokens | None = None
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
@@ -172,21 +178,28 @@ class EngineLoop:
         """Whether no request is taken any more: after close(), or after the runner failed."""
         return self._is_closing
 
-    def submit(self, request: Request) -> ChunkStream:
+    def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
         """Queues a request and returns its chunks. Raises at once, not at the first chunk:
 
+        max_unread: chunks that its reader may leave unread; then it is aborted. None: any number.
         RequestError and QueueFullError (Scheduler.submit), EngineClosedError.
         """
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
         event_loop = asyncio.get_running_loop()
         self._scheduler.submit(request)
-        queue = Mailbox()
+        if self._first_tokens is not None:
+            self._first_tokens.submitted(request.request_id, time.monotonic())
+        queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
         if self._task is None:
             self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
         self._wake.set()
         return ChunkStream(self, request.request_id, queue)
+
+    def trace_requests(self, trace: RequestTrace) -> None:
+        """From now on marks in `trace` what requests pass here."""
+        self._first_tokens = FirstTokens(trace)
 
     @property
     def is_paused(self) -> bool:
@@ -283,6 +296,8 @@ class EngineLoop:
         """
         if plan is not None:
             self._in_flight.append(plan)
+            if self._first_tokens is not None:
+                self._first_tokens.planned(plan, time.monotonic())
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
         work = self._dispatch if plan is not None and not is_full else self._dispatch_and_collect
         turn = asyncio.get_running_loop().run_in_executor(self._engine_thread, work, plan)
@@ -290,6 +305,8 @@ class EngineLoop:
         result = await turn
         if result is not None:
             self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
+            if self._first_tokens is not None:
+                self._first_tokens.committed(result.step, time.monotonic())
 
     def _dispatch_and_collect(self, plan: StepPlan | None) -> StepResult:
         self._dispatch(plan)
@@ -306,26 +323,42 @@ class EngineLoop:
         self._record(TraceKind.DISPATCH, plan.step, started)
 
     def _record(self, kind: TraceKind, step: int, started: float) -> None:
+        ended = time.monotonic()
         if self._trace is not None:
-            ended = time.monotonic()
             self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
+        if self._first_tokens is not None:
+            is_dispatch = kind is TraceKind.DISPATCH
+            ran = self._first_tokens.dispatched if is_dispatch else self._first_tokens.collected
+            ran(step, started, ended)
 
     def _publish(self) -> None:
         """What was committed goes to its readers; the last piece of a request ends its stream."""
         pieces, self._unpublished = self._unpublished, []
         if not pieces:
             return
-        readers = []
+        readers: list[Waiting | None] = []
+        slow: list[str] = []
         for piece in pieces:
             name = piece.transcript.request_id
             queue = self._queues[name] if piece.finish is None else self._queues.pop(name)
             readers.append(queue.put(piece))
+            if queue.is_full and piece.finish is None and name not in slow:
+                slow.append(name)
         wake(readers)
+        for name in slow:
+            self._end_slow(name)
+
+    def _end_slow(self, name: str) -> None:
+        """Nobody reads what this request makes: it makes no more."""
+        piece = self._scheduler.end(name, why=SLOW_READER, is_slow=True)
+        if piece is not None:
+            LOGGER.warning("request %s was %s", name, SLOW_READER)
+            wake([self._queues.pop(name).put(piece)])
 
     def _end_streams(self, why: str) -> None:
         """Ends every stream and every sequence; the steps in flight then count for nothing."""
         self._publish()
-        readers = []
+        readers: list[Waiting | None] = []
         for request_id, queue in self._queues.items():
             self._scheduler.end(request_id)
             error = self._closed_error(f"request {request_id!r} was not finished: {why}")

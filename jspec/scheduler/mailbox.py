@@ -26,7 +26,8 @@ class Mailbox:
     reader. So one of the two sees the other. The reader alone writes `_waiting`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_unread: int | None = None) -> None:
+        self._max_unread = max_unread
         self._items: deque[Piece | EngineClosedError] = deque()
         self._waiting: Waiting | None = None
 
@@ -35,6 +36,11 @@ class Mailbox:
         self._items.append(item)
         waiting = self._waiting
         return None if waiting is None or waiting[1].done() else waiting
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more lies here than its reader may leave unread."""
+        return self._max_unread is not None and len(self._items) > self._max_unread
 
     async def get(self) -> StreamChunk | EngineClosedError:
         """The oldest item, as soon as there is one."""

@@ -126,16 +126,22 @@ class Scheduler:
         piece = self.end(request_id)
         return None if piece is None else piece.chunk()
 
-    def end(self, request_id: str) -> Piece | None:
-        """Aborts a request now; its last piece has the text held back. None if it is not there."""
+    def end(
+        self, request_id: str, *, why: str = "aborted by request", is_slow: bool = False
+    ) -> Piece | None:
+        """Aborts a request now; its last piece has the text held back. None if it is not there.
+
+        is_slow: because nobody reads its chunks.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         if sequence.tenancy is None:
             self._waiting.remove(sequence)
         self._totals.num_aborted += 1
+        self._totals.num_slow_readers += is_slow
         self._finish(sequence)
-        return sequence.abort()
+        return sequence.abort(why)
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.

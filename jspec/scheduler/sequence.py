@@ -276,9 +276,9 @@ class Sequence:
             cached_tokens=self.cached_tokens,
         )
 
-    def abort(self) -> Piece:
+    def abort(self, why: str) -> Piece:
         """The last piece of a sequence that ends before its time: what was held back."""
-        finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
+        finish = FinishReason(kind=FinishKind.ABORT, message=why)
         text = None if self.text_stream is None else self.text_stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
