@@ -33,12 +33,13 @@ from jspec.core.plan import (
 from jspec.core.protocols import TextStream
 from jspec.core.request import Request, StreamChunk
 from jspec.scheduler import budget, policy
+from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import FullPages, Hit
 from jspec.scheduler.results import Flight, RoundReader, check_result
-from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.stats import SchedulerStats, Totals
-from jspec.scheduler.transcript import Piece, Tally, Transcript
+from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.windows import WindowPages
 
 
@@ -59,12 +60,20 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
-        self._lineup: tuple[Ints, tuple[Tenancy, ...]] | None = None  # of _running; None: find out
         self._in_flight: deque[Flight] = deque()
         self._last_kind = StepKind.DECODE
         self._num_steps = 0
         self._totals = Totals(tally=Tally(limits.spec))
         self._reader = RoundReader(self._table, self._totals, finish=self._finish)
+        self._decodes = DecodePlanner(
+            limits,
+            self._table,
+            self._pages,
+            self._windows,
+            running=self._running,
+            tenancies=self._tenancies,
+            retract=self._retract,
+        )
 
     @property
     def limits(self) -> ServeLimits:
@@ -107,14 +116,12 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting; expected fewer than "
                 f"max_queued_requests {self._limits.max_queued_requests}"
             )
-        stream = self._make_stream(request)
-        cuts = bool(request.sampling.stop)
-        sequence = Sequence(
-            request=request,
+        sequence = Sequence.begin(
+            request,
             arrival=self._totals.num_requests,
             max_new_tokens=max_new_tokens,
-            text_stream=stream if cuts else None,
-            transcript=Transcript(request, self._limits.spec, stream=None if cuts else stream),
+            stream=self._make_stream(request),
+            spec=self._limits.spec,
         )
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += sequence.prompt_len
@@ -183,8 +190,8 @@ class Scheduler:
             return None
         for kind in policy.kinds_to_try(self._last_kind):
             if kind is StepKind.DECODE:
-                flight = self._plan_decode()
-            elif self._waiting or not self._table.decodes[self._rows()[0]].all():
+                flight = self._decodes.plan(step=self._num_steps + 1)
+            elif self._waiting or self._decodes.leaves_some:
                 plan = self._plan_prefill()
                 flight = None if plan is None else self._flight_of(plan)
             else:
@@ -228,81 +235,6 @@ class Scheduler:
             chunks=tuple(chunks),
             grants=tuple(grants),
         )
-
-    def _plan_decode(self) -> Flight | None:
-        slots, tenancies = self._rows()
-        chosen = np.flatnonzero(self._table.may_decode(slots))
-        slots = slots[chosen]
-        missing = self._table.pages_missing(slots, self._limits)
-        if missing.sum() > self._pages.num_free:
-            decoding, grants = self._choose_short_of_pages()
-            slots = np.array([tenancy.row.slot for tenancy in decoding], np.int64)
-        else:
-            decoding, grants = [tenancies[i] for i in chosen.tolist()], []
-            has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
-            for i in np.flatnonzero(has_to_grow).tolist():
-                grants += self._grant(decoding[i], int(missing[i]))
-        if not decoding:
-            return None
-        features = PLAIN
-        if self._table.is_featured[slots].any():
-            features = PLAIN.union(tenancy.sequence.features for tenancy in decoding)
-        plan = StepPlan(
-            step=self._num_steps + 1,
-            kind=StepKind.DECODE,
-            features=features,
-            rows=tuple([tenancy.row for tenancy in decoding]),
-            grants=tuple(grants),
-        )
-        return Flight(plan, slots, tuple(decoding))
-
-    def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
-        """Slots and tenancies of what runs, oldest first."""
-        if self._lineup is None:
-            tenancies = tuple(sequence.held_tenancy for sequence in self._running.values())
-            slots = np.array([tenancy.row.slot for tenancy in tenancies], np.int64)
-            self._lineup = slots, tenancies
-        return self._lineup
-
-    def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:
-        """Who decodes where not all can, and the pages they get; others wait or give way."""
-        chosen: list[Tenancy] = []
-        grants: list[PageGrant] = []
-        for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
-            if not policy.may_decode(sequence):
-                continue
-            num_missing = self._make_room(sequence)
-            tenancy = sequence.tenancy
-            if tenancy is None or num_missing > self._pages.num_free:
-                continue
-            grants += self._grant(tenancy, num_missing)
-            chosen.append(tenancy)
-        return chosen, grants
-
-    def _make_room(self, sequence: Sequence) -> int:
-        """Pages that the row misses for its next decode, after retractions if they are due.
-
-        Retracts until the pages are free, or until waiting helps: because the row has unread
-        steps of its own, or because ended rows return pages when their steps are collected. The
-        row itself may be the victim.
-        """
-        unread = sequence.held_tenancy.rounds_in_flight
-        num_missing = policy.pages_missing(self._limits, sequence)
-        while num_missing > self._pages.num_free and sequence.tenancy is not None:
-            if unread or any(other.ended for other in self._tenancies.values()):
-                break
-            if len(self._running) == 1:
-                raise InvariantError(
-                    f"the only running sequence misses {num_missing} pages and "
-                    f"{self._pages.num_free} are free; expected submit to have bounded it"
-                )
-            self._retract(policy.choose_victim(tuple(self._running.values())))
-        return num_missing
-
-    def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        grants = self._pages.grow(tenancy, num_pages)
-        self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
-        return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
@@ -380,26 +312,10 @@ class Scheduler:
     def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
         slot = heapq.heappop(self._free_slots)
         self._epochs[slot] += 1
-        fill_ids = sequence.fill_ids
         num_pages = budget.pages_for_admission(
-            self._limits, len(fill_ids), num_tokens_left=sequence.num_tokens_left
+            self._limits, sequence.num_tokens, num_tokens_left=sequence.num_tokens_left
         )
-        tenancy = Tenancy(
-            row=RowRef(slot, self._epochs[slot]),
-            sequence=sequence,
-            table=self._table,
-            fill_ids=fill_ids,
-            page_ids=[],
-        )
-        self._table.seat(
-            slot,
-            fill=len(fill_ids),
-            left=sequence.num_tokens_left,
-            last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
-            stop_ids=sequence.request.stop_ids,
-            cuts=sequence.text_stream is not None,
-            is_featured=len(sequence.features) > 0,
-        )
+        tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self._table)
         self._pages.admit(tenancy, hit, num_pages)
         self._table.pages[slot] = len(tenancy.page_ids)
         if not sequence.num_retractions:
@@ -408,7 +324,7 @@ class Scheduler:
         self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
-        self._lineup = None
+        self._decodes.changed()
         sequence.tenancy = tenancy
         sequence.state = SequenceState.PREFILLING
         return tenancy
@@ -430,7 +346,7 @@ class Scheduler:
         if sequence.tenancy is None:
             return
         del self._running[sequence.request.request_id]
-        self._lineup = None
+        self._decodes.changed()
         if keeps_pages:
             self._pages.keep(sequence.tenancy, step=self._num_steps)
         tenancy = sequence.leave()

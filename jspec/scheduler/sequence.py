@@ -15,11 +15,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from jspec.cache.prefix_cache import CachedPage
+from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
 from jspec.core.request import FinishKind, FinishReason, Request
+from jspec.scheduler import budget
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.transcript import Piece, Transcript
 
@@ -55,6 +57,21 @@ class Tenancy:
     namespace: Hashable = None
     last_cached: CachedPage | None = None
     num_cached: int = 0
+
+    @classmethod
+    def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
+        """Without pages yet; the row's numbers are written to `table`."""
+        fill_ids, request = sequence.fill_ids, sequence.request
+        table.seat(
+            row.slot,
+            fill=len(fill_ids),
+            left=sequence.num_tokens_left,
+            last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
+            stop_ids=request.stop_ids,
+            cuts=sequence.text_stream is not None,
+            is_featured=len(sequence.features) > 0,
+        )
+        return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
 
     @property
     def steps_in_flight(self) -> int:
@@ -160,6 +177,26 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
+
+    @classmethod
+    def begin(
+        cls,
+        request: Request,
+        *,
+        arrival: int,
+        max_new_tokens: int,
+        stream: TextStream,
+        spec: SpeculativeConfig,
+    ) -> Sequence:
+        """A new one. With stop strings its text is made where it is cut, else by its reader."""
+        cuts = bool(request.sampling.stop)
+        return cls(
+            request=request,
+            arrival=arrival,
+            max_new_tokens=max_new_tokens,
+            text_stream=stream if cuts else None,
+            transcript=Transcript(request, spec, stream=None if cuts else stream),
+        )
 
     @property
     def held_tenancy(self) -> Tenancy:

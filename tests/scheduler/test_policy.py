@@ -6,7 +6,7 @@ import pytest
 
 from jspec.core.plan import RowRef, StepKind
 from jspec.core.request import Request, SamplingParams
-from jspec.scheduler import budget, policy
+from jspec.scheduler import policy
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.transcript import Transcript
@@ -33,21 +33,9 @@ def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 
 
 
 def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tenancy:
-    slot, table = sequence.arrival + 1, RowTable.empty(LIMITS)
-    table.seat(
-        slot,
-        fill=len(sequence.fill_ids),
-        left=sequence.num_tokens_left,
-        last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
-    )
-    tenancy = Tenancy(
-        row=RowRef(slot, 1),
-        sequence=sequence,
-        table=table,
-        fill_ids=sequence.fill_ids,
-        page_ids=list(range(1, num_pages + 1)),
-        num_filled=num_filled,
-    )
+    tenancy = Tenancy.begin(RowRef(sequence.arrival + 1, 1), sequence, RowTable.empty(LIMITS))
+    tenancy.page_ids += range(1, num_pages + 1)
+    tenancy.num_filled = num_filled
     sequence.tenancy = tenancy
     is_filled = tenancy.is_prefill_dispatched
     sequence.state = SequenceState.RUNNING if is_filled else SequenceState.PREFILLING
