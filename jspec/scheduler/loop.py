@@ -299,8 +299,10 @@ class EngineLoop:
             if self._first_tokens is not None:
                 self._first_tokens.planned(plan, time.monotonic())
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
-        work = self._dispatch if plan is not None and not is_full else self._dispatch_and_collect
-        turn = asyncio.get_running_loop().run_in_executor(self._engine_thread, work, plan)
+        collects = plan is None or is_full
+        turn = asyncio.get_running_loop().run_in_executor(
+            self._engine_thread, self._run_step, plan, collects
+        )
         self._publish()
         result = await turn
         if result is not None:
@@ -308,19 +310,18 @@ class EngineLoop:
             if self._first_tokens is not None:
                 self._first_tokens.committed(result.step, time.monotonic())
 
-    def _dispatch_and_collect(self, plan: StepPlan | None) -> StepResult:
-        self._dispatch(plan)
+    def _run_step(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        """On the engine's thread: dispatches `plan`, then waits for the oldest step, if told to."""
+        if plan is not None:
+            started = time.monotonic()
+            self._runner.dispatch(plan)
+            self._record(TraceKind.DISPATCH, plan.step, started)
+        if not collects:
+            return None
         started = time.monotonic()
         result = self._runner.collect()
         self._record(TraceKind.COLLECT, result.step, started)
         return result
-
-    def _dispatch(self, plan: StepPlan | None) -> None:
-        if plan is None:
-            return
-        started = time.monotonic()
-        self._runner.dispatch(plan)
-        self._record(TraceKind.DISPATCH, plan.step, started)
 
     def _record(self, kind: TraceKind, step: int, started: float) -> None:
         ended = time.monotonic()
