@@ -228,7 +228,8 @@ def measure_http(rows: int, text: str, *, steps: int, step_seconds: float) -> di
     )
     point = Point(name="host", num_requests=rows, clients=rows)
     arguments = {"skip_tokenizer_init": text == "ids"}
-    with HostEngine(rows=rows, step_seconds=step_seconds, **arguments) as engine:
+    engine = HostEngine(rows=rows, step_seconds=step_seconds, **arguments)
+    with engine:
         with served(engine) as url:
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()

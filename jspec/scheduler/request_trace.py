@@ -38,7 +38,7 @@ class RequestTrace:
     same border.
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
         self._open: dict[str, dict[str, float]] = {}
 

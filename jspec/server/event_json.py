@@ -45,8 +45,8 @@ class EventJson:
         """The event; index: of the sequence among those of its call, if there are several."""
         named = b"" if index is None else b'"index": %d, ' % index
         meta = _ENCODER.encode(meta_info).encode("utf-8")
-        parts = (named, self._text, self._ids, meta)
-        event = b'data: {%b"text": "%b", "output_ids": [%b], "meta_info": %b}\n\n' % parts
+        parts = (b"data: {", named, b'"text": "', self._text, b'", "output_ids": [', self._ids)
+        event = b"".join((*parts, b'], "meta_info": ', meta, b"}\n\n"))
         if not self._keeps_all:
             self._text.clear()
             self._ids.clear()

@@ -31,7 +31,7 @@ def test_every_piece_is_read_however_the_threads_are_switched() -> None:
             wake([box.put(Piece(source, (index,), finish=finish)) for box in boxes])
 
     async def read(box: Mailbox) -> list[int]:
-        found = []
+        found: list[int] = []
         while True:
             chunk = await box.get()
             assert not isinstance(chunk, EngineClosedError)
@@ -57,7 +57,7 @@ def test_one_call_wakes_all_readers_of_a_loop() -> None:
     calls = 0
 
     class CountingLoop(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *args, **options):  # type: ignore[no-untyped-def]
+        def call_soon_threadsafe(self, *args, **options):  # type: ignore[no-untyped-def, override]
             nonlocal calls
             calls += 1
             return super().call_soon_threadsafe(*args, **options)

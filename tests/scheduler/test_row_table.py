@@ -16,10 +16,10 @@ LIMITS = small_limits(num_slots=4, context_length=64)
 SLOTS = np.arange(1, 5)
 
 
-def seated(limits: ServeLimits = LIMITS, **row: int) -> RowTable:
+def seated(limits: ServeLimits = LIMITS, *, fill: int = 5, last: int = 40) -> RowTable:
     table = RowTable.empty(limits)
     for slot in SLOTS:
-        table.seat(int(slot), **{"fill": 5, "left": 20, "last": 40} | row)
+        table.seat(int(slot), fill=fill, left=20, last=last)
     return table
 
 
