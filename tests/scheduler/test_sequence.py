@@ -161,7 +161,7 @@ def test_the_cut_does_not_depend_on_the_steps(
     rest, text = script, ""
     for step_len in lens:
         cut = sequence.absorb(tuple(rest[:step_len]))
-        rest, text = rest[step_len:], text + cut.text
+        rest, text = rest[step_len:], text + (cut.text or "")
         if cut.finish is not None:
             break
     assert tuple(sequence.emitted_ids) == expected.ids
