@@ -24,15 +24,18 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import EngineClosedError, RequestError
 from jspec.core.protocols import TextStream
 from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.core.resolved_config import ResolvedConfig
 from jspec.core.response import Completion
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.runner import DeviceRunner
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
+from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.text.chat_template import ChatTemplate
@@ -76,7 +79,7 @@ class Engine:
         template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner, self.config = build_runner(self.args, progress=progress)
+        runner, self.config = self._build_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -88,6 +91,10 @@ class Engine:
             defaults=defaults,
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
+
+    def _build_runner(self, progress: Progress | None) -> tuple[DeviceRunner, ResolvedConfig]:
+        """What the engine runs on, and what that was built from; another one may be put here."""
+        return build_runner(self.args, progress=progress)
 
     def _make_stream(self, request: Request) -> TextStream:
         if self._tokenizer is None:
@@ -123,6 +130,10 @@ class Engine:
     def is_closed(self) -> bool:
         return self._loop.is_closed
 
+    def trace_requests(self, trace: RequestTrace) -> None:
+        """From now on marks in `trace` what requests pass in the engine."""
+        self._loop.trace_requests(trace)
+
     def requests(
         self,
         prompt: str | None = None,
@@ -149,18 +160,23 @@ class Engine:
 
     # Generation.
 
-    async def submit(self, requests: Sequence[Request]) -> tuple[EngineStream, ...]:
+    async def submit(
+        self, requests: Sequence[Request], *, max_unread: int | None = None
+    ) -> tuple[EngineStream, ...]:
         """Queues all requests or none, and returns the chunks of each, to be closed by the caller.
 
+        max_unread: chunks of one that may lie unread; then it is aborted. None: any number.
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
-        streams = await self._home.call(self._submit(requests))
+        streams = await self._home.call(self._submit(requests, max_unread))
         return tuple(EngineStream(self._home, stream) for stream in streams)
 
-    async def _submit(self, requests: Sequence[Request]) -> list[ChunkStream]:
+    async def _submit(
+        self, requests: Sequence[Request], max_unread: int | None
+    ) -> list[ChunkStream]:
         # Nothing yields between the check and the last submit, so the check still holds there.
         await self._check(requests)
-        return [self._loop.submit(request) for request in requests]
+        return [self._loop.submit(request, max_unread=max_unread) for request in requests]
 
     async def _check(self, requests: Sequence[Request]) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""

@@ -7,7 +7,10 @@ that a result that arrives for a former tenant of a slot is recognised and dropp
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from jspec.core.features import StepFeatures
 from jspec.core.request import Request
@@ -103,15 +106,31 @@ class StepPlan:
         return self.rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundResult:
     """What the device hands back of one round, rows in the order of `StepPlan.row_refs`.
 
-    emitted_ids[i]: in a prefill () for a chunk that is not final and one id for a final one; in a
-    decode num_accepted + 1 ids.
+    num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
+    num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
     """
 
-    emitted_ids: tuple[tuple[int, ...], ...]
+    num_emitted: np.ndarray  # i32[rows]
+    ids: np.ndarray  # i32[rows, M]
+
+    @classmethod
+    def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:
+        """From each row's ids."""
+        counts = [len(ids) for ids in emitted_ids]
+        table = np.zeros((len(counts), max(counts, default=0)), np.int32)
+        for row, ids in zip(table, emitted_ids, strict=True):
+            row[: len(ids)] = ids
+        return cls(num_emitted=np.array(counts, np.int32), ids=table)
+
+    @property
+    def emitted_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Each row's ids."""
+        rows = zip(self.num_emitted.tolist(), self.ids.tolist(), strict=True)
+        return tuple(tuple(ids[:count]) for count, ids in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,11 +143,10 @@ def unpack_result(plan: StepPlan, output: np.ndarray, limits: ServeLimits) -> St
     num_rounds = limits.num_rounds if is_decode else 1
     rounds = output.reshape(num_rounds, -1, output.shape[1])[:, : len(plan.row_refs)]
     fields = columns.unpack(rounds)
-    counts, ids = fields["num_emitted"].tolist(), fields["emitted_ids"].tolist()
     return StepResult(
         step=plan.step,
         rounds=tuple(
-            RoundResult(emitted_ids=tuple(tuple(row[:n]) for n, row in zip(*of_rows, strict=True)))
-            for of_rows in zip(counts, ids, strict=True)
+            RoundResult(num_emitted=counts, ids=ids)
+            for counts, ids in zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
         ),
     )

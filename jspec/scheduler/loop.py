@@ -5,76 +5,35 @@ runner happens on one engine thread; everything else, the scheduler included, on
 which never blocks. It decides nothing about scheduling, and it sees no token.
 
     overlap depth 1        engine thread                        event loop
-    turn n                 dispatch t+1, then collect t
-                           (the device goes on with t+1)        commit t, publish, plan t+2
-    turn n + 1             dispatch t+2, then collect t+1       ...
+    turn n                 dispatch t+1, then collect t         publish t-1
+                           (the device goes on with t+1)        commit t, plan t+2
+    turn n + 1             dispatch t+2, then collect t+1       publish t
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import threading
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, StreamChunk
+from jspec.scheduler.mailbox import Mailbox, Waiting, wake
+from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
+from jspec.scheduler.transcript import Piece
 
-
-class Mailbox:
-    """Chunks of one request on their way to its one reader, on whatever event loop that is.
-
-    What was put wakes the reader's loop directly: a chunk costs no task and no second loop.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[StreamChunk | EngineClosedError] = deque()
-        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-
-    def put(self, item: StreamChunk | EngineClosedError) -> None:
-        """From any thread; never waits for the reader."""
-        with self._lock:
-            self._items.append(item)
-            reader, self._reader = self._reader, None
-        if reader is not None:
-            with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
-                reader[0].call_soon_threadsafe(_wake, reader[1])
-
-    async def get(self) -> StreamChunk | EngineClosedError:
-        """The oldest item, as soon as there is one."""
-        while True:
-            with self._lock:
-                if self._items:
-                    return self._items.popleft()
-                event_loop = asyncio.get_running_loop()
-                woken: asyncio.Future[None] = event_loop.create_future()
-                self._reader = event_loop, woken
-            await woken
-
-    def get_ready(self) -> list[StreamChunk]:
-        """The chunks that are there already, up to an error, which stays for `get`."""
-        chunks: list[StreamChunk] = []
-        with self._lock:
-            while self._items and isinstance(self._items[0], StreamChunk):
-                chunks.append(self._items[0])
-                self._items.popleft()
-        return chunks
-
-
-def _wake(reader: asyncio.Future[None]) -> None:
-    if not reader.done():
-        reader.set_result(None)
+LOGGER = logging.getLogger("jspec.scheduler")
+SLOW_READER = "aborted: its reader left too much unread"
 
 
 class TraceKind(enum.Enum):
@@ -187,9 +146,11 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._trace = trace
+        self._first_tokens: FirstTokens | None = None
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
+        self._unpublished: list[Piece] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -217,21 +178,28 @@ class EngineLoop:
         """Whether no request is taken any more: after close(), or after the runner failed."""
         return self._is_closing
 
-    def submit(self, request: Request) -> ChunkStream:
+    def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
         """Queues a request and returns its chunks. Raises at once, not at the first chunk:
 
+        max_unread: chunks that its reader may leave unread; then it is aborted. None: any number.
         RequestError and QueueFullError (Scheduler.submit), EngineClosedError.
         """
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
         event_loop = asyncio.get_running_loop()
         self._scheduler.submit(request)
-        queue = Mailbox()
+        if self._first_tokens is not None:
+            self._first_tokens.submitted(request.request_id, time.monotonic())
+        queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
         if self._task is None:
             self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
         self._wake.set()
         return ChunkStream(self, request.request_id, queue)
+
+    def trace_requests(self, trace: RequestTrace) -> None:
+        """From now on marks in `trace` what requests pass here."""
+        self._first_tokens = FirstTokens(trace)
 
     @property
     def is_paused(self) -> bool:
@@ -249,10 +217,11 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
-        chunk = self._scheduler.abort(request_id)
-        if chunk is None:
+        piece = self._scheduler.end(request_id)
+        if piece is None:
             return False
-        self._publish(chunk)
+        self._unpublished.append(piece)  # after what was committed before it
+        self._publish()
         return True
 
     def flush_cache(self) -> bool:
@@ -300,6 +269,7 @@ class EngineLoop:
                 self._wake.clear()
                 plan = None if self._is_paused else self._scheduler.plan()
                 if plan is None and not self._in_flight:
+                    self._publish()
                     self._busy.stop()
                     await self._wake.wait()
                     self._busy.start()
@@ -320,50 +290,82 @@ class EngineLoop:
             self._release()
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight."""
+        """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight.
+
+        Meanwhile what the turn before has committed goes to its readers.
+        """
         if plan is not None:
             self._in_flight.append(plan)
+            if self._first_tokens is not None:
+                self._first_tokens.planned(plan, time.monotonic())
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
-        event_loop = asyncio.get_running_loop()
-        if plan is not None and not is_full:
-            await event_loop.run_in_executor(self._engine_thread, self._dispatch, plan)
-            return
-        result = await event_loop.run_in_executor(
-            self._engine_thread, self._dispatch_and_collect, plan
+        collects = plan is None or is_full
+        turn = asyncio.get_running_loop().run_in_executor(
+            self._engine_thread, self._run_step, plan, collects
         )
-        for chunk in self._scheduler.commit(self._in_flight.popleft(), result):
-            self._publish(chunk)
+        self._publish()
+        result = await turn
+        if result is not None:
+            self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
+            if self._first_tokens is not None:
+                self._first_tokens.committed(result.step, time.monotonic())
 
-    def _dispatch_and_collect(self, plan: StepPlan | None) -> StepResult:
+    def _run_step(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        """On the engine's thread: dispatches `plan`, then waits for the oldest step, if told to."""
         if plan is not None:
-            self._dispatch(plan)
+            started = time.monotonic()
+            self._runner.dispatch(plan)
+            self._record(TraceKind.DISPATCH, plan.step, started)
+        if not collects:
+            return None
         started = time.monotonic()
         result = self._runner.collect()
         self._record(TraceKind.COLLECT, result.step, started)
         return result
 
-    def _dispatch(self, plan: StepPlan) -> None:
-        started = time.monotonic()
-        self._runner.dispatch(plan)
-        self._record(TraceKind.DISPATCH, plan.step, started)
-
     def _record(self, kind: TraceKind, step: int, started: float) -> None:
+        ended = time.monotonic()
         if self._trace is not None:
-            ended = time.monotonic()
             self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
+        if self._first_tokens is not None:
+            is_dispatch = kind is TraceKind.DISPATCH
+            ran = self._first_tokens.dispatched if is_dispatch else self._first_tokens.collected
+            ran(step, started, ended)
 
-    def _publish(self, chunk: StreamChunk) -> None:
-        if chunk.finish is None:
-            self._queues[chunk.request_id].put(chunk)
-        else:
-            self._queues.pop(chunk.request_id).put(chunk)
+    def _publish(self) -> None:
+        """What was committed goes to its readers; the last piece of a request ends its stream."""
+        pieces, self._unpublished = self._unpublished, []
+        if not pieces:
+            return
+        readers: list[Waiting | None] = []
+        slow: list[str] = []
+        for piece in pieces:
+            name = piece.transcript.request_id
+            queue = self._queues[name] if piece.finish is None else self._queues.pop(name)
+            readers.append(queue.put(piece))
+            if queue.is_full and piece.finish is None and name not in slow:
+                slow.append(name)
+        wake(readers)
+        for name in slow:
+            self._end_slow(name)
+
+    def _end_slow(self, name: str) -> None:
+        """Nobody reads what this request makes: it makes no more."""
+        piece = self._scheduler.end(name, why=SLOW_READER, is_slow=True)
+        if piece is not None:
+            LOGGER.warning("request %s was %s", name, SLOW_READER)
+            wake([self._queues.pop(name).put(piece)])
 
     def _end_streams(self, why: str) -> None:
         """Ends every stream and every sequence; the steps in flight then count for nothing."""
+        self._publish()
+        readers: list[Waiting | None] = []
         for request_id, queue in self._queues.items():
-            self._scheduler.abort(request_id)
-            queue.put(self._closed_error(f"request {request_id!r} was not finished: {why}"))
+            self._scheduler.end(request_id)
+            error = self._closed_error(f"request {request_id!r} was not finished: {why}")
+            readers.append(queue.put(error))
         self._queues.clear()
+        wake(readers)
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f" because of {self._cause!r}"

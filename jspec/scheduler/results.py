@@ -1,10 +1,23 @@
-"""Whether a step's result is what its plan can have given: a check before anything is applied."""
+"""A step's result, applied to the rows of its plan: checked as a whole, then cut row by row.
+
+Most rows of a round take all of their ids and go on; they do so all at once. The others, which
+end, may end, or have stop strings, are cut one by one (`Sequence.absorb`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
+from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.scheduler.stats import Totals
+from jspec.scheduler.transcript import Piece
 
 
 def check_result(
@@ -22,12 +35,77 @@ def check_result(
     is_decode = plan.kind is StepKind.DECODE
     num_rounds = limits.num_rounds if is_decode else 1
     most = limits.spec.max_emitted if is_decode else 1
-    least = [int(chunk.is_final) for chunk in plan.chunks] or [1] * len(plan.rows)
-    rounds = [[len(ids) for ids in of_round.emitted_ids] for of_round in result.rounds]
-    if [len(lens) for lens in rounds] != [len(least)] * num_rounds or not all(
-        low <= n <= low * most for lens in rounds for low, n in zip(least, lens, strict=True)
+    least = np.array([chunk.is_final for chunk in plan.chunks] or [True] * len(plan.rows), np.int64)
+    if len(result.rounds) != num_rounds or not all(
+        of_round.num_emitted.shape == least.shape
+        and (of_round.num_emitted >= least).all()
+        and (of_round.num_emitted <= least * most).all()
+        for of_round in result.rounds
     ):
+        rounds = [of_round.num_emitted.tolist() for of_round in result.rounds]
         raise InvariantError(
             f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
-            f"number from {least} on, and at most {most}, for its {len(least)} rows"
+            f"number from {least.tolist()} on, and at most {most}, for its {len(least)} rows"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in flight, and whose rows it has, in its order."""
+
+    plan: StepPlan
+    slots: Ints
+    tenancies: tuple[Tenancy, ...]
+
+
+class RoundReader:
+    """Appends a round's ids to its rows, and counts them. finish: called with who ends."""
+
+    def __init__(
+        self, table: RowTable, totals: Totals, *, finish: Callable[[Sequence], None]
+    ) -> None:
+        self._table = table
+        self._totals = totals
+        self._finish = finish
+
+    def read_round(self, flight: Flight, of_round: RoundResult) -> list[Piece]:
+        """A piece for each row that emitted and has not ended before."""
+        slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
+        is_live = ~self._table.ended[slots] & (counts > 0)
+        pieces: list[Piece] = []
+        if flight.plan.kind is StepKind.DECODE:
+            goes_on = is_live & self._table.goes_on(slots, counts, ids)
+            pieces += self._read_whole(flight, of_round, np.flatnonzero(goes_on))
+            is_live &= ~goes_on
+        for i in np.flatnonzero(is_live).tolist():
+            emitted = tuple(ids[i, : counts[i]].tolist())
+            pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan.kind))
+        return pieces
+
+    def _read_whole(self, flight: Flight, of_round: RoundResult, rows: Ints) -> list[Piece]:
+        """Rows of a verification that go on with all that it emitted."""
+        counts, ids = of_round.num_emitted[rows], of_round.ids[rows]
+        self._table.extend(flight.slots[rows], counts, ids)
+        self._totals.num_emitted += int(counts.sum())
+        self._totals.tally.add_whole(np.bincount(counts).tolist())
+        pieces = []
+        for i, count, row in zip(rows.tolist(), counts.tolist(), ids.tolist(), strict=True):
+            sequence = flight.tenancies[i].sequence
+            retractions, cached = sequence.num_retractions, sequence.cached_tokens
+            pieces.append(
+                Piece(
+                    sequence.transcript, row[:count], count, None, None, None, retractions, cached
+                )
+            )
+        return pieces
+
+    def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
+        cut = sequence.absorb(ids)
+        self._totals.num_emitted += len(cut.ids)
+        num_emitted = len(ids) if kind is StepKind.DECODE else 0
+        if num_emitted:
+            self._totals.tally.add(num_emitted=num_emitted, num_kept=len(cut.ids))
+        if cut.finish is not None:
+            self._totals.num_finished += 1
+            self._finish(sequence)
+        return sequence.piece(cut, num_emitted=num_emitted)

@@ -15,6 +15,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, QueueFullError, RequestError
@@ -29,20 +31,15 @@ from jspec.core.plan import (
     StepResult,
 )
 from jspec.core.protocols import TextStream
-from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
+from jspec.core.request import Request, StreamChunk
 from jspec.scheduler import budget, policy
+from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import FullPages, Hit
-from jspec.scheduler.results import check_result
-from jspec.scheduler.sequence import (
-    Cut,
-    Sequence,
-    SequenceState,
-    Tenancy,
-    count_verification,
-    empty_counters,
-    surviving_drafts,
-)
+from jspec.scheduler.results import Flight, RoundReader, check_result
+from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.stats import SchedulerStats, Totals
+from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.windows import WindowPages
 
 
@@ -56,16 +53,27 @@ class Scheduler:
         self._make_stream = make_stream
         self._pages = FullPages(limits)
         self._windows = WindowPages(limits)
+        self._table = RowTable.empty(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._last_kind = StepKind.DECODE
         self._num_steps = 0
-        self._totals = Totals(counters=empty_counters(limits.spec))
+        self._totals = Totals(tally=Tally(limits.spec))
+        self._reader = RoundReader(self._table, self._totals, finish=self._finish)
+        self._decodes = DecodePlanner(
+            limits,
+            self._table,
+            self._pages,
+            self._windows,
+            running=self._running,
+            tenancies=self._tenancies,
+            retract=self._retract,
+        )
 
     @property
     def limits(self) -> ServeLimits:
@@ -108,12 +116,12 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting; expected fewer than "
                 f"max_queued_requests {self._limits.max_queued_requests}"
             )
-        sequence = Sequence(
-            request=request,
+        sequence = Sequence.begin(
+            request,
             arrival=self._totals.num_requests,
             max_new_tokens=max_new_tokens,
-            text_stream=self._make_stream(request),
-            counters=empty_counters(self._limits.spec),
+            stream=self._make_stream(request),
+            spec=self._limits.spec,
         )
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += sequence.prompt_len
@@ -121,16 +129,26 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
-        """Ends a request now; its last chunk has the text held back. None if it is not there."""
+        """As `end`, with the text made here and now."""
+        piece = self.end(request_id)
+        return None if piece is None else piece.chunk()
+
+    def end(
+        self, request_id: str, *, why: str = "aborted by request", is_slow: bool = False
+    ) -> Piece | None:
+        """Aborts a request now; its last piece has the text held back. None if it is not there.
+
+        is_slow: because nobody reads its chunks.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         if sequence.tenancy is None:
             self._waiting.remove(sequence)
         self._totals.num_aborted += 1
-        finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
+        self._totals.num_slow_readers += is_slow
         self._finish(sequence)
-        return sequence.chunk(Cut(ids=(), text=sequence.text_stream.flush(), finish=finish))
+        return sequence.abort(why)
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.
@@ -138,10 +156,10 @@ class Scheduler:
         Rows go back to the queue with what was read of them.
         """
         if self._in_flight:
-            self._pages.withdraw(self._in_flight[0].step)
+            self._pages.withdraw(self._in_flight[0].plan.step)
         self._in_flight.clear()
+        self._table.steps[:] = self._table.rounds[:] = 0
         for tenancy in tuple(self._tenancies.values()):
-            tenancy.steps_in_flight = tenancy.rounds_in_flight = 0
             if tenancy.ended:
                 self._release(tenancy)
         for sequence in reversed(tuple(self._running.values())):
@@ -171,10 +189,16 @@ class Scheduler:
         if len(self._in_flight) > self._limits.overlap_depth:
             return None
         for kind in policy.kinds_to_try(self._last_kind):
-            plan = self._plan_prefill() if kind is StepKind.PREFILL else self._plan_decode()
-            if plan is not None:
-                self._mark_in_flight(plan)
-                return plan
+            if kind is StepKind.DECODE:
+                flight = self._decodes.plan(step=self._num_steps + 1)
+            elif self._waiting or self._decodes.leaves_some:
+                plan = self._plan_prefill()
+                flight = None if plan is None else self._flight_of(plan)
+            else:
+                flight = None
+            if flight is not None:
+                self._mark_in_flight(flight)
+                return flight.plan
         if self._sequences and not self._in_flight:
             raise InvariantError(
                 f"nothing is in flight and nothing can be planned for {len(self._running)} "
@@ -212,52 +236,6 @@ class Scheduler:
             grants=tuple(grants),
         )
 
-    def _plan_decode(self) -> StepPlan | None:
-        rows: list[RowRef] = []
-        grants: list[PageGrant] = []
-        for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
-            if not policy.may_decode(sequence):
-                continue
-            num_missing = self._make_room(sequence)
-            tenancy = sequence.tenancy
-            if tenancy is None or num_missing > self._pages.num_free:
-                continue
-            grants.extend(self._grant(tenancy, num_missing))
-            rows.append(tenancy.row)
-        if not rows:
-            return None
-        return StepPlan(
-            step=self._num_steps + 1,
-            kind=StepKind.DECODE,
-            features=self._features_of(rows),
-            rows=tuple(rows),
-            grants=tuple(grants),
-        )
-
-    def _make_room(self, sequence: Sequence) -> int:
-        """Pages that the row misses for its next decode, after retractions if they are due.
-
-        Retracts until the pages are free, or until waiting helps: because the row has unread
-        steps of its own, or because ended rows return pages when their steps are collected. The
-        row itself may be the victim.
-        """
-        unread = sequence.held_tenancy.rounds_in_flight
-        num_missing = policy.pages_missing(self._limits, sequence)
-        while num_missing > self._pages.num_free and sequence.tenancy is not None:
-            if unread or any(other.ended for other in self._tenancies.values()):
-                break
-            if len(self._running) == 1:
-                raise InvariantError(
-                    f"the only running sequence misses {num_missing} pages and "
-                    f"{self._pages.num_free} are free; expected submit to have bounded it"
-                )
-            self._retract(policy.choose_victim(tuple(self._running.values())))
-        return num_missing
-
-    def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
-        grants = self._pages.grow(tenancy, num_pages)
-        return grants + self._windows.grow(tenancy, len(tenancy.page_ids))
-
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
         end = chunk.start + len(chunk.token_ids)
@@ -266,70 +244,56 @@ class Scheduler:
     def _features_of(self, rows: Iterable[RowRef]) -> StepFeatures:
         return PLAIN.union(self._tenancies[row].sequence.features for row in rows)
 
-    def _mark_in_flight(self, plan: StepPlan) -> None:
+    def _flight_of(self, plan: StepPlan) -> Flight:
+        slots = np.array([row.slot for row in plan.row_refs], np.int64)
+        return Flight(plan, slots, tuple([self._tenancies[row] for row in plan.row_refs]))
+
+    def _mark_in_flight(self, flight: Flight) -> None:
+        plan, table = flight.plan, self._table
         self._num_steps = plan.step
         self._last_kind = plan.kind
-        self._in_flight.append(plan)
-        for chunk in plan.chunks:
-            tenancy = self._tenancies[chunk.row]
+        self._in_flight.append(flight)
+        for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
             tenancy.num_filled += len(chunk.token_ids)
             self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
             if chunk.is_final:
                 tenancy.sequence.state = SequenceState.RUNNING
-        for row in plan.rows:
-            self._tenancies[row].rounds_in_flight += self._limits.num_rounds
-        for row in plan.row_refs:
-            self._tenancies[row].steps_in_flight += 1
+                table.decodes[chunk.row.slot] = True
+        if plan.kind is StepKind.DECODE:
+            table.rounds[flight.slots] += self._limits.num_rounds
+        table.steps[flight.slots] += 1
 
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """Applies the oldest step in flight; returns one chunk for each row and round that emitted.
+        """As `read`, with the text made here and now."""
+        return tuple([piece.chunk() for piece in self.read(plan, result)])
 
-        The rounds behind a row's end are dropped: chunks and counters are those of single rounds.
+    def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
+        """Applies the oldest step in flight; returns a piece for each row and round that emitted.
+
+        The rounds behind a row's end are dropped: pieces and counters are those of single rounds.
 
         Raises InvariantError for a result out of order or of the wrong shape.
         """
-        oldest = self._in_flight[0].step if self._in_flight else None
+        oldest = self._in_flight[0].plan.step if self._in_flight else None
         check_result(self._limits, plan, result, oldest=oldest)
-        self._in_flight.popleft()
-        chunks = []
-        for i, row in enumerate(plan.row_refs):
-            tenancy = self._tenancies[row]
-            tenancy.steps_in_flight -= 1
-            if plan.kind is StepKind.DECODE:
-                tenancy.rounds_in_flight -= self._limits.num_rounds
-            if tenancy.ended and tenancy.steps_in_flight == 0:
-                self._release(tenancy)
-            for of_round in result.rounds:
-                if tenancy.ended:
-                    break
-                if ids := of_round.emitted_ids[i]:
-                    chunks.append(self._commit_row(tenancy, ids, plan.kind))
-            if not tenancy.ended:
-                self._windows.trim(tenancy)
-        return tuple(chunks)
-
-    def _commit_row(self, tenancy: Tenancy, ids: tuple[int, ...], kind: StepKind) -> StreamChunk:
-        sequence = tenancy.sequence
-        tenancy.is_prefill_read = True
-        cut = sequence.absorb(ids)
-        num_kept, num_accepted = len(cut.ids), 0
-        self._totals.num_emitted += num_kept
-        if kind is StepKind.DECODE:
-            num_accepted = surviving_drafts(len(ids), num_kept)
-            spec = self._limits.spec
-            sequence.counters = count_verification(
-                sequence.counters, spec, num_emitted=len(ids), num_kept=num_kept
-            )
-            self._totals.counters = count_verification(
-                self._totals.counters, spec, num_emitted=len(ids), num_kept=num_kept
-            )
-        if cut.finish is not None:
-            self._totals.num_finished += 1
-            self._finish(sequence)
-        return sequence.chunk(cut, num_accepted=num_accepted)
+        flight, table = self._in_flight.popleft(), self._table
+        table.steps[flight.slots] -= 1
+        if plan.kind is StepKind.DECODE:
+            table.rounds[flight.slots] -= self._limits.num_rounds
+        for i in np.flatnonzero(table.ended[flight.slots]).tolist():
+            if flight.tenancies[i].steps_in_flight == 0:
+                self._release(flight.tenancies[i])
+        pieces: list[Piece] = []
+        for of_round in result.rounds:
+            pieces += self._reader.read_round(flight, of_round)
+        if self._limits.windows:
+            for tenancy in flight.tenancies:
+                if not tenancy.ended:
+                    self._windows.trim(tenancy)
+        return pieces
 
     # Tenancies: admit, end, release.
 
@@ -348,23 +312,19 @@ class Scheduler:
     def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
         slot = heapq.heappop(self._free_slots)
         self._epochs[slot] += 1
-        fill_ids = sequence.fill_ids
         num_pages = budget.pages_for_admission(
-            self._limits, len(fill_ids), num_tokens_left=sequence.num_tokens_left
+            self._limits, sequence.num_tokens, num_tokens_left=sequence.num_tokens_left
         )
-        tenancy = Tenancy(
-            row=RowRef(slot, self._epochs[slot]),
-            sequence=sequence,
-            fill_ids=fill_ids,
-            page_ids=[],
-        )
+        tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self._table)
         self._pages.admit(tenancy, hit, num_pages)
+        self._table.pages[slot] = len(tenancy.page_ids)
         if not sequence.num_retractions:
             sequence.cached_tokens = tenancy.cached_len
             self._totals.num_cached_tokens += tenancy.cached_len
         self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
+        self._decodes.changed()
         sequence.tenancy = tenancy
         sequence.state = SequenceState.PREFILLING
         return tenancy
@@ -383,13 +343,15 @@ class Scheduler:
         del self._sequences[sequence.request.request_id]
 
     def _end_tenancy(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
-        tenancy, sequence.tenancy = sequence.tenancy, None
-        if tenancy is None:
+        if sequence.tenancy is None:
             return
         del self._running[sequence.request.request_id]
+        self._decodes.changed()
         if keeps_pages:
-            self._pages.keep(tenancy, step=self._num_steps)
-        tenancy.ended = True
+            self._pages.keep(sequence.tenancy, step=self._num_steps)
+        tenancy = sequence.leave()
+        self._table.ended[tenancy.row.slot] = True
+        self._table.decodes[tenancy.row.slot] = False
         if tenancy.steps_in_flight == 0:
             self._release(tenancy)
 

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jspec.cache.prefix_cache import CachedPage
-from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
-from jspec.core.request import (
-    FinishKind,
-    FinishReason,
-    Request,
-    SpecCounters,
-    StreamChunk,
-)
+from jspec.core.request import FinishKind, FinishReason, Request
+from jspec.scheduler import budget
+from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.transcript import Piece, Transcript
 
 
 class SequenceState(enum.Enum):
@@ -42,10 +39,9 @@ class SequenceState(enum.Enum):
 class Tenancy:
     """A sequence's stay in a slot, named (slot, epoch) in plans.
 
+    table: the columns in which the row's numbers are.
     fill_ids: prompt and what had been emitted at admission. page_ids: the row's, in order of
     position: first those of the prefix cache. num_filled: fill tokens dispatched, or cached.
-    steps_in_flight: dispatched, uncollected steps that name the row; until it is 0, slot and pages
-    stay taken, also when `ended`. rounds_in_flight: rounds of the decodes among them.
     cached_len: fill tokens that were cached at admission. namespace, last_cached: where in the
     cache the row is, and the last page that it holds there (None: it keeps nothing).
     num_cached: how many of page_ids are in the cache.
@@ -53,6 +49,7 @@ class Tenancy:
 
     row: RowRef
     sequence: Sequence
+    table: RowTable
     fill_ids: tuple[int, ...]
     page_ids: list[int]
     num_filled: int = 0
@@ -60,10 +57,46 @@ class Tenancy:
     namespace: Hashable = None
     last_cached: CachedPage | None = None
     num_cached: int = 0
-    steps_in_flight: int = 0
-    rounds_in_flight: int = 0
-    is_prefill_read: bool = False
-    ended: bool = False
+
+    @classmethod
+    def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
+        """Without pages yet; the row's numbers are written to `table`."""
+        fill_ids, request = sequence.fill_ids, sequence.request
+        table.seat(
+            row.slot,
+            fill=len(fill_ids),
+            left=sequence.num_tokens_left,
+            last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
+            stop_ids=request.stop_ids,
+            cuts=sequence.text_stream is not None,
+            is_featured=len(sequence.features) > 0,
+        )
+        return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Dispatched, uncollected steps that name the row; until it is 0, slot and pages stay
+        taken, also when `ended`."""
+        return int(self.table.steps[self.row.slot])
+
+    @property
+    def rounds_in_flight(self) -> int:
+        """Rounds of the decodes among them."""
+        return int(self.table.rounds[self.row.slot])
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.table.ended[self.row.slot])
+
+    @property
+    def num_emitted(self) -> int:
+        """Ids that came in this tenancy."""
+        return int(self.table.emitted[self.row.slot])
+
+    @property
+    def is_prefill_read(self) -> bool:
+        """The final chunk emits the first id of a tenancy."""
+        return self.num_emitted > 0
 
     @property
     def admission(self) -> Admission:
@@ -108,10 +141,14 @@ class Tenancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What is left of one round's ids: the ids, their text, and why the sequence ends, if so."""
+    """What is left of one round's ids, and why the sequence ends, if so.
+
+    num_shown: of the ids, those that have text. text: theirs, None if the reader makes it.
+    """
 
     ids: tuple[int, ...]
-    text: str
+    text: str | None
+    num_shown: int
     finish: FinishReason | None = None
 
 
@@ -120,24 +157,46 @@ class Sequence:
     """One request: its output so far and, while it has a slot, its tenancy.
 
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
-    to what the engine can hold. features: what its steps must have, asked for at every plan.
+    to what the engine can hold. text_stream: None where no text can end the sequence: its reader
+    makes the text then. transcript: its reader's. former_ids: emitted before the present tenancy.
+    features: what its steps must have, asked for at every plan.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     """
 
     request: Request
     arrival: int
     max_new_tokens: int
-    text_stream: TextStream
-    counters: SpecCounters
+    text_stream: TextStream | None
+    transcript: Transcript
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
-    emitted_ids: list[int] = field(default_factory=list)
+    former_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
     features: StepFeatures = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
+
+    @classmethod
+    def begin(
+        cls,
+        request: Request,
+        *,
+        arrival: int,
+        max_new_tokens: int,
+        stream: TextStream,
+        spec: SpeculativeConfig,
+    ) -> Sequence:
+        """A new one. With stop strings its text is made where it is cut, else by its reader."""
+        cuts = bool(request.sampling.stop)
+        return cls(
+            request=request,
+            arrival=arrival,
+            max_new_tokens=max_new_tokens,
+            text_stream=stream if cuts else None,
+            transcript=Transcript(request, spec, stream=None if cuts else stream),
+        )
 
     @property
     def held_tenancy(self) -> Tenancy:
@@ -154,20 +213,38 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def num_emitted(self) -> int:
+        """Output tokens so far."""
+        return len(self.former_ids) + (0 if self.tenancy is None else self.tenancy.num_emitted)
+
+    @property
+    def emitted_ids(self) -> list[int]:
+        """The output so far; a copy."""
+        if self.tenancy is None:
+            return list(self.former_ids)
+        return self.former_ids + self.tenancy.table.output(self.tenancy.row.slot)
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output."""
-        return self.prompt_len + len(self.emitted_ids)
+        return self.prompt_len + self.num_emitted
 
     @property
     def num_tokens_left(self) -> int:
-        return self.max_new_tokens - len(self.emitted_ids)
+        return self.max_new_tokens - self.num_emitted
 
     @property
     def fill_ids(self) -> tuple[int, ...]:
         """What a prefill has to run: the prompt and, after a retraction, the output too."""
-        if not self.emitted_ids:
+        if not self.num_emitted:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
+
+    def leave(self) -> Tenancy:
+        """Gives up its tenancy, and keeps what came in it."""
+        tenancy, self.former_ids = self.held_tenancy, self.emitted_ids
+        self.tenancy = None
+        return tenancy
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cuts one round's ids once and appends what is left to the output.
@@ -177,17 +254,21 @@ class Sequence:
         Request.shows), unless the text before it, flushed, ends in a stop string. Neither a stop
         token nor a stop string counts among the first min_new_tokens tokens.
         """
-        num_out, low = len(self.emitted_ids), self.request.sampling.min_new_tokens
+        num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
-        num_pushed = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
-        text = self._push(kept[:num_pushed], num_barred=low - num_out)
+        num_shown = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
-        # After a stop string nothing may follow; otherwise what was held back is now final.
-        held_back = self.text_stream.flush() if is_last and text.matched is None else ""
-        matched = self.text_stream.matched
+        text, matched = None, None
+        if self.text_stream is not None:
+            pushed = self._push(self.text_stream, kept[:num_shown], num_barred=low - num_out)
+            # After a stop string nothing may follow; otherwise what was held back is now final.
+            held_back = is_last and pushed.matched is None
+            text = pushed.text + (self.text_stream.flush() if held_back else "")
+            matched = self.text_stream.matched
+            if matched is not None:
+                kept = kept[: pushed.num_ids]
         if matched is not None:
-            kept = kept[: text.num_ids]
             finish = FinishReason(kind=FinishKind.STOP, matched=matched)
         elif stop < len(kept):
             kept = kept[: stop + 1]
@@ -196,36 +277,47 @@ class Sequence:
             finish = FinishReason(kind=FinishKind.LENGTH, length=num_out + len(kept))
         else:
             finish = None
-        self.emitted_ids.extend(kept)
-        return Cut(ids=kept, text=text.text + held_back, finish=finish)
+        self._record(kept)
+        return Cut(ids=kept, text=text, num_shown=num_shown, finish=finish)
 
-    def _push(self, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
+    def _record(self, ids: tuple[int, ...]) -> None:
+        if self.tenancy is None:
+            self.former_ids += ids
+        else:
+            self.tenancy.table.append(self.tenancy.row.slot, ids)
+
+    @staticmethod
+    def _push(stream: TextStream, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
         """Pushes ids into the text; the first num_barred of them cannot complete a stop string."""
         split = max(num_barred, 0)
         num_ids, text = 0, ""
         for part, allow_stop in ((ids[:split], False), (ids[split:], True)):
             if not part:
                 continue
-            cut = self.text_stream.push(part, allow_stop=allow_stop)
+            cut = stream.push(part, allow_stop=allow_stop)
             num_ids, text = num_ids + cut.num_ids, text + cut.text
             if cut.matched is not None:
                 return TextCut(num_ids=num_ids, text=text, matched=cut.matched)
         return TextCut(num_ids=num_ids, text=text)
 
-    def chunk(self, cut: Cut, *, num_accepted: int = 0) -> StreamChunk:
-        """The message to the consumer about `cut`."""
-        return StreamChunk(
-            request_id=self.request.request_id,
-            new_ids=cut.ids,
-            num_accepted=num_accepted,
-            text=cut.text,
+    def piece(self, cut: Cut, *, num_emitted: int = 0) -> Piece:
+        """What the reader gets of `cut`. num_emitted: ids of the verification, if it was one."""
+        return Piece(
+            self.transcript,
+            cut.ids,
+            num_emitted,
             finish=cut.finish,
-            prompt_tokens=self.prompt_len,
-            completion_tokens=len(self.emitted_ids),
+            text=cut.text,
+            num_shown=cut.num_shown,
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
-            counters=self.counters,
         )
+
+    def abort(self, why: str) -> Piece:
+        """The last piece of a sequence that ends before its time: what was held back."""
+        finish = FinishReason(kind=FinishKind.ABORT, message=why)
+        text = None if self.text_stream is None else self.text_stream.flush()
+        return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
 
 def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
@@ -238,43 +330,3 @@ def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: i
         if is_stop(ids[index]):
             return index
     return len(ids)
-
-
-def empty_counters(spec: SpeculativeConfig) -> SpecCounters:
-    """Counters before the first verification; plain decoding has no histogram."""
-    if spec.algorithm is Algorithm.NONE:
-        return SpecCounters()
-    return SpecCounters(accept_histogram=(0,) * (spec.num_steps + 1))
-
-
-def count_verification(
-    counters: SpecCounters, spec: SpeculativeConfig, *, num_emitted: int, num_kept: int
-) -> SpecCounters:
-    """Adds one verification that emitted `num_emitted` ids, of which the cut left `num_kept`.
-
-    Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
-    always a sequence's last) is left out of the two `full_` counters, hence of the acceptance
-    length. Plain decoding verifies nothing and counts nothing.
-    """
-    if spec.algorithm is Algorithm.NONE:
-        return counters
-    num_accepted = surviving_drafts(num_emitted, num_kept)
-    histogram = list(counters.accept_histogram)
-    histogram[num_accepted] += 1
-    is_full = num_kept == num_emitted
-    return replace(
-        counters,
-        verify_ct=counters.verify_ct + 1,
-        num_accepted=counters.num_accepted + num_accepted,
-        num_proposed=counters.num_proposed + spec.num_draft_tokens - 1,
-        accept_histogram=tuple(histogram),
-        full_verify_ct=counters.full_verify_ct + is_full,
-        full_num_emitted=counters.full_num_emitted + (num_emitted if is_full else 0),
-    )
-
-
-def surviving_drafts(num_emitted: int, num_kept: int) -> int:
-    """Accepted drafts among the first num_kept of num_emitted ids: all but the bonus, which is
-    the last. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
-    """
-    return min(num_emitted - 1, num_kept)

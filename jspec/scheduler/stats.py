@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.request import SpecCounters
+from jspec.scheduler.transcript import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class SchedulerStats:
     num_leaked_pages: lent pages, of whatever space, that no tenancy and no cache holds; 0 always,
     idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
     tokens found in the prefix cache. counters: sums over all sequences.
+    num_slow_readers: of num_aborted, those whose chunks nobody read.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
@@ -37,6 +39,7 @@ class SchedulerStats:
     num_steps: int = 0
     num_cached_pages: int = 0
     num_cached_tokens: int = 0
+    num_slow_readers: int = 0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -48,10 +51,11 @@ class SchedulerStats:
 class Totals:
     """What SchedulerStats adds up since the start; the scheduler's own, and it alone writes."""
 
-    counters: SpecCounters
+    tally: Tally
     num_requests: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_slow_readers: int = 0
     num_retractions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -59,4 +63,5 @@ class Totals:
 
     def by_name(self) -> dict[str, Any]:
         """As SchedulerStats names them."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        counts = {name: getattr(self, name) for name in self.__slots__ if name != "tally"}
+        return {**counts, "counters": self.tally.counters}

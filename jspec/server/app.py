@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -117,9 +117,13 @@ class Endpoints:
 
     async def generate(self, request: Request) -> Response:
         """POST /generate, SGLang's native endpoint."""
+        received = time.monotonic()
         call = parse_generate(await self._read(request), self.service.engine.sampling_defaults)
         work = await self.service.submit(
-            call.prompts, group=call.group, return_spec_tokens=call.return_spec_tokens
+            call.prompts,
+            group=call.group,
+            return_spec_tokens=call.return_spec_tokens,
+            received=received,
         )
         is_list = call.is_list or len(work.folds) > 1
         if call.stream:
@@ -131,9 +135,8 @@ class Endpoints:
     def _generate_stream(self, _: GenerateCall, work: Work, *, has_index: bool) -> Response:
         incremental = self._args.incremental_streaming_output
 
-        def event(index: int, fold: SequenceFold) -> dict[str, Any]:
-            body = fold.take(incremental=incremental)
-            return {"index": index, **body} if has_index else body
+        def event(index: int, fold: SequenceFold) -> bytes:
+            return fold.take_event(incremental=incremental, index=index if has_index else None)
 
         return answer_stream(work, event)
 

@@ -76,10 +76,24 @@ class ServerArgs:
         False, "A line in the log for each request; else for refused ones", _SERVER
     )
 
+    trace_requests: str | None = argument(
+        None,
+        "A file: for each streamed request a line of JSON, when it passed what on the way to its "
+        "first token",
+        _SERVER,
+        is_local=True,
+    )
+    max_unread_events: int = argument(
+        4096,
+        "Steps of one request that its reader may leave unread; then it is aborted",
+        _SERVER,
+        low=1,
+    )
+
     def __post_init__(self) -> None:
         check_arguments(self)
         texts = ("host", "served_model_name", "api_key", "profile_dir", "ssl_certfile")
-        for name in (*texts, "ssl_keyfile"):
+        for name in (*texts, "ssl_keyfile", "trace_requests"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; expected text, or leave it out")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):

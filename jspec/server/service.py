@@ -17,12 +17,13 @@ from typing import Any
 from starlette.types import Receive
 
 from jspec.api import Engine
-from jspec.core.errors import EngineClosedError, QueueFullError, RequestError
+from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion
 from jspec.engine.profiling import Profiler
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
+from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.http import unless_gone
@@ -64,6 +65,8 @@ class Work:
     async def close(self) -> None:
         """Aborts what is not finished and forgets the call. May be awaited twice."""
         self.service.forget(self.names)
+        for fold in self.folds:
+            fold.end_trace()
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
@@ -79,7 +82,7 @@ class Work:
 
 def answer_stream(
     work: Work,
-    event: Callable[[int, SequenceFold], dict[str, Any] | None],
+    event: Callable[[int, SequenceFold], dict[str, Any] | bytes | None],
     last: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> EventStream:
     """The answer whose events `event` makes, one for a sequence's new tokens; see fold_events."""
@@ -108,6 +111,9 @@ class Service:
             meter=self.meter,
         )
         self.profiler = Profiler()
+        self._trace = None if args.trace_requests is None else open_trace(args.trace_requests)
+        if self._trace is not None:
+            engine.trace_requests(self._trace)
         self.is_shutting_down = False
         self._groups: dict[str, tuple[str, ...]] = {}
         self._is_cut_said = False
@@ -141,8 +147,9 @@ class Service:
         *,
         group: str | None = None,
         return_spec_tokens: bool = False,
+        received: float | None = None,
     ) -> Work:
-        """Takes all prompts of a call or none.
+        """Takes all prompts of a call or none. received: time.monotonic() of its first byte.
 
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
@@ -160,13 +167,19 @@ class Service:
             indexed = await asyncio.to_thread(self._requests, prompts)
         else:
             indexed = self._requests(prompts)
+        if self._trace is not None:
+            now = time.monotonic()
+            marks = {Border.RECEIVED: received or started, Border.PARSED: started}
+            _begin(self._trace, indexed, {**marks, Border.TOKENIZED: now})
         names = _names(indexed, group)
         for name in names:
             if name in self._groups:
                 raise RequestError(f"rid is {name!r}; expected one that is not in use")
         self._groups |= names  # before the await, so that nobody else takes a name meanwhile
         try:
-            streams = await self.engine.submit([request for _, request in indexed])
+            streams = await self.engine.submit(
+                [request for _, request in indexed], max_unread=self.args.max_unread_events
+            )
         except QueueFullError as error:
             self.forget(names)
             seconds = self._retry_after(len(indexed))
@@ -180,6 +193,7 @@ class Service:
             SequenceFold(
                 request.request_id,
                 clock=self.metrics.clock(started=started),
+                trace=self._trace,
                 tracker=None
                 if tokenizer is None
                 else SpecTokenTracker(
@@ -318,6 +332,26 @@ class Service:
         )
         throughput = f"gen throughput (token/s): {rates.gen_throughput:.1f}"
         return f"Decode batch, {load}, {accepted}{throughput}"
+
+
+def open_trace(path: str) -> RequestTrace:
+    """A trace that appends to a file, line by line. Raises ConfigError if it cannot."""
+    try:
+        file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the process ends)
+    except OSError as error:
+        raise ConfigError(
+            f"trace_requests is {path!r}: {error.strerror}; expected a file to append to"
+        ) from error
+    return RequestTrace(file.write)
+
+
+def _begin(
+    trace: RequestTrace, indexed: Sequence[tuple[int, Request]], marks: Mapping[Border, float]
+) -> None:
+    for _, request in indexed:
+        trace.begin(request.request_id)
+        for border, when in marks.items():
+            trace.mark((request.request_id,), border, when)
 
 
 def _names(indexed: Sequence[tuple[int, Request]], group: str | None) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ It knows neither fields of a request nor sockets' addresses; endpoints say what 
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 from jspec.core.errors import JspecError
 from jspec.core.request import StreamChunk
 from jspec.core.response import Completion, spec_fields
+from jspec.scheduler.request_trace import Border, RequestTrace
+from jspec.server.event_json import EventJson, encode_event
 from jspec.server.http import ClientGoneError, error_body, status_of, unless_gone
 from jspec.server.metrics import RequestClock
 from jspec.server.spec_tokens import SpecTokenTracker
@@ -29,6 +31,8 @@ class ChunkSource(Protocol):
 
     def __aiter__(self) -> AsyncIterator[StreamChunk]: ...
 
+    def ready(self) -> list[StreamChunk]: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -39,9 +43,16 @@ class SequenceFold:
     """
 
     def __init__(
-        self, request_id: str, *, clock: RequestClock, tracker: SpecTokenTracker | None = None
+        self,
+        request_id: str,
+        *,
+        clock: RequestClock,
+        tracker: SpecTokenTracker | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
+        self._json: EventJson | None = None
         self._clock = clock
+        self._trace = trace
         self._tracker = tracker
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
@@ -49,11 +60,25 @@ class SequenceFold:
         self.completion = Completion(request_id)
 
     def add(self, chunk: StreamChunk) -> None:
+        if self._trace is not None and chunk.new_ids:
+            self._trace.mark((chunk.request_id,), Border.READ, time.monotonic())
         self._clock.observe(chunk)
         self.completion.add(chunk)
         self._new_texts.append(chunk.text)
         if self._tracker is not None:
             self._spec_tokens += [piece.to_json() for piece in self._tracker.push(chunk)]
+
+    def sent(self) -> None:
+        """An event with all that there was is on the socket."""
+        if self._trace is not None and self.completion.output_ids:
+            self._trace.mark((self.completion.request_id,), Border.SENT, time.monotonic())
+            self.end_trace()
+
+    def end_trace(self) -> None:
+        """Nothing more is marked."""
+        if self._trace is not None:
+            self._trace.end(self.completion.request_id)
+            self._trace = None
 
     @property
     def num_new_ids(self) -> int:
@@ -80,6 +105,18 @@ class SequenceFold:
             body = self.to_json()
         self._mark()
         return body
+
+    def take_event(self, *, incremental: bool, index: int | None) -> bytes:
+        """`take` as an event, at the cost of what is new. All calls with the same arguments."""
+        if self._tracker is not None:
+            body = self.take(incremental=incremental)
+            return encode_event(body if index is None else {"index": index, **body})
+        if self._json is None:
+            self._json = EventJson(keeps_all=not incremental)
+        self._json.add("".join(self._new_texts), self.completion.output_ids[self._num_ids :])
+        self._mark()
+        meta = self.completion.meta_info(e2e_latency=self._clock.elapsed)
+        return self._json.event(meta, index=index)
 
     def take_text(self) -> str:
         """The text since the last call."""
@@ -111,33 +148,35 @@ class SequenceFold:
 async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int, StreamChunk]]]:
     """Chunks of all sources, each with its source's index: all that came since the last ones.
 
-    A slow consumer gets few long lists, never empty ones.
+    A slow consumer gets few long lists, never empty ones; what it has not read lies in the sources.
     The first error ends all. Closing it early cancels the readers, not the sources.
     """
-    queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
+    if len(sources) == 1:  # no reader, and no task to be switched to for each chunk
+        async for chunk in sources[0]:
+            yield [(0, chunk), *((0, further) for further in sources[0].ready())]
+        return
+    queue: asyncio.Queue[list[tuple[int, StreamChunk]] | BaseException | None]
+    queue = asyncio.Queue(maxsize=1)
 
     async def read(index: int, source: ChunkSource) -> None:
         try:
             async for chunk in source:
-                queue.put_nowait((index, chunk))
-            queue.put_nowait(None)
+                await queue.put([(index, chunk), *((index, more) for more in source.ready())])
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     readers = [asyncio.ensure_future(read(i, source)) for i, source in enumerate(sources)]
     try:
         num_open = len(readers)
         while num_open:
-            items = [await queue.get()]
-            while not queue.empty():
-                items.append(queue.get_nowait())
-            chunks = [item for item in items if isinstance(item, tuple)]
-            if chunks:
-                yield chunks
-            for item in items:
-                if isinstance(item, BaseException):
-                    raise item
-            num_open -= items.count(None)
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
     finally:
         for reader in readers:
             reader.cancel()
@@ -166,7 +205,7 @@ async def fold_events(
     folds: Sequence[SequenceFold],
     *,
     interval: int,
-    event: Callable[[int, SequenceFold], Mapping[str, Any] | None],
+    event: Callable[[int, SequenceFold], Mapping[str, Any] | bytes | None],
     last: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> AsyncGenerator[bytes]:
     """One event for each chunk, or for each `interval` ids; the last of a sequence always.
@@ -186,17 +225,13 @@ async def fold_events(
                     if fold.num_new_ids >= interval or fold.is_finished:
                         body = event(index, fold)
                         if body is not None:
-                            yield encode_event(body)
+                            yield body if isinstance(body, bytes) else encode_event(body)
+                            fold.sent()
         body = last()
         if body is not None:
             yield encode_event(body)
     except JspecError as error:
         yield encode_event(error_body(str(error), status_of(error)))
-
-
-def encode_event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event (HTML standard, section 9.2)."""
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode("utf-8") + b"\n\n"
 
 
 class EventStream(Response):

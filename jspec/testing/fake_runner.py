@@ -193,7 +193,7 @@ class FakeRunner:
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        rounds = tuple(RoundResult(emitted_ids=ids) for ids in zip(*by_row, strict=True))
+        rounds = tuple(RoundResult.of(ids) for ids in zip(*by_row, strict=True))
         self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
 

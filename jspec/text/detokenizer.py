@@ -8,6 +8,7 @@ already given out, and the cost of a push does not grow with the sequence.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Protocol
 
 from jspec.text.tokenizer import DecoderKind, Tokenizer, is_byte_token
@@ -22,6 +23,10 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """Appends one id and returns the text that became final by it (often none)."""
+        ...
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        """As `push` of each, in one piece."""
         ...
 
     def flush(self) -> str:
@@ -44,15 +49,16 @@ class ByteLevelDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._bytes = tokenizer.shown_bytes if skip_special_tokens else tokenizer.all_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """See Detokenizer."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        return self._utf8.decode(self._bytes[token_id])
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        """See Detokenizer."""
+        return self._utf8.decode(b"".join(map(self._bytes.__getitem__, ids)))
 
     def flush(self) -> str:
         """See Detokenizer."""
@@ -92,6 +98,10 @@ class WindowDetokenizer:
         if self._has_byte_tokens and is_byte_token(token):
             return ""
         return self._release()
+
+    def push_all(self, ids: Sequence[int]) -> str:
+        """See Detokenizer."""
+        return "".join(map(self.push, ids))
 
     def flush(self) -> str:
         """See Detokenizer."""

@@ -114,6 +114,16 @@ class StopMatcher:
         """Text pushed and not yet given out."""
         return self._held
 
+    @property
+    def has_strings(self) -> bool:
+        """Whether there is anything to match."""
+        return bool(self._automaton.children[0])
+
+    def passes(self, text: str) -> bool:
+        """Whether `text` can be given out as it is and changes nothing: no stop string has begun,
+        and none begins in it."""
+        return not self._state and self._automaton.children[0].keys().isdisjoint(text)
+
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
         """Appends text; after a match there is nothing left to push.
 

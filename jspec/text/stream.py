@@ -74,17 +74,23 @@ class TokenizedStream:
             raise RuntimeError(f"push of {ids} came after flush; expected no more ids")
         if self._matched is not None:
             return TextCut(num_ids=0, text="", matched=self._matched)
-        texts: list[str] = []
-        for id_idx, token_id in enumerate(ids):
+        if ids:
             self._allow_stop = allow_stop
-            text = self._detokenizer.push(token_id)
+        if not self._matcher.has_strings:
+            return TextCut(num_ids=len(ids), text=self._detokenizer.push_all(ids))
+        texts = [self._detokenizer.push(token_id) for token_id in ids]
+        whole = "".join(texts)
+        if self._matcher.passes(whole):
+            return TextCut(num_ids=len(ids), text=whole)
+        final = []
+        for num_ids, text in enumerate(texts, start=1):
             step = self._matcher.push(text, allow_stop=allow_stop)
-            texts.append(step.text)
+            final.append(step.text)
             if step.matched is not None:
                 self._matched = step.matched
-                texts.append(step.matched if self._no_stop_trim else "")
-                return TextCut(num_ids=id_idx + 1, text="".join(texts), matched=step.matched)
-        return TextCut(num_ids=len(ids), text="".join(texts))
+                final.append(step.matched if self._no_stop_trim else "")
+                return TextCut(num_ids=num_ids, text="".join(final), matched=step.matched)
+        return TextCut(num_ids=len(ids), text="".join(final))
 
     def flush(self) -> str:
         """Text still held back; "" after a match, and when called again.

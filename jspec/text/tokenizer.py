@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import tokenizers
 from jspec.core.errors import CheckpointError, RequestError
 from jspec.core.json_files import MIB, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.token_bytes import TokenBytes, bytes_of
 
 LARGE_CHARS = 2**20  # a text after which memory is given back
 MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
@@ -62,6 +63,7 @@ class Tokenizer:
     beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
     name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
     tokens has at most n times as many characters; None where the tokenizer may drop some.
+    all_bytes, shown_bytes: of a byte-level vocabulary, by id; special tokens are not shown.
     """
 
     backend: tokenizers.Tokenizer
@@ -72,6 +74,13 @@ class Tokenizer:
     bos_token_id: int | None
     bos_rule: BosRule
     max_chars_per_token: int | None
+    all_bytes: TokenBytes = field(init=False, repr=False)
+    shown_bytes: TokenBytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        look_up = self.id_to_token
+        object.__setattr__(self, "all_bytes", TokenBytes(look_up))
+        object.__setattr__(self, "shown_bytes", TokenBytes(look_up, hidden=self.special_ids))
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -174,13 +183,7 @@ class Tokenizer:
             raise ValueError(
                 f"decoder_kind is {self.decoder_kind.value}; token_bytes expects byte_level"
             )
-        token = self.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(map(_CHAR_TO_BYTE.__getitem__, token))
-        except KeyError:  # an added token in plain text, such as one that holds a space
-            return token.encode("utf-8")
+        return bytes_of(self.id_to_token(token_id))
 
 
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -227,22 +230,6 @@ def _keeps_all(part: Mapping[str, Any]) -> bool:
 def is_byte_token(token: str) -> bool:
     """Whether a token of a BYTE_FALLBACK vocabulary is one byte, as in `<0xE4>`."""
     return _BYTE_TOKEN.fullmatch(token) is not None
-
-
-def _char_to_byte() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for (GPT-2's alphabet).
-
-    Bytes with a visible Latin-1 character are that character; the other 68 take the code points
-    from 256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
-    """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    table = {chr(byte): byte for byte in visible}
-    table.update({chr(256 + rank): byte for rank, byte in enumerate(hidden)})
-    return table
-
-
-_CHAR_TO_BYTE: Mapping[str, int] = _char_to_byte()
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:

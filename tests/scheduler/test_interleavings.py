@@ -18,7 +18,7 @@ from jspec.core.plan import StepPlan
 from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
 from jspec.scheduler.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.sequence import count_verification, empty_counters
+from jspec.scheduler.transcript import Tally
 from jspec.testing.fake_runner import FakeRunner, hash_token, random_acceptance, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 
@@ -255,17 +255,12 @@ class Interleavings(RuleBasedStateMachine):
 
     def counted(self, request: Request, *, num_out: int) -> SpecCounters:
         """Counters of rounds run one at a time until num_out tokens are out."""
-        counters, out = empty_counters(self.limits.spec), 1
+        tally, out = Tally(self.limits.spec), 1
         while out < num_out:
             num_emitted = self.accepted_at(request, len(request.prompt_ids) + out - 1) + 1
-            counters = count_verification(
-                counters,
-                self.limits.spec,
-                num_emitted=num_emitted,
-                num_kept=min(num_emitted, num_out - out),
-            )
+            tally.add(num_emitted=num_emitted, num_kept=min(num_emitted, num_out - out))
             out += num_emitted
-        return counters
+        return tally.counters
 
     def check_totals(self, last_chunks: list[StreamChunk]) -> None:
         stats = self.scheduler.stats

@@ -297,3 +297,27 @@ def test_a_runner_of_other_limits_is_refused() -> None:
     scheduler = Scheduler(small_limits(num_slots=2), make_stream=FakeTextStream.for_request)
     with pytest.raises(ConfigError, match="num_slots=2"):
         EngineLoop(scheduler, FakeRunner(small_limits(num_slots=4)))
+
+
+def test_what_nobody_reads_ends_and_others_do_not_notice(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop = make_loop(small_limits(context_length=256, num_pages=200))
+        request = make_request("other", max_new_tokens=LONG)
+        left, other = make_request("left", max_new_tokens=LONG), loop.submit(request, max_unread=5)
+        unread = loop.submit(left, max_unread=5)
+        check_output(request, await read(other))  # who reads is never ended
+        while "left" in loop.request_ids:
+            await asyncio.sleep(STEP_SECONDS)
+        assert loop.stats.num_slow_readers == loop.stats.num_aborted == 1
+        await until_idle(loop)
+        chunks = await read(unread)
+        assert len(chunks) == 5 + 2  # one too many, and the end
+        assert chunks[-1].finish is not None
+        assert chunks[-1].finish.kind is FinishKind.ABORT
+        ids = tuple(token_id for chunk in chunks for token_id in chunk.new_ids)
+        assert ids == tuple(hash_token(left, 5 + i) for i in range(len(ids)))
+        assert "".join(chunk.text for chunk in chunks) == text_of(ids)
+        await loop.close()
+
+    run(main())
+    assert "request left was aborted: its reader left too much unread" in caplog.text

@@ -7,7 +7,9 @@ import pytest
 from jspec.core.plan import RowRef, StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.scheduler import policy
-from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, empty_counters
+from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.transcript import Transcript
 from jspec.testing.fake_runner import small_limits
 from jspec.testing.fake_text import FakeTextStream
 
@@ -26,18 +28,14 @@ def make_sequence(prompt_len: int, *, max_new_tokens: int = 100, arrival: int = 
         arrival=arrival,
         max_new_tokens=max_new_tokens,
         text_stream=FakeTextStream(),
-        counters=empty_counters(LIMITS.spec),
+        transcript=Transcript(request, LIMITS.spec, stream=None),
     )
 
 
 def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tenancy:
-    tenancy = Tenancy(
-        row=RowRef(sequence.arrival + 1, 1),
-        sequence=sequence,
-        fill_ids=sequence.fill_ids,
-        page_ids=list(range(1, num_pages + 1)),
-        num_filled=num_filled,
-    )
+    tenancy = Tenancy.begin(RowRef(sequence.arrival + 1, 1), sequence, RowTable.empty(LIMITS))
+    tenancy.page_ids += range(1, num_pages + 1)
+    tenancy.num_filled = num_filled
     sequence.tenancy = tenancy
     is_filled = tenancy.is_prefill_dispatched
     sequence.state = SequenceState.RUNNING if is_filled else SequenceState.PREFILLING
@@ -110,18 +108,17 @@ def test_may_decode_with_an_unread_prefill(
 ) -> None:
     sequence = make_sequence(4, max_new_tokens=max_new_tokens)
     tenancy = seat(sequence, num_filled=num_filled)
-    tenancy.rounds_in_flight = rounds
+    tenancy.table.rounds[tenancy.row.slot] = rounds
     assert policy.may_decode(sequence) is expected
 
 
 def test_may_decode_counts_what_was_read() -> None:
     sequence = make_sequence(4, max_new_tokens=5)
     tenancy = seat(sequence, num_filled=4)
-    tenancy.is_prefill_read = True
-    sequence.emitted_ids = [1, 2, 3]
-    tenancy.rounds_in_flight = 1
+    tenancy.table.append(tenancy.row.slot, (1, 2, 3))
+    tenancy.table.rounds[tenancy.row.slot] = 1
     assert policy.may_decode(sequence)
-    tenancy.rounds_in_flight = 2
+    tenancy.table.rounds[tenancy.row.slot] = 2
     assert not policy.may_decode(sequence)
 
 

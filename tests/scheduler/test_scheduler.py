@@ -333,7 +333,7 @@ def test_a_plan_has_the_features_of_all_its_rows_and_no_others() -> None:
 
 def result(step: int, *rounds: tuple[tuple[int, ...], ...]) -> StepResult:
     """A result from each round's ids by row."""
-    return StepResult(step=step, rounds=tuple(RoundResult(emitted_ids=ids) for ids in rounds))
+    return StepResult(step=step, rounds=tuple(RoundResult.of(ids) for ids in rounds))
 
 
 def test_results_out_of_order_or_out_of_shape_raise() -> None:

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from jspec.core.config import SpeculativeConfig
 from jspec.core.protocols import TextCut
 from jspec.core.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
-from jspec.scheduler.sequence import (
-    Sequence,
-    count_verification,
-    empty_counters,
-    first_stop,
-    surviving_drafts,
-)
+from jspec.scheduler.sequence import Sequence, first_stop
+from jspec.scheduler.transcript import Tally, Transcript, surviving_drafts
 from jspec.testing.fake_runner import scripted_tokens, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, ids_of, text_of
 
@@ -35,7 +30,7 @@ def make_sequence(sampling: SamplingParams, *, max_new_tokens: int | None = None
         arrival=0,
         max_new_tokens=max_new_tokens or sampling.wanted_tokens,
         text_stream=FakeTextStream.for_request(request),
-        counters=empty_counters(CHAIN),
+        transcript=Transcript(request, CHAIN, stream=None),
     )
 
 
@@ -134,7 +129,7 @@ def test_cut(
     cuts = [sequence.absorb(ids_of(step)) for step in steps]
     assert [cut.finish for cut in cuts[:-1]] == [None] * (len(cuts) - 1)
     assert text_of(cuts[-1].ids) == kept
-    assert "".join(cut.text for cut in cuts) == text
+    assert "".join(cut.text or "" for cut in cuts) == text
     assert cuts[-1].finish == finish
     assert sequence.emitted_ids == [token_id for cut in cuts for token_id in cut.ids]
 
@@ -166,7 +161,7 @@ def test_the_cut_does_not_depend_on_the_steps(
     rest, text = script, ""
     for step_len in lens:
         cut = sequence.absorb(tuple(rest[:step_len]))
-        rest, text = rest[step_len:], text + cut.text
+        rest, text = rest[step_len:], text + (cut.text or "")
         if cut.finish is not None:
             break
     assert tuple(sequence.emitted_ids) == expected.ids
@@ -207,7 +202,7 @@ def test_a_stop_string_that_the_flush_completes_is_a_stop(
     sampling = SamplingParams(max_new_tokens=4)
     sequence = dataclasses.replace(make_sequence(sampling), text_stream=LateStream())
     cuts = [sequence.absorb(ids_of(step)) for step in steps]
-    assert "".join(cut.text for cut in cuts) == text
+    assert "".join(cut.text or "" for cut in cuts) == text
     assert text_of(cuts[-1].ids) == kept
     assert cuts[-1].finish == finish
     assert text_of(tuple(sequence.emitted_ids)) == "".join(steps[:-1]) + kept
@@ -229,10 +224,11 @@ def test_surviving_drafts(num_emitted: int, num_kept: int, expected: int) -> Non
 
 
 def test_a_truncated_verification_is_counted_but_not_in_the_acceptance_length() -> None:
-    counters = empty_counters(CHAIN)
-    counters = count_verification(counters, CHAIN, num_emitted=4, num_kept=4)
-    counters = count_verification(counters, CHAIN, num_emitted=1, num_kept=1)
-    counters = count_verification(counters, CHAIN, num_emitted=4, num_kept=2)
+    tally = Tally(CHAIN)
+    tally.add(num_emitted=4, num_kept=4)
+    tally.add(num_emitted=1, num_kept=1)
+    tally.add(num_emitted=4, num_kept=2)
+    counters = tally.counters
     assert counters == SpecCounters(
         verify_ct=3,
         num_accepted=3 + 0 + 2,
@@ -245,14 +241,23 @@ def test_a_truncated_verification_is_counted_but_not_in_the_acceptance_length() 
 
 
 def test_plain_decoding_counts_no_verification() -> None:
-    plain = SpeculativeConfig.plain()
-    counters = count_verification(empty_counters(plain), plain, num_emitted=1, num_kept=1)
-    assert counters == SpecCounters()
+    tally = Tally(SpeculativeConfig.plain())
+    tally.add(num_emitted=1, num_kept=1)
+    tally.add_whole([0, 5])
+    assert tally.counters == SpecCounters()
+
+
+def test_whole_verifications_count_as_one_by_one() -> None:
+    one_by_one, at_once = Tally(CHAIN), Tally(CHAIN)
+    for num_emitted in (1, 4, 4, 2):
+        one_by_one.add(num_emitted=num_emitted, num_kept=num_emitted)
+    at_once.add_whole([0, 1, 1, 0, 2])
+    assert at_once.counters == one_by_one.counters
 
 
 def test_the_chunk_reports_the_cut() -> None:
     sequence = make_sequence(SamplingParams(max_new_tokens=3))
-    chunk = sequence.chunk(sequence.absorb(ids_of("abcd")), num_accepted=3)
+    chunk = sequence.piece(sequence.absorb(ids_of("abcd")), num_emitted=4).chunk()
     assert dataclasses.asdict(chunk) == {
         "request_id": "r",
         "new_ids": ids_of("abc"),
@@ -263,5 +268,12 @@ def test_the_chunk_reports_the_cut() -> None:
         "completion_tokens": 3,
         "num_retractions": 0,
         "cached_tokens": 0,
-        "counters": dataclasses.asdict(empty_counters(CHAIN)),
+        "counters": {
+            "verify_ct": 1,
+            "num_accepted": 3,
+            "num_proposed": 3,
+            "accept_histogram": (0, 0, 0, 1),
+            "full_verify_ct": 0,
+            "full_num_emitted": 0,
+        },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from functools import partial
 from typing import Any
@@ -144,3 +145,23 @@ def test_a_taken_port_is_a_config_error() -> None:
         bound.listen()
         with pytest.raises(ConfigError, match="already in use; expected"):
             bind(ServerArgs(port=bound.getsockname()[1]))
+
+
+def test_events_do_not_wait_for_acknowledgements() -> None:
+    """With Nagle's algorithm an event is held until the client's delayed ACK, 40 ms."""
+    found: list[int] = []
+
+    async def main() -> None:
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind(ServerArgs(port=0)) as bound:
+            async with await asyncio.start_server(answer, sock=bound):
+                reader, writer = await asyncio.open_connection(*bound.getsockname())
+                await reader.read()
+                writer.close()
+
+    asyncio.run(main())
+    assert found[0] != 0

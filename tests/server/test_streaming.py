@@ -6,7 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from jspec.api import Engine
 from jspec.core.request import FinishKind, FinishReason, SpecCounters, StreamChunk
@@ -39,12 +42,27 @@ def chunk_of(index: int) -> StreamChunk:
 
 
 class Source:
-    """All chunks, one each time the event loop comes round."""
+    """All chunks, one each time the event loop comes round, read or not."""
 
-    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+    def __init__(self) -> None:
+        self._chunks: list[StreamChunk] = []
+
+    async def _produce(self) -> None:
         for index in range(NUM_CHUNKS):
             await asyncio.sleep(0)
-            yield chunk_of(index)
+            self._chunks.append(chunk_of(index))
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        producing = asyncio.create_task(self._produce())
+        while self._chunks or not producing.done():
+            if self._chunks:
+                yield self._chunks.pop(0)
+            else:
+                await asyncio.sleep(0)
+
+    def ready(self) -> list[StreamChunk]:
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
     async def aclose(self) -> None:
         pass
@@ -59,7 +77,7 @@ def read_events(*, incremental: bool, turns: int) -> tuple[list[dict[str, Any]],
             [Source()],
             [fold],
             interval=1,
-            event=lambda _, fold: fold.take(incremental=incremental),
+            event=lambda _, fold: fold.take_event(incremental=incremental, index=None),
         )
         found = []
         async for event in events:
@@ -104,3 +122,30 @@ def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
     assert len(results) == 2  # what was there at first, and all that came meanwhile
     assert results[-1]["output_ids"] == whole["output_ids"]
     assert results[-1]["text"] == whole["text"]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("index", [None, 3])
+def test_events_are_those_that_json_would_write(index: int | None, incremental: bool) -> None:
+    texts = ["a", "", 'say "hi"\\\n', "日本\u2028", "\x00\x1f\x7f", "\ufffd🙂"]
+    ours = SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
+    theirs = SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
+    for number, text in enumerate(texts):
+        is_last = number == len(texts) - 1
+        chunk = replace(
+            chunk_of(number),
+            text=text,
+            new_ids=(number, 7) if number % 2 else (),
+            finish=FinishReason(kind=FinishKind.STOP, matched="é") if is_last else None,
+            counters=SpecCounters(verify_ct=2, num_accepted=3, num_proposed=6),
+        )
+        ours.add(chunk)
+        theirs.add(chunk)
+        if number == 2:
+            continue  # two chunks in one event
+        body = theirs.take(incremental=incremental)
+        expected = json.dumps(
+            body if index is None else {"index": index, **body}, ensure_ascii=False
+        )
+        event = ours.take_event(incremental=incremental, index=index)
+        assert event == b"data: " + expected.encode() + b"\n\n"

@@ -124,7 +124,7 @@ class CountingTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> CountingTokenizer:
-        return cls(**{f.name: getattr(tokenizer, f.name) for f in fields(Tokenizer)})
+        return cls(**{f.name: getattr(tokenizer, f.name) for f in fields(Tokenizer) if f.init})
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.num_decoded.append(len(ids))

@@ -1,0 +1,115 @@
+"""A runner whose device computes nothing, so that what is left of a step is the host's.
+
+Plans are packed and results unpacked as for a real device; between them random ids stand for what
+it would have emitted. The device is a clock: a step takes so many seconds, begins when it is
+dispatched and the one before has ended, and is ready when it ends. So the time that it stands idle
+between steps is known exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from jspec.core import layout, shapes
+from jspec.core.config import ServeLimits
+from jspec.core.features import ALL
+from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.engine.programs import ProgramKey
+from jspec.engine.transfer import pack, unpack_result
+
+NUM_TABLES = 16  # of random ids, made once
+
+
+class NullRunner:
+    """Implements `core.protocols.Runner`. step_seconds: of every step, prefills too.
+
+    acceptance: mean ids that a verification emits. busy_seconds, idle_seconds: of the device, since
+    its first step. pack_seconds, unpack_seconds: CPU time of the engine's thread.
+    """
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        *,
+        vocab_size: int,
+        step_seconds: float = 0.0,
+        acceptance: float = 3.0,
+    ) -> None:
+        self._limits = limits
+        self.vocab_size = vocab_size
+        self.num_programs = self.num_programs_wanted = 0
+        self._step_seconds = step_seconds
+        self._free_at = 0.0
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self.busy_seconds = self.idle_seconds = 0.0
+        self.num_steps = 0
+        self.pack_seconds = self.unpack_seconds = 0.0
+        rng = np.random.default_rng(0)
+        rows = limits.num_slots * limits.num_rounds
+        self._outputs = {
+            StepKind.DECODE: self._tables(rng, rows, limits.spec.max_emitted, acceptance),
+            StepKind.PREFILL: self._tables(rng, max(limits.prefill_rows, 1), 1, 1.0),
+        }
+
+    def _tables(
+        self, rng: np.random.Generator, rows: int, most: int, acceptance: float
+    ) -> list[np.ndarray]:
+        columns = layout.output_columns(most)
+        low = int(np.floor(acceptance))
+        tables = []
+        for _ in range(NUM_TABLES):
+            counts = low + (rng.random(rows) < acceptance - low)
+            ids = rng.integers(0, self.vocab_size, (rows, most))
+            table = np.concatenate([np.minimum(counts, most)[:, None], ids], axis=1)
+            assert table.shape[1] == columns.width
+            tables.append(table.astype(np.int32))
+        return tables
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Packs the plan, and starts the step on the clock."""
+        began = time.thread_time()
+        is_decode = plan.kind is StepKind.DECODE
+        buckets = self._limits.decode_buckets if is_decode else self._limits.prefill_buckets
+        size = sum(len(chunk.token_ids) for chunk in plan.chunks) or len(plan.rows)
+        key = ProgramKey(plan.kind, shapes.bucket(size, buckets), ALL)
+        pack(plan, key, self._limits, vocab_size=self.vocab_size)
+        self.pack_seconds += time.thread_time() - began
+        now = time.monotonic()
+        if self._free_at:
+            self.idle_seconds += max(now - self._free_at, 0.0)
+        self._free_at = max(now, self._free_at) + self._step_seconds
+        self.busy_seconds += self._step_seconds
+        self._in_flight.append((plan, self._free_at))
+
+    def collect(self) -> StepResult:
+        """Sleeps until the oldest step has ended."""
+        plan, ready_at = self._in_flight.popleft()
+        left = ready_at - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        began = time.thread_time()
+        tables = self._outputs[plan.kind]
+        output = tables[plan.step % len(tables)]
+        if plan.kind is StepKind.PREFILL:
+            output = output.copy()
+            is_final = [chunk.is_final for chunk in plan.chunks]
+            output[: len(is_final), 0] = is_final
+        result = unpack_result(plan, output, self._limits)
+        self.unpack_seconds += time.thread_time() - began
+        self.num_steps += 1
+        return result
+
+    def reset(self) -> None:
+        """Begins to count anew."""
+        self.busy_seconds = self.idle_seconds = self.pack_seconds = self.unpack_seconds = 0.0
+        self.num_steps = 0
+
+    def close(self) -> None:
+        self._in_flight.clear()

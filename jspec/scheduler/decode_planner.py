@@ -1,0 +1,132 @@
+"""Which rows decode next, and the pages that they get for it.
+
+Where pages suffice all rows are decided together, on the columns of the row table; where they do
+not, one by one, oldest first, because each may make another one wait or give way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jspec.core.config import ServeLimits
+from jspec.core.errors import InvariantError
+from jspec.core.features import PLAIN
+from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
+from jspec.scheduler import policy
+from jspec.scheduler.pages import FullPages
+from jspec.scheduler.results import Flight
+from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.scheduler.windows import WindowPages
+
+
+class DecodePlanner:
+    """Reads the scheduler's `running` sequences, in order of arrival, and `tenancies`, all that
+    hold a slot; `retract` takes a sequence's slot away."""
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        table: RowTable,
+        pages: FullPages,
+        windows: WindowPages,
+        *,
+        running: Mapping[str, Sequence],
+        tenancies: Mapping[RowRef, Tenancy],
+        retract: Callable[[Sequence], None],
+    ) -> None:
+        self._limits = limits
+        self._table = table
+        self._pages = pages
+        self._windows = windows
+        self._running = running
+        self._tenancies = tenancies
+        self._retract = retract
+        self._lineup: tuple[Ints, tuple[Tenancy, ...]] | None = None  # None: to be found out
+
+    def changed(self) -> None:
+        """Must be called when a sequence begins or ceases to run."""
+        self._lineup = None
+
+    @property
+    def leaves_some(self) -> bool:
+        """Whether some running sequence is still being prefilled."""
+        return not self._table.decodes[self._rows()[0]].all()
+
+    def plan(self, *, step: int) -> Flight | None:
+        """The next decode, None if no row can run. Pages are granted and rows retracted by it."""
+        slots, tenancies = self._rows()
+        chosen = np.flatnonzero(self._table.may_decode(slots))
+        slots = slots[chosen]
+        missing = self._table.pages_missing(slots, self._limits)
+        if missing.sum() > self._pages.num_free:
+            decoding, grants = self._choose_short_of_pages()
+            slots = np.array([tenancy.row.slot for tenancy in decoding], np.int64)
+        else:
+            decoding, grants = [tenancies[i] for i in chosen.tolist()], []
+            has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
+            for i in np.flatnonzero(has_to_grow).tolist():
+                grants += self._grant(decoding[i], int(missing[i]))
+        if not decoding:
+            return None
+        features = PLAIN
+        if self._table.is_featured[slots].any():
+            features = PLAIN.union(tenancy.sequence.features for tenancy in decoding)
+        plan = StepPlan(
+            step=step,
+            kind=StepKind.DECODE,
+            features=features,
+            rows=tuple([tenancy.row for tenancy in decoding]),
+            grants=tuple(grants),
+        )
+        return Flight(plan, slots, tuple(decoding))
+
+    def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
+        """Slots and tenancies of what runs, oldest first."""
+        if self._lineup is None:
+            tenancies = tuple(sequence.held_tenancy for sequence in self._running.values())
+            slots = np.array([tenancy.row.slot for tenancy in tenancies], np.int64)
+            self._lineup = slots, tenancies
+        return self._lineup
+
+    def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:
+        """Who decodes where not all can, and the pages they get; others wait or give way."""
+        chosen: list[Tenancy] = []
+        grants: list[PageGrant] = []
+        for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
+            if not policy.may_decode(sequence):
+                continue
+            num_missing = self._make_room(sequence)
+            tenancy = sequence.tenancy
+            if tenancy is None or num_missing > self._pages.num_free:
+                continue
+            grants += self._grant(tenancy, num_missing)
+            chosen.append(tenancy)
+        return chosen, grants
+
+    def _make_room(self, sequence: Sequence) -> int:
+        """Pages that the row misses for its next decode, after retractions if they are due.
+
+        Retracts until the pages are free, or until waiting helps: because the row has unread
+        steps of its own, or because ended rows return pages when their steps are collected. The
+        row itself may be the victim.
+        """
+        unread = sequence.held_tenancy.rounds_in_flight
+        num_missing = policy.pages_missing(self._limits, sequence)
+        while num_missing > self._pages.num_free and sequence.tenancy is not None:
+            if unread or any(other.ended for other in self._tenancies.values()):
+                break
+            if len(self._running) == 1:
+                raise InvariantError(
+                    f"the only running sequence misses {num_missing} pages and "
+                    f"{self._pages.num_free} are free; expected submit to have bounded it"
+                )
+            self._retract(policy.choose_victim(tuple(self._running.values())))
+        return num_missing
+
+    def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
+        grants = self._pages.grow(tenancy, num_pages)
+        self._table.pages[tenancy.row.slot] = len(tenancy.page_ids)
+        return grants + self._windows.grow(tenancy, len(tenancy.page_ids))

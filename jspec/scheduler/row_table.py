@@ -1,0 +1,138 @@
+"""The numbers of all rows that hold a slot, as columns: what changes with every step.
+
+A step of many rows is planned and committed by a few operations on whole columns; Python touches
+only the rows that end, grow, or have a stop string. A column is indexed by slot; slot 0 is the
+dummy. It holds numbers only and decides nothing but sums and comparisons; `Tenancy` reads one row
+of it by name.
+
+Of a row: `fill` tokens were given to it at admission, `emitted` came since. The root's KV is not
+written, so L, as far as it was read, is fill + emitted - 1, and `fill` while nothing was read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jspec.core.config import ServeLimits
+
+# A row with more stop ids is compared by itself at each step; chat models have up to five.
+MAX_STOP_IDS = 8
+NO_ID = -1
+
+Ints = np.ndarray  # i64[...]
+Bools = np.ndarray  # bool[...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RowTable:
+    """Columns of one engine; `seat` begins a row, and nothing has to be done when it ends.
+
+    left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
+    steps, rounds: in flight. decodes: its final chunk is dispatched and it has not ended.
+    ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends.
+    is_featured: its steps need features. stop_ids: those ids, NO_ID after them.
+    out_ids: emitted ids; past `emitted` anything.
+    """
+
+    left: Ints
+    last: Ints
+    fill: Ints
+    emitted: Ints
+    pages: Ints
+    steps: Ints
+    rounds: Ints
+    decodes: Bools
+    ended: Bools
+    is_plain: Bools
+    is_featured: Bools
+    stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
+    out_ids: np.ndarray  # i32[slots, context_length + M]
+
+    @classmethod
+    def empty(cls, limits: ServeLimits) -> RowTable:
+        rows = limits.num_slots + 1
+        # Of memory only what rows have come to is ever touched.
+        out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
+        counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds")
+        flags = ("decodes", "ended", "is_plain", "is_featured")
+        return cls(
+            **{name: np.zeros(rows, np.int64) for name in counts},
+            **{name: np.zeros(rows, np.bool_) for name in flags},
+            stop_ids=np.full((rows, MAX_STOP_IDS), NO_ID, np.int32),
+            out_ids=out_ids,
+        )
+
+    def seat(
+        self,
+        slot: int,
+        *,
+        fill: int,
+        left: int,
+        last: int,
+        stop_ids: tuple[int, ...] = (),
+        cuts: bool = False,
+        is_featured: bool = False,
+    ) -> None:
+        """Begins a row that nothing in flight names. cuts: its text may end it."""
+        self.is_featured[slot] = is_featured
+        self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
+        self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
+        self.decodes[slot] = self.ended[slot] = False
+        self.is_plain[slot] = not cuts and len(stop_ids) <= MAX_STOP_IDS
+        self.stop_ids[slot] = NO_ID
+        if self.is_plain[slot]:
+            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    # Planning.
+
+    def may_decode(self, slots: Ints) -> Bools:
+        """`policy.may_decode` of each row: rounds in flight, and a root that is not read yet,
+        emit at least one token each, and must leave one."""
+        roots_due = self.emitted[slots] == 0
+        return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
+
+    def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
+        """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""
+        spec = limits.spec
+        first = self.committed(slots) + self.rounds[slots] * spec.max_emitted
+        final = first + (limits.num_rounds - 1) * spec.max_emitted
+        start = np.maximum(first, np.minimum(final, self.last[slots]))
+        positions = start + spec.num_scratch_rows
+        needed = -(-positions // limits.page_size)
+        return np.maximum(needed - self.pages[slots], 0)
+
+    def committed(self, slots: Ints) -> Ints:
+        """L as far as it was read."""
+        return self.fill[slots] + np.maximum(self.emitted[slots] - 1, 0)
+
+    # Committing.
+
+    def goes_on(self, slots: Ints, counts: Ints, ids: np.ndarray) -> Bools:
+        """Which rows surely take all of counts[i] ids of ids[i, M] and do not end by them.
+
+        Of the others some do the same: a stop id may be past the count, or among the first
+        min_new_tokens tokens.
+        """
+        stops = (ids[:, :, None] == self.stop_ids[slots][:, None, :]).any(axis=(1, 2))
+        return self.is_plain[slots] & ~stops & (counts < self.left[slots])
+
+    def extend(self, slots: Ints, counts: Ints, ids: np.ndarray) -> None:
+        """Appends counts[i] ids of ids[i, M] to each row."""
+        columns = self.emitted[slots][:, None] + np.arange(ids.shape[1])
+        self.out_ids[slots[:, None], columns] = ids
+        self.emitted[slots] += counts
+        self.left[slots] -= counts
+
+    def append(self, slot: int, ids: tuple[int, ...]) -> None:
+        """Appends ids to one row."""
+        begin = int(self.emitted[slot])
+        self.out_ids[slot, begin : begin + len(ids)] = ids
+        self.emitted[slot] += len(ids)
+        self.left[slot] -= len(ids)
+
+    def output(self, slot: int) -> list[int]:
+        """What a row has emitted."""
+        found: list[int] = self.out_ids[slot, : self.emitted[slot]].tolist()
+        return found

@@ -1,0 +1,141 @@
+"""From what the scheduler committed to what a reader is told: text and counters, on the reader's
+side.
+
+The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if so. Their
+text is made when somebody reads them, on the reader's thread, so that no step waits for text; only
+a row with stop strings gets its text in the turn, because that text may end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from typing import NamedTuple
+
+from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.protocols import TextStream
+from jspec.core.request import FinishReason, Request, SpecCounters, StreamChunk
+
+
+class Piece(NamedTuple):
+    """What one round added to one sequence; `chunk` must be called in order, once for each.
+
+    ids: after the cut. num_emitted: before it, 0 if this was no verification. text: made already,
+    or None: to be made of the first num_shown ids (None: all) and, if there is a finish, of what
+    was held back.
+    """
+
+    transcript: Transcript
+    ids: Ordered[int]
+    num_emitted: int = 0
+    finish: FinishReason | None = None
+    text: str | None = None
+    num_shown: int | None = None
+    num_retractions: int = 0
+    cached_tokens: int = 0
+
+    def chunk(self) -> StreamChunk:
+        return self.transcript.chunk(self)
+
+
+class Transcript:
+    """One sequence as its reader knows it; the reader's own, and it alone calls it.
+
+    stream: None where every piece comes with its text.
+    """
+
+    def __init__(
+        self, request: Request, spec: SpeculativeConfig, *, stream: TextStream | None
+    ) -> None:
+        self.request_id = request.request_id
+        self._prompt_tokens = len(request.prompt_ids)
+        self._stream = stream
+        self._num_ids = 0
+        self._tally = Tally(spec)
+
+    def chunk(self, piece: Piece) -> StreamChunk:
+        """The message about `piece`."""
+        ids = tuple(piece.ids)
+        self._num_ids += len(ids)
+        num_accepted = 0
+        if piece.num_emitted:
+            num_accepted = surviving_drafts(piece.num_emitted, len(ids))
+            self._tally.add(num_emitted=piece.num_emitted, num_kept=len(ids))
+        return StreamChunk(
+            request_id=self.request_id,
+            new_ids=ids,
+            num_accepted=num_accepted,
+            text=self._text(piece, ids) if piece.text is None else piece.text,
+            finish=piece.finish,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._num_ids,
+            num_retractions=piece.num_retractions,
+            cached_tokens=piece.cached_tokens,
+            counters=self._tally.counters,
+        )
+
+    def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:
+        if self._stream is None:
+            return ""
+        shown = ids if piece.num_shown is None else ids[: piece.num_shown]
+        text = self._stream.push(shown).text if shown else ""
+        return text if piece.finish is None else text + self._stream.flush()
+
+
+class Tally:
+    """Counts verifications: of one sequence, or of all. Plain decoding verifies nothing.
+
+    Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
+    always a sequence's last) is left out of the two `full_` counters, hence of the acceptance
+    length.
+    """
+
+    def __init__(self, spec: SpeculativeConfig) -> None:
+        self._is_plain = spec.algorithm is Algorithm.NONE
+        self._num_drafts = spec.num_draft_tokens - 1
+        self._histogram = [0] * (spec.num_steps + 1)
+        self._verify_ct = self._num_accepted = 0
+        self._full_verify_ct = self._full_num_emitted = 0
+
+    def add(self, *, num_emitted: int, num_kept: int) -> None:
+        """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`."""
+        num_accepted = surviving_drafts(num_emitted, num_kept)
+        self._histogram[num_accepted] += 1
+        self._verify_ct += 1
+        self._num_accepted += num_accepted
+        if num_kept == num_emitted:
+            self._full_verify_ct += 1
+            self._full_num_emitted += num_emitted
+
+    def add_whole(self, num_verifications: Ordered[int]) -> None:
+        """num_verifications[n] that emitted n ids each, none of them cut; n up to M."""
+        for num_emitted, count in enumerate(num_verifications):
+            if count:
+                self._histogram[num_emitted - 1] += count
+                self._verify_ct += count
+                self._num_accepted += count * (num_emitted - 1)
+                self._full_verify_ct += count
+                self._full_num_emitted += count * num_emitted
+
+    @property
+    def counters(self) -> SpecCounters:
+        """As of now."""
+        if self._is_plain:
+            return NO_COUNTERS
+        return SpecCounters(
+            verify_ct=self._verify_ct,
+            num_accepted=self._num_accepted,
+            num_proposed=self._verify_ct * self._num_drafts,
+            accept_histogram=tuple(self._histogram),
+            full_verify_ct=self._full_verify_ct,
+            full_num_emitted=self._full_num_emitted,
+        )
+
+
+NO_COUNTERS = SpecCounters()
+
+
+def surviving_drafts(num_emitted: int, num_kept: int) -> int:
+    """Accepted drafts among the first num_kept of num_emitted ids: all but the bonus, which is
+    the last. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
+    """
+    return min(num_emitted - 1, num_kept)

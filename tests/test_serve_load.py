@@ -1,0 +1,130 @@
+"""The load client: the same requests as ever, times as they are, errors counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve_load
+from benchmarks.first_token import PARTS, summarise
+from benchmarks.load_client import Pattern, Point, Seen, percentile, run_point, summary
+from jspec.scheduler.request_trace import Border
+
+GAP_SECONDS = 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("c64", Point(name="c64", num_requests=256, clients=64)),
+        ("c1", Point(name="c1", num_requests=8, clients=1)),
+        ("r12", Point(name="r12", num_requests=256, rate=12.0)),
+        ("r0.5:9", Point(name="r0.5", num_requests=9, rate=0.5)),
+    ],
+)
+def test_points(text: str, expected: Point) -> None:
+    assert Point.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "64", "c0", "c1.5", "x3", "r-1", "c4:0", "c4:x"])
+def test_what_is_no_point_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match="expected cCLIENTS or rRATE"):
+        Point.parse(text)
+
+
+def test_the_prompts_are_those_of_the_first_client() -> None:
+    """It drew both lengths and then the ids of each request, and the warm-up's after all."""
+    rng = random.Random(7)
+    drawn = []
+    for _ in range(3):
+        lengths = [int(longest * rng.uniform(0.5, 1)) for longest in (20, 9)]
+        drawn.append(([rng.randrange(100, 300) for _ in range(lengths[0])], lengths[1]))
+    pattern = Pattern(prompt_len=20, new_tokens=9, vocab_size=300, seed=7)
+    warm, measured = pattern.jobs(Point.parse("c2:3"))
+    for job, (ids, new_tokens) in zip(measured, drawn, strict=True):
+        body = json.loads(job.body)
+        assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == (ids, new_tokens)
+        assert body["sampling_params"]["ignore_eos"] is body["stream"] is True
+    first = [rng.randrange(100, 300) for _ in drawn[0][0]]
+    assert [len(json.loads(job.body)["input_ids"]) for job in warm] == [
+        len(d[0]) for d in drawn[:2]
+    ]
+    assert json.loads(warm[0].body)["input_ids"] == first
+
+
+def test_percentiles_are_ranks() -> None:
+    assert percentile(range(200), 99) == 198
+    assert percentile([3.0], 50) == 3.0
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Three events of 1, 3 and the rest of the tokens; a prompt that begins with 13 is refused."""
+    while True:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        except asyncio.IncompleteReadError:
+            break
+        size = int(head.lower().split("content-length:")[1].split()[0])
+        body = json.loads(await reader.readexactly(size))
+        if body["input_ids"][0] % 13 == 0:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
+            continue
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for count in (1, 4, body["sampling_params"]["max_new_tokens"]):
+            meta = {"completion_tokens": count, "prompt_tokens": len(body["input_ids"])}
+            event = b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n"
+            half = len(event) // 2
+            for part in (event[:half], event[half:]):  # chunks are not events
+                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await asyncio.sleep(GAP_SECONDS)
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
+
+
+@pytest.mark.parametrize("text", ["c3:12", "r200:12"])
+def test_a_load_against_a_server_that_is_known(text: str) -> None:
+    async def main() -> tuple[Seen, float]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            pattern = Pattern(prompt_len=8, new_tokens=20, vocab_size=500, trace=True)
+            return await run_point(f"http://127.0.0.1:{port}", Point.parse(text), pattern)
+
+    seen, seconds = asyncio.run(main())
+    figures = summary(seen, seconds)
+    assert figures["num_finished"] + figures["num_errors"] == 12
+    assert all("status 400: no" in error for error in seen.errors)
+    assert len(seen.ttft) == len(seen.sent) == figures["num_finished"] > 0
+    assert len(seen.gaps) == 2 * len(seen.ttft)
+    assert len(seen.itl) == seen.num_tokens - len(seen.ttft)
+    assert all(gap > GAP_SECONDS / 2 for gap in seen.gaps)
+    assert all(ttft < e2e for ttft, e2e in zip(seen.ttft, seen.e2e, strict=True))
+
+
+def test_parts_of_a_first_token_add_up(tmp_path: Path) -> None:
+    seen = Seen(sent={"a": 1.0, "late": 5.0}, first={"a": 1.0 + 0.001 * len(PARTS)})
+    marks = {border.value: 1.001 + 0.001 * i for i, border in enumerate(Border)}
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"request_id": n, **marks}) + "\n" for n in ("a", "other")))
+    found = summarise(path, seen)
+    assert found.pop("num_requests") == 1
+    assert found.pop("whole") == [12.0, 12.0]
+    assert found == {part: [1.0, 1.0] for part in PARTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--text", "--prompt-len", "16"]])
+def test_a_whole_run_on_a_tiny_pair(tmp_path: Path, more: list[str]) -> None:
+    output, trace = tmp_path / "load.json", tmp_path / "trace.jsonl"
+    words = ["--model", "tiny", "--points", "c2:4", "r20:4", "--output", str(output), *more]
+    assert serve_load.main([*words, "--trace", str(trace)]) == 0
+    result = json.loads(output.read_text())
+    assert result["num_leaked_pages"] == 0
+    assert result["environment"]["command"].startswith("python -m benchmarks.serve_load")
+    for name in ("c2", "r20"):
+        point = result["points"][name]
+        assert (point["num_finished"], point["num_errors"]) == (4, 0)
+        assert point["first_token_ms"]["num_requests"] == 4
