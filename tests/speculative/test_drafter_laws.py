@@ -107,6 +107,7 @@ def check_caches(kind: Kind, shape: Shape, programs: Programs | None = None) -> 
         fresh = refilled(texts)
         for row in range(NUM_ROWS):
             for own, other in zip(texts.cached(row), fresh.cached(row), strict=True):
+                assert np.isfinite(other).all(), "a row that nobody wrote"
                 np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
         for own, other in zip(
             jax.tree.leaves(texts.state), jax.tree.leaves(fresh.state), strict=True
