@@ -13,7 +13,6 @@ no live row   a step without one changes nothing
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,27 +24,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.batch import DecodeBatch, prefill_batch
 from jspec.core.features import ALL
 from jspec.core.plan import StepKind, StepPlan
 from jspec.core.request import Request
-from jspec.engine.loading import place
-from jspec.models.decoder import Params
-from jspec.models.registry import table_of
-from jspec.testing.scripted_drafter import ScriptedDrafter, Told, script_params
+from jspec.engine.programs import ProgramKey
+from jspec.engine.transfer import layout_of
+from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
 from tests.speculative.engines import (
-    CONTEXT,
-    NUM_SLOTS,
-    PLAIN,
-    TARGET,
-    Compiled,
-    build,
     make_request,
-    mesh_of,
     serve,
-    tiny_params,
 )
-from tests.speculative.every_drafter import EVERY, KINDS, dealt
+from tests.speculative.every_drafter import EVERY, KINDS
+from tests.speculative.law_engines import (
+    FAST,
+    REST,
+    Setting,
+    engine,
+    laid_out,
+    no_script,
+    plain_texts,
+    requests_of,
+    scripted,
+    with_script,
+)
 
 SHAPES = ((1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 2, 4), (3, 2, 7), (3, 4, 13))
 FILTERS: dict[str, dict[str, Any]] = {
@@ -69,137 +74,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "shards": (1, 2),
     **RUN_FACTORS,
 }
-ACCEPTANCE = 0.8
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What an engine is compiled for."""
-
-    kind: str
-    shape: tuple[int, int, int]
-    page_size: int
-    rounds: int = 1
-    shards: int = 1
-
-    @property
-    def name(self) -> str:
-        s, k, n = self.shape
-        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
-
-
-# One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
-FAST = (
-    Setting("eagle1", (2, 2, 7), 4),
-    Setting("eagle3", (3, 2, 11), 1),
-    Setting("standalone", (3, 1, 4), 16),
-    Setting("multi_layer_not_chained", (3, 1, 4), 64),
-    Setting("ngram", (3, 3, 10), 16),
-)
-REST = (
-    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
-    Setting("multi_layer_hidden_first", (2, 3, 13), 4),
-    Setting("standalone", (2, 2, 7), 4, shards=2),
-    Setting("eagle3", (2, 2, 7), 16, rounds=2, shards=2),
-    Setting("eagle1", (3, 1, 4), 1, shards=2),
-    Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
-)
 EVERY_ENGINE = [
     *(pytest.param(setting, id=setting.name) for setting in FAST),
     *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST),
 ]
-
-
-def engine(setting: Setting) -> Compiled:
-    """With a drafter on a script, and one decode variant, which serves all."""
-    return _engine(setting) if setting in FAST else _last_engine(setting)
-
-
-@functools.lru_cache(maxsize=1)
-def _last_engine(setting: Setting) -> Compiled:
-    return _engine.__wrapped__(setting)
-
-
-@functools.cache
-def _engine(setting: Setting) -> Compiled:
-    kind = KINDS[setting.kind]
-    spec = kind.spec(setting.shape)
-    target, own = laid_out(setting, tiny_params()[0], kind.params())
-    return build(
-        spec,
-        page_size=setting.page_size,
-        params=(target, {"own": own, "script": no_script()}),
-        variants=(ALL,),
-        num_rounds=setting.rounds,
-        shards=setting.shards,
-        make=lambda ops, shard: ScriptedDrafter(
-            kind.make(spec, ops, shard), spec, TARGET.vocab_size
-        ),
-        aux_layer_ids=kind.aux_layer_ids,
-    )
-
-
-def laid_out(setting: Setting, target: Params, own: Params) -> tuple[Params, Params]:
-    """The weights of target and drafter as the engine's shards hold them."""
-    drafter = KINDS[setting.kind].drafter((1, 1, 2))
-    return dealt(table_of(TARGET), target, setting.shards), dealt(
-        drafter.table, own, setting.shards
-    )
-
-
-def no_script() -> Params:
-    return script_params({}, rows=NUM_SLOTS, width=CONTEXT)
-
-
-def with_script(
-    compiled: Compiled, script: Params, *, own: Params | None = None, target: Params | None = None
-) -> Compiled:
-    """The same engine with other guesses; own, target: other weights, laid out."""
-    params = {"target": target or compiled.params["target"]}
-    params["draft"] = {"own": own or compiled.params["draft"]["own"], "script": script}
-    placed = place(mesh_of(compiled.program.target.shard.size), compiled.program.tables, params)
-    return dataclasses.replace(compiled, params=placed)
-
-
-def scripted(requests: list[Request], texts: list[tuple[int, ...]]) -> Params:
-    """By turns: a row is right as often as not, is told garbage, is left to its drafter."""
-    right = list(zip(requests, texts, strict=True))[::3]
-    told = {r.seed: Told(r.prompt_ids + ids, ACCEPTANCE) for r, ids in right}
-    garbage = [request.seed for request in requests[1::3]]
-    return script_params(told, rows=NUM_SLOTS, width=CONTEXT, garbage=garbage)
-
-
-def requests_of(
-    batch: int, *, num_tokens: int, seed: int, longest: int = 40, **sampling: Any
-) -> list[Request]:
-    """Prompts of unequal lengths, the second of a single token."""
-    lengths = (11, 1, longest, 3, 17, 29, 8, 23)
-    return [
-        make_request(
-            i,
-            prompt_len=lengths[i],
-            seed=seed + i,
-            max_new_tokens=max(num_tokens - 3 * i, 4),
-            ignore_eos=True,
-            **sampling,
-        )
-        for i in range(batch)
-    ]
-
-
-@functools.cache
-def plain_engine() -> Compiled:
-    return build(PLAIN, page_size=16, variants=(ALL,))
-
-
-@functools.cache
-def plain_texts(requests: tuple[Request, ...], target: str = "") -> list[tuple[int, ...]]:
-    """What plain decoding says to them, nothing overlapped; target: the one of a kind."""
-    compiled = plain_engine()
-    if target:
-        params = {**compiled.params, "target": KINDS[target].right_target()}
-        compiled = dataclasses.replace(compiled, params=params)
-    return list(serve(compiled, list(requests), overlap_depth=0).ids)
 
 
 def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 36) -> None:
@@ -367,3 +245,53 @@ def kept_state(runner: Any) -> Iterator[list[Any]]:
     state = jax.tree.map(filled, runner.state)
     runner.replace_state(state)
     yield behind_dummies(state)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An executable that keeps what it was given and what it gave, all on the host."""
+
+    key: ProgramKey
+    executable: Any
+    calls: list[tuple[ProgramKey, Any, Any, Any]]
+
+    def __call__(self, params: Any, state: Any, flat: jax.Array) -> Any:
+        before = jax.tree.map(np.asarray, state)  # the state is donated
+        out = self.executable(params, state, flat)
+        self.calls.append((self.key, before, np.asarray(flat), jax.tree.map(np.asarray, out)))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("setting", [pytest.param(s, id=s.name) for s in FAST])
+def test_a_whole_step_interpreted_is_what_it_is_compiled(setting: Setting) -> None:
+    """Operation by operation (jax.disable_jit), from the same states: prefills and decodes."""
+    requests = requests_of(3, num_tokens=9, seed=500, longest=9, temperature=1.0, top_k=40)
+    compiled = with_script(engine(setting), scripted(requests, plain_texts(tuple(requests))))
+    calls: list[tuple[ProgramKey, Any, Any, Any]] = []
+    recorded = {key: Recorded(key, each, calls) for key, each in compiled.executables.items()}
+    serve(dataclasses.replace(compiled, executables=recorded), requests, overlap_depth=0)
+    kind = KINDS[setting.kind]
+    target = dataclasses.replace(compiled.program.target, shard=Shard())
+    inner = kind.make(kind.spec(setting.shape), Ops(), Shard())
+    drafter = dataclasses.replace(compiled.program.drafter, inner=inner)
+    prefills = [call for call in calls if call[0].kind is StepKind.PREFILL]
+    decodes = [call for call in calls if call[0].kind is StepKind.DECODE]
+    assert len(decodes) > 1
+    for key, before, flat, expected in (*prefills[:1], *decodes[:2]):
+        program = StepProgram(target, drafter, compiled.program.spec, key.features)
+        fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat))
+        with jax.disable_jit():
+            state = jax.tree.map(jnp.asarray, before)
+            if key.kind is StepKind.PREFILL:
+                found = prefill_step(program, compiled.params, state, prefill_batch(fields))
+            else:
+                batch = DecodeBatch(**fields)
+                found = speculative_rounds(
+                    program, compiled.params, state, batch, num_rounds=setting.rounds
+                )
+        state, output = found
+        np.testing.assert_array_equal(output, expected[1])
+        for own, other in zip(behind_dummies(state), behind_dummies(expected[0]), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
