@@ -286,7 +286,8 @@ def test_no_key_is_overlooked_where_nobody_looks_for_it(
     value: Any = {AUX_IDS: [3, 17, 30], "logit_scale": 0.5, "eagle_config": {"norm_output": True}}
     value |= {"draft_vocab_size": 64000, "truncated_vocab_size": 64000, "num_aux_hidden_states": 2}
     value |= {"norm_output": False, "use_last_layernorm": False, "use_aux_hidden_state": False}
-    for usual in (HEAD, SPECULATORS):
+    layouts: tuple[dict[str, Any], ...] = (HEAD, SPECULATORS)
+    for usual in layouts:
         said, is_nested = value.get(name, True), "transformer_layer_config" in usual
         if where == "transformer_layer_config" and not is_nested:
             continue

@@ -36,7 +36,9 @@ def covering_array(factors: Factors, *, seed: int = 7) -> list[Case]:
         a, x, b, y = min(missing, key=str)
         best: Case = {}
         for _ in range(64):
-            case = {name: levels[rng.integers(len(levels))] for name, levels in factors.items()}
+            case = {
+                name: levels[int(rng.integers(len(levels)))] for name, levels in factors.items()
+            }
             case |= {a: x, b: y}
             if not best or len(pairs_of(case) & missing) > len(pairs_of(best) & missing):
                 best = case

@@ -27,7 +27,7 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative import beams
 from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
-from jspec.speculative.tree import Level
+from jspec.speculative.tree import Level, build_tree
 from tests.speculative.engines import TARGET
 from tests.speculative.every_drafter import KINDS, Kind
 
@@ -56,7 +56,6 @@ class Programs:
     ) -> tuple[Any, DraftTree, tuple[Level, ...]]:
         """(caches, tree, the levels that it was built from, of a drafter that grows beams)."""
         kept: list[Level] = []
-        build_tree = beams.build_tree
 
         def build(root_ids: Any, levels: Any, **named: Any) -> DraftTree:
             kept.extend(levels)
@@ -98,9 +97,13 @@ class Texts:
         self.programs = programs or programs_of(kind.name, shape)
         self.drafter = self.programs.drafter
         size = TARGET.hidden_size
+
+        def of_width(width: int) -> jax.Array:
+            return jnp.asarray(rng.normal(size=(NUM_ROWS, LENGTH, width)), jnp.float32)
+
         self.features = Features(
-            hidden=rng.normal(size=(NUM_ROWS, LENGTH, size if self.drafter.needs.hidden else 0)),
-            aux_hidden=rng.normal(size=(NUM_ROWS, LENGTH, size * len(kind.aux_layer_ids))),
+            hidden=of_width(size if self.drafter.needs.hidden else 0),
+            aux_hidden=of_width(size * len(kind.aux_layer_ids)),
         )
         pools = empty_pools(
             self.drafter.cache_groups,
@@ -151,7 +154,7 @@ class Texts:
         self.told = after
 
     def _features(self, row: Any, position: Any) -> Features:
-        return jax.tree.map(lambda x: jnp.asarray(x[row, position], jnp.float32), self.features)
+        return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[row, position]), self.features)
 
     def _advance(self, emitted: Emitted, live: list[bool]) -> None:
         """Rows without a token are slot 0's in a step, so their state is dropped here as well."""
@@ -195,8 +198,8 @@ class Texts:
     def known(self, row: int) -> tuple[list[int], npt.NDArray[Any]]:
         """All tokens of a row, the root included, and all features, of the one kind there is."""
         length = self.told[row]
-        both = [self.features.hidden[row, :length], self.features.aux_hidden[row, :length]]
-        return self.ids[row, : length + 1].tolist(), np.hstack(both).astype(np.float32)
+        both = [np.asarray(x)[row, :length] for x in jax.tree.leaves(self.features)]
+        return self.ids[row, : length + 1].tolist(), np.hstack(both)
 
     def cached(self, row: int) -> list[npt.NDArray[Any]]:
         """[rows, 2G, D] of each pool: those that hold what was committed, by slot."""

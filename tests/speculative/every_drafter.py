@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,33 +128,6 @@ class ModelGuesses:
 def log_softmax(logits: F64) -> F64:
     shifted: F64 = logits - logits.max()
     return shifted - np.log(np.exp(shifted).sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A way of drafting. params: random, as one shard holds them. guesses: None for a lookup.
-
-    always_right: params with which every guess for right_target is right; given all that this says
-    to the requests that are served. num_steps: most that it can draft. lags: whether pool s knows
-    the rows below L - s only.
-    """
-
-    name: str
-    algorithm: Algorithm
-    make: Callable[[SpeculativeConfig, Ops, Shard], Drafter]
-    params: Callable[[], Params]
-    guesses: Callable[[], Guesses] | None
-    always_right: Callable[[Sequence[tuple[int, ...]]], Params]
-    right_target: Callable[[], Params] = field(default=lambda: contextless_target())
-    aux_layer_ids: tuple[int, ...] = ()
-    num_steps: int = 5
-    lags: bool = False
-
-    def spec(self, shape: tuple[int, int, int]) -> SpeculativeConfig:
-        return spec_of(*shape, self.algorithm)
-
-    def drafter(self, shape: tuple[int, int, int]) -> Drafter:
-        return self.make(self.spec(shape), Ops(), Shard())
 
 
 def dealt(table: ParamTable, params: Params, shards: int) -> Params:
@@ -328,6 +301,33 @@ def layers_guesses(name: str) -> Guesses:
     if not multi_layer_rows.CONFIGS[name].own_heads:
         tensors["head.weight"] = np.asarray(lent["lm_head"]["kernel"]).T
     return LayerGuesses(dataclasses.replace(reference, tensors=tensors))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way of drafting. params: random, as one shard holds them. guesses: None for a lookup.
+
+    always_right: params with which every guess for right_target is right; given all that this says
+    to the requests that are served. num_steps: most that it can draft. lags: whether pool s knows
+    the rows below L - s only.
+    """
+
+    name: str
+    algorithm: Algorithm
+    make: Callable[[SpeculativeConfig, Ops, Shard], Drafter]
+    params: Callable[[], Params]
+    guesses: Callable[[], Guesses] | None
+    always_right: Callable[[Sequence[tuple[int, ...]]], Params]
+    right_target: Callable[[], Params] = contextless_target
+    aux_layer_ids: tuple[int, ...] = ()
+    num_steps: int = 5
+    lags: bool = False
+
+    def spec(self, shape: tuple[int, int, int]) -> SpeculativeConfig:
+        return spec_of(*shape, self.algorithm)
+
+    def drafter(self, shape: tuple[int, int, int]) -> Drafter:
+        return self.make(self.spec(shape), Ops(), Shard())
 
 
 def of_layers(name: str) -> Kind:

@@ -27,7 +27,7 @@ import pytest
 import jspec.speculative
 from jspec.core import shapes
 from jspec.core.config import Algorithm
-from jspec.speculative import beams, eagle, lag, multi_layer, ngram, standalone
+from jspec.speculative import beams, eagle, multi_layer, ngram, standalone
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.registry import DRAFTERS
 from tests.speculative.drafter_rows import (
@@ -241,7 +241,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slot of a lagging row",
-        lag.shapes,
+        shapes,
         "lagged_start",
         lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
         LAYERS,

@@ -174,7 +174,7 @@ def test_one_that_is_always_right_emits_exactly_s_plus_1(setting: Setting) -> No
     assert list(served.ids) == texts
     for request, counters in zip(requests, served.per_request, strict=True):
         most = num_steps + 1
-        verifications = math.ceil((request.sampling.max_new_tokens - 1) / most)
+        verifications = math.ceil((request.sampling.wanted_tokens - 1) / most)
         assert counters.verify_ct == verifications
         assert counters.num_proposed == verifications * (nodes - 1)
         assert counters.full_verify_ct >= verifications - 1
@@ -273,9 +273,11 @@ def test_a_whole_step_interpreted_is_what_it_is_compiled(setting: Setting) -> No
     recorded = {key: Recorded(key, each, calls) for key, each in compiled.executables.items()}
     serve(dataclasses.replace(compiled, executables=recorded), requests, overlap_depth=0)
     kind = KINDS[setting.kind]
-    target = dataclasses.replace(compiled.program.target, shard=Shard())
+    target: Any = compiled.program.target
+    target = dataclasses.replace(target, shard=Shard())
     inner = kind.make(kind.spec(setting.shape), Ops(), Shard())
-    drafter = dataclasses.replace(compiled.program.drafter, inner=inner)
+    drafter: Any = compiled.program.drafter
+    drafter = dataclasses.replace(drafter, inner=inner)
     prefills = [call for call in calls if call[0].kind is StepKind.PREFILL]
     decodes = [call for call in calls if call[0].kind is StepKind.DECODE]
     assert len(decodes) > 1
