@@ -40,6 +40,7 @@ settings.load_profile("repeatable")
 # Files that take longer than ten seconds, the longest first, from `--durations`. They start first,
 # so that no process is left alone with one of them at the end.
 LONG = (
+    "speculative/test_engine_laws.py",
     "speculative/test_identity.py",
     "engine/test_runner.py",
     "test_cli.py",
@@ -49,11 +50,11 @@ LONG = (
     "speculative/test_rounds.py",
     "models/test_families.py",
     "training/test_ttt.py",
+    "speculative/test_drafter_laws.py",
     "speculative/test_ngram.py",
     "server/test_other_endpoints.py",
     "speculative/test_distribution.py",
     "speculative/test_simulated_acceptance.py",
-    "speculative/test_standalone.py",
     "pallas_kernels/test_paged_prefill_tpu.py",
     "pallas_kernels/test_sample_gpu.py",
     "pallas_kernels/test_paged_attention_tpu.py",

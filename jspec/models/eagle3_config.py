@@ -33,15 +33,31 @@ from jspec.models.registry import family_named
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_STYLES = ("llama", "qwen3")
-# What the reader knows, beside what says nothing about the forward (head_files.refuse_unknown).
-KNOWN = frozenset(
+# What is read, by the table that it is read from; the rest is refused if it speaks of the forward
+# (head_files.refuse_unknown). A config without a nested table has the first two in one.
+OF_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias"))
+OF_HEAD = frozenset(
     (
-        *("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias", "logit_scale"),
-        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+        *("bias", "logit_scale", "norm_before_residual", "norm_before_fc", "fc_norm"),
+        *("norm_output", "use_last_layernorm", "use_input_layernorm_in_first_layer"),
         *("draft_vocab_size", "truncated_vocab_size", "eagle_config", AUX_IDS),
-        *("use_aux_hidden_state", "num_aux_hidden_states", "parallel_drafting"),
-        *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
-        *("parallel_draft_step",),
+        *("use_aux_hidden_state", "num_aux_hidden_states", "use_mtp_layernorm"),
+        *("parallel_drafting", "parallel_draft_step"),
+    )
+)
+OF_EAGLE_CONFIG = frozenset(
+    (
+        *("norm_before_residual", "norm_before_fc", "fc_norm"),
+        *("use_last_layernorm", "use_input_layernorm_in_first_layer"),
+        *("use_aux_hidden_state", "num_aux_hidden_states", AUX_IDS),
+        *("use_mtp_layernorm", "parallel_draft_step"),
+    )
+)
+# Of these it is false that says something.
+USUALLY_TRUE = frozenset(
+    (
+        *("norm_before_residual", "norm_output", "use_last_layernorm", "use_aux_hidden_state"),
+        "use_input_layernorm_in_first_layer",
     )
 )
 
@@ -72,24 +88,23 @@ def load_eagle3_config(
     layer_fields = fields.table("transformer_layer_config") if nested else fields
     _check_eagle3_variant(fields, layer_fields, names, speculators=speculators)
     layer = _read_layers(
-        layer_fields, names, draft_rope_theta=draft_rope_theta, speculators=speculators
+        layer_fields,
+        names,
+        draft_rope_theta=draft_rope_theta,
+        speculators=speculators,
+        has_own_bias=nested,
     )
     aux_layer_ids = _aux_layer_ids(fields, target.num_layers, speculators=speculators)
     hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
     check_target(fields, layer, target, hidden_size=hidden_size)
-    draft_vocab_size = fields.integer("draft_vocab_size", layer.vocab_size)
-    if draft_vocab_size > layer.vocab_size:
-        raise CheckpointError(
-            f"{fields.path}: draft_vocab_size is {draft_vocab_size}; "
-            f"expected at most the target's {layer.vocab_size}"
-        )
+    draft_vocab_size = _draft_vocab_size(fields, layer)
     output = fields.flag("norm_output", not speculators)  # one key, two meanings
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=hidden_size,
         aux_layer_ids=aux_layer_ids,
-        norm_before_residual=fields.flag("norm_before_residual", speculators),
+        norm_before_residual=_stated(fields, "norm_before_residual", speculators),
         feature_norm=_feature_norm(fields),
         fc_bias=_bias_of(fields, names, "fc.bias", default=bool(aux_layer_ids)),
         norm_before_head=speculators or (output and _stated(fields, "use_last_layernorm", True)),
@@ -140,10 +155,32 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
     return written | {name: value for name, value in unusual.items() if value}
 
 
+def _draft_vocab_size(fields: Fields, layer: ModelSpec) -> int:
+    """U, under either of its two names, which must agree; V without them."""
+    older = fields.integer("truncated_vocab_size", layer.vocab_size)
+    size = fields.integer("draft_vocab_size", older)
+    if fields.get("truncated_vocab_size") is not None and older != size:
+        raise CheckpointError(
+            f"{fields.path}: draft_vocab_size is {size} and truncated_vocab_size is {older}; "
+            f"expected one number"
+        )
+    if size > layer.vocab_size:
+        raise CheckpointError(
+            f"{fields.path}: draft_vocab_size is {size}; "
+            f"expected at most the target's {layer.vocab_size}"
+        )
+    return size
+
+
 def _read_layers(
-    fields: Fields, names: Mapping[str, str], *, draft_rope_theta: float | None, speculators: bool
+    fields: Fields,
+    names: Mapping[str, str],
+    *,
+    draft_rope_theta: float | None,
+    speculators: bool,
+    has_own_bias: bool,
 ) -> ModelSpec:
-    """The head's layers, all alike."""
+    """The head's layers, all alike. has_own_bias: a table of their own, whose bias is not fc's."""
     refuse_quantized(fields)
     if set(fields.strings("layer_types")) - {FULL}:
         raise ConfigError(
@@ -156,7 +193,7 @@ def _read_layers(
     )
     bias = fields.flag("attention_bias", False)
     only_qkv = fields.flag("qkv_bias", False) or _bias_of(
-        fields, names, f"{LAYER}self_attn.q_proj.bias", default=False
+        fields, names, f"{LAYER}self_attn.q_proj.bias", default=has_own_bias
     )
     attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or only_qkv, out_bias=bias)
     if draft_rope_theta is not None:
@@ -221,9 +258,29 @@ def _check_eagle3_variant(
         table.refuse("next_layer_regular", allowed=(True,), why="later layers are a decoder's")
         table.refuse("parallel_draft_step", allowed=(1,), why="parallel drafting is not served")
     fields.refuse("parallel_drafting", allowed=(False,), why="P-EAGLE heads are not served")
-    tables = (fields, aux, layer) if speculators else (fields, aux)
-    for table in tables:
-        refuse_unknown(table, known=KNOWN)
+    if speculators:
+        for table in (fields, aux):
+            why = "a head of speculators has a norm before lm_head"
+            table.refuse("use_last_layernorm", allowed=(True,), why=why)
+    _refuse_unread(aux, known=OF_EAGLE_CONFIG, where="eagle_config")
+    if layer is fields:
+        refuse_unknown(fields, known=OF_HEAD | OF_LAYERS)
+        return
+    copied = {name for name, value in fields.values.items() if layer.get(name) == value}
+    _refuse_unread(fields, known=OF_HEAD | (OF_LAYERS & copied), where="the top level")
+    _refuse_unread(layer, known=OF_LAYERS | (OF_HEAD & copied), where="transformer_layer_config")
+
+
+def _refuse_unread(table: Fields, *, known: frozenset[str], where: str) -> None:
+    """ConfigError for a setting that is read, but not from this table; then as refuse_unknown."""
+    for name in sorted((OF_HEAD | OF_LAYERS | OF_EAGLE_CONFIG) - known):
+        value = table.get(name)
+        if value or (value is False and name in USUALLY_TRUE):
+            raise ConfigError(
+                f"{table.path}: {name} is {shown(value)} in {where}; expected no such key there, "
+                "since it is not read from there"
+            )
+    refuse_unknown(table, known=known)
 
 
 def _check_plain_architecture(fields: Fields, names: Mapping[str, str]) -> None:
@@ -252,16 +309,23 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
     value = fields.get(AUX_IDS) if value is None else value
     if not _stated(fields, "use_aux_hidden_state", True):
         return ()
-    if value is None:
-        return Eagle3Config.default_aux_layer_ids(num_layers)
     named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
+    if value is None:
+        ids = Eagle3Config.default_aux_layer_ids(num_layers)
+        return _counted(fields, ids, named=named)
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
         raise CheckpointError(f"{named}; expected a list of layers")
     are_outputs = value[0] == 1 and not speculators
     ids = tuple(item + 1 for item in value) if are_outputs else tuple(value)
     if min(ids) < 0 or max(ids) > num_layers:
         raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
-    count = fields.integer("num_aux_hidden_states", len(ids))
+    return _counted(fields, ids, named=named)
+
+
+def _counted(fields: Fields, ids: tuple[int, ...], *, named: str) -> tuple[int, ...]:
+    """ids, which are as many as is stated."""
+    stated = fields.integer("num_aux_hidden_states", len(ids))
+    count = fields.table("eagle_config").integer("num_aux_hidden_states", stated)
     if count != len(ids):
         raise CheckpointError(f"{named}; expected num_aux_hidden_states {count} of them")
     return ids

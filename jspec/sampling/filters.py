@@ -101,7 +101,9 @@ def _lowest_kept(
     limit_k, limit_p = top_k[:, None], top_p[:, None]
     total = _sum_over(jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1), shard)
 
-    def divide(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def divide(
+        _: jax.Array | int, bounds: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         low, high = bounds  # high is kept, low - 1 is not known to be
         pivots = _pivots(low, high, bits=bits)
         above = [_from_ordered(pivot) for pivot in pivots]

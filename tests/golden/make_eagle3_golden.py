@@ -23,7 +23,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 OUT = Path(__file__).parent / "eagle3"
 NUM_ROWS = 20
-NUM_STEPS = 3
+NUM_STEPS = 5  # 3 in those that were made first
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, SIZE = 96, 40, 32
 
 # What is given to the config of the head, and of its layers: all that speculators can say.
@@ -40,6 +40,34 @@ VARIANTS: dict[str, tuple[type, dict[str, object], dict[str, object]]] = {
         Qwen3Config,
         {"norm_before_residual": True, "fc_norm": True},
         {"num_hidden_layers": 2, "hidden_size": 16},
+    ),
+    "llama3_rope": (
+        LlamaConfig,
+        {},
+        {
+            "hidden_size": 16,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "yarn_rope": (
+        LlamaConfig,
+        {"draft_vocab_size": VOCAB_SIZE},
+        {
+            "hidden_size": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
     ),
 }
 
@@ -62,8 +90,7 @@ def head(style: type, of_head: dict[str, object], of_layers: dict[str, object]) 
     return Eagle3DraftModel(
         Eagle3SpeculatorConfig(
             transformer_layer_config=layer,
-            draft_vocab_size=DRAFT_VOCAB_SIZE,
-            **({"norm_before_residual": False} | of_head),
+            **({"draft_vocab_size": DRAFT_VOCAB_SIZE, "norm_before_residual": False} | of_head),
             eagle_aux_hidden_state_layer_ids=[2, 4, 5],
             speculators_config=SpeculatorsConfig(
                 algorithm="eagle3",
@@ -84,6 +111,8 @@ def randomize(model: Eagle3DraftModel) -> None:
             value.normal_(std=0.5)
         else:
             value.normal_(std=value.shape[-1] ** -0.5)
+    if model.d2t is None:  # the whole vocabulary
+        return
     target_ids = torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB_SIZE].sort().values
     model.d2t.copy_(target_ids - torch.arange(DRAFT_VOCAB_SIZE))
     model.t2d.fill_(False)

@@ -1,4 +1,4 @@
-"""EAGLE heads in numpy float64: the specification, read off the papers and the stored names.
+"""EAGLE heads, and a decoder, in numpy float64: the specification, off the papers and stored names.
 
 Independent of jspec: takes a checkpoint's tensors as they are stored ([out, in], d2t an offset)
 and recomputes every row of a chain from the beginning, so it has no cache to get wrong. What is
@@ -7,6 +7,7 @@ there by its name (biases, norms of q and k, fused products) is used; settings a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadReference:
-    """What all heads share: a decoder's attention and MLP, row t rotated by position t."""
+class LayersReference:
+    """A decoder's attention and MLP, row t rotated by position t."""
 
     tensors: Mapping[str, npt.NDArray[Any]]  # "fc.weight", "{layer}self_attn.q_proj.weight", ...
     head_dim: int
@@ -89,25 +90,43 @@ class HeadReference:
         """h and the MLP of its norm."""
         return h + self.mlp(self.norm(h, f"{layer}post_attention_layernorm.weight"), layer)
 
-    def further(self, h: F64) -> F64:
-        """Through the layers behind the first."""
-        for i in range(1, self.num_layers):
+    def further(self, h: F64, *, first: int = 1) -> F64:
+        """Through the layers from `first` on, as a decoder has them."""
+        for i in range(first, self.num_layers):
             layer = f"layers.{i}."
             normed = self.norm(h, f"{layer}input_layernorm.weight")
             h = self.behind(h + self.attention(normed, layer), layer)
         return h
 
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderReference(LayersReference):
+    """A language model's layers and final norm: row t is tokens[t] at t."""
+
+    def run(self, tokens: list[int]) -> F64:
+        """The normed hidden [T, E]."""
+        h = self.weight("embed_tokens.weight")[tokens]
+        return self.norm(self.further(h, first=0), "norm.weight")
+
+    def logits(self, normed: F64) -> F64:
+        return normed @ self.weight("lm_head.weight").T
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadReference(LayersReference, ABC):
+    """What all heads share."""
+
+    @abstractmethod
     def fuse(self, given: npt.NDArray[Any]) -> F64:
         """Features of the target as the head's rows take them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, tokens: list[int], hidden: F64) -> F64:
         """What is fed back [T, E] of rows 0..T-1, each a pair (tokens[t], hidden[t]) at t."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, carried: F64) -> F64:
         """[T, U] of what is fed back."""
-        raise NotImplementedError
 
     def target_id(self, draft_id: int) -> int:
         return draft_id + int(self.tensors["d2t"][draft_id]) if "d2t" in self.tensors else draft_id

@@ -89,6 +89,7 @@ LAYOUTS = {
         config={"architectures": ["LlamaForCausalLMEagle"], "add_para_norm": True},
         is_hot=True,
     ),
+    "with_every_bias": Layout(config={"attention_bias": True, "mlp_bias": True}),
 }
 SHARED = LAYOUTS["qwen2_of_two_layers_without_bias_or_embedding"]
 
@@ -139,7 +140,10 @@ def load(path: Path, config: Eagle1Config, **arguments: Any) -> Params:
     return load_eagle1(path, config, target_params=target_params(), dtype=np.float32, **arguments)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "with_every_bias")) for n in LAYOUTS],
+)
 def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     hot_ids = HOT_IDS if layout.is_hot else None

@@ -266,6 +266,48 @@ def test_plain_variants_are_refused(changes: dict[str, Any], message: str, tmp_p
         load_head(tmp_path, HEAD | changes)
 
 
+@pytest.mark.parametrize("where", ["eagle_config", "transformer_layer_config", "top"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("norm_before_residual", "norm_output", "logit_scale", "attention_bias", "mlp_bias"),
+        *("bias", "qkv_bias", "fc_norm", "norm_before_fc", "use_last_layernorm"),
+        *("draft_vocab_size", "truncated_vocab_size", "num_aux_hidden_states", AUX_IDS),
+        *("use_aux_hidden_state", "eagle_config", "use_mtp_layernorm"),
+    ],
+)
+def test_no_key_is_overlooked_where_nobody_looks_for_it(
+    name: str, where: str, tmp_path: Path
+) -> None:
+    """Every setting, in every table of either layout: what it says is computed, or it is refused.
+
+    A value is given that differs from the usual head's.
+    """
+    value: Any = {AUX_IDS: [3, 17, 30], "logit_scale": 0.5, "eagle_config": {"norm_output": True}}
+    value |= {"draft_vocab_size": 64000, "truncated_vocab_size": 64000, "num_aux_hidden_states": 2}
+    value |= {"norm_output": False, "use_last_layernorm": False, "use_aux_hidden_state": False}
+    layouts: tuple[dict[str, Any], ...] = (HEAD, SPECULATORS)
+    for usual in layouts:
+        said, is_nested = value.get(name, True), "transformer_layer_config" in usual
+        if where == "transformer_layer_config" and not is_nested:
+            continue
+        if is_nested and name in ("norm_output", "norm_before_residual"):
+            said = name == "norm_output"
+        table = usual if where == "top" else usual.get(where, {})
+        changed = {**table, name: said}
+        values = changed if where == "top" else {**usual, where: changed}
+        before = load_head(tmp_path, usual)
+        refused: list[str] = []
+        try:
+            after = load_head(tmp_path, values)
+        except (ConfigError, CheckpointError) as error:
+            refused.append(str(error))
+        if refused:
+            assert name in refused[0] or "norm_output" in refused[0]
+        else:
+            assert after != before, f"{name} in {where} is {said}, and changes nothing"
+
+
 def test_keys_that_say_nothing_of_the_forward_are_no_error(tmp_path: Path) -> None:
     said = {"norm_after_fc": False, "aux_loss": None, "transformers_version": "4.57.0", "pad": 3}
     assert load_head(tmp_path, HEAD | said) == load_head(tmp_path, HEAD)

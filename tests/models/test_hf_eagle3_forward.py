@@ -29,6 +29,7 @@ from tests.models.head_laws import PagedHead, check_head
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"
 OF_SPECULATORS = ("plain", "norm_before_residual", "norm_before_fc", "fc_norm", "qwen3_layers")
+OF_ITS_ROPE = ("llama3_rope", "yarn_rope")  # five steps; the last over the whole vocabulary
 # A setting of each golden head that the reference must be told.
 SETTINGS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_before_residual": True},
@@ -60,7 +61,7 @@ def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
     return config, params, golden
 
 
-@pytest.mark.parametrize("name", OF_SPECULATORS)
+@pytest.mark.parametrize("name", [*OF_SPECULATORS, *OF_ITS_ROPE])
 def test_every_chain_row_equals_speculators(name: str) -> None:
     """Step s of row t is the s-th draft forward behind a prompt of t + 1 rows."""
     config, params, golden = golden_head(name)

@@ -8,7 +8,6 @@ A few of the cases, which together show every value of every setting, are fast; 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from jspec.core.features import ALL, StepFeatures
 from jspec.core.request import Request
 from jspec.testing.dial_drafter import dial_rank
+from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
     NUM_SLOTS,
@@ -72,50 +72,14 @@ class Case:
         )
 
 
-def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
-    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
-
-
-def covering_array() -> list[Case]:
-    """Greedy pairwise cover of FACTORS; deterministic."""
-    levels = list(FACTORS.values())
-    missing = set().union(
-        *(
-            {(i, a, j, b) for a in levels[i] for b in levels[j]}
-            for i, j in itertools.combinations(range(len(levels)), 2)
-        )
-    )
-    rng = np.random.default_rng(7)
-    cases = []
-    while missing:
-        first = min(missing, key=str)
-        best: tuple[Any, ...] = ()
-        for _ in range(64):
-            values = [level[rng.integers(len(level))] for level in levels]
-            values[first[0]], values[first[2]] = first[1], first[3]
-            if not best or len(pairs_of(tuple(values)) & missing) > len(pairs_of(best) & missing):
-                best = tuple(values)
-        missing -= pairs_of(best)
-        cases.append(Case(*best))
-    return sorted(cases, key=lambda case: (case.spec, case.page_size))
-
-
-def levels_of(case: Case) -> set[tuple[str, Any]]:
-    return set(vars(case).items())
-
-
-def few_with_every_level(cases: list[Case]) -> list[Case]:
-    """Greedily; of two that add as many values the last, which has the larger tree."""
-    missing = set().union(*map(levels_of, cases))
-    few = []
-    while missing:
-        few.append(max(reversed(cases), key=lambda case: len(levels_of(case) & missing)))
-        missing -= levels_of(few[-1])
-    return few
-
-
-CASES = covering_array()
-FAST = few_with_every_level(CASES)
+CASES = sorted(
+    (Case(**case) for case in covering_array(FACTORS)),
+    key=lambda case: (case.spec, case.page_size),
+)
+FAST = [
+    Case(**case)
+    for case in every_level([vars(case) for case in CASES], engine=("spec", "page_size"))
+]
 
 
 def requests_of(case: Case, num_tokens: int) -> list[Request]:
@@ -267,15 +231,11 @@ def test_samplings_mixed_in_a_batch(spec: tuple[int, int, int]) -> None:
 
 
 def test_the_covering_array_covers_every_pair_and_stays_small() -> None:
-    seen = set().union(*(pairs_of(tuple(vars(case).values())) for case in CASES))
-    levels = list(FACTORS.values())
-    wanted = sum(
-        len(levels[i]) * len(levels[j]) for i, j in itertools.combinations(range(len(levels)), 2)
-    )
-    assert len(seen) == wanted
+    assert set().union(*(pairs_of(vars(case)) for case in CASES)) == all_pairs(FACTORS)
     assert len(CASES) <= 60
-    assert set().union(*map(levels_of, FAST)) == {
+    assert set().union(*(vars(case).items() for case in FAST)) == {
         (name, level) for name, levels in FACTORS.items() for level in levels
     }
     assert len(FAST) <= 10
+    assert len({(case.spec, case.page_size) for case in FAST}) == len(SPECS)
     assert max(FACTORS["batch"]) == NUM_SLOTS

@@ -1,0 +1,318 @@
+"""Any drafter driven by hand: chunks, proposals and verifications of rows whose features are given.
+
+Slots that nobody wrote hold NaN, and so does the state at first: whoever reads them is found out.
+Beside it a drafter in float64 that knows no cache, no state and no slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jspec.core.batch import DraftTree, Features, Verified
+from jspec.core.state import empty_sampling
+from jspec.engine.runner import empty_pools
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative import beams
+from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
+from jspec.speculative.tree import Level, build_tree
+from tests.speculative.engines import TARGET
+from tests.speculative.every_drafter import KINDS, Kind
+
+PAGE, PAGES_PER_ROW, NUM_ROWS, CHUNK = 4, 12, 3, 12
+LENGTH = PAGE * PAGES_PER_ROW
+Shape = tuple[int, int]  # S and K
+
+
+def whole_tree(kind: Kind, shape: Shape) -> tuple[int, int, int]:
+    """S/K/N of which every candidate is a node."""
+    num_steps, topk = shape
+    return num_steps, topk, 1 + kind.algorithm.drafting.num_candidates(num_steps, topk)
+
+
+class Programs:
+    """advance and propose of a drafter, compiled at their first call."""
+
+    def __init__(self, kind: Kind, shape: Shape) -> None:
+        self.kind, self.drafter = kind, kind.drafter(whole_tree(kind, shape))
+        self.params = kind.params()
+        self.advance = jax.jit(functools.partial(self.drafter.advance, self.params))
+        self.propose = jax.jit(self._propose)
+
+    def _propose(
+        self, caches: Any, state: Any, rows: RowsInStep
+    ) -> tuple[Any, DraftTree, tuple[Level, ...]]:
+        """(caches, tree, the levels that it was built from, of a drafter that grows beams)."""
+        kept: list[Level] = []
+
+        def build(root_ids: Any, levels: Any, **named: Any) -> DraftTree:
+            kept.extend(levels)
+            return build_tree(root_ids, levels, **named)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(beams, "build_tree", build)
+            caches, tree = self.drafter.propose(self.params, caches, state, rows)
+        return caches, tree, tuple(kept)
+
+
+@functools.cache
+def programs_of(name: str, shape: Shape) -> Programs:
+    return Programs(KINDS[name], shape)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One row's levels, one behind the other. parents: -1 for the root."""
+
+    ids: npt.NDArray[Any]
+    scores: npt.NDArray[Any]
+    parents: npt.NDArray[Any]
+
+
+class Texts:
+    """NUM_ROWS texts with a feature a token, and how far the drafter has been told of each.
+
+    A lookup's are of two ids, so that it finds something.
+    """
+
+    def __init__(
+        self, kind: Kind, shape: Shape, *, seed: int, programs: Programs | None = None
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.kind, self.shape = kind, shape
+        self.told = [0] * NUM_ROWS
+        self.ids = rng.integers(0, TARGET.vocab_size if kind.guesses else 2, (NUM_ROWS, LENGTH))
+        self.programs = programs or programs_of(kind.name, shape)
+        self.drafter = self.programs.drafter
+        size = TARGET.hidden_size
+
+        def of_width(width: int) -> jax.Array:
+            return jnp.asarray(rng.normal(size=(NUM_ROWS, LENGTH, width)), jnp.float32)
+
+        self.features = Features(
+            hidden=of_width(size if self.drafter.needs.hidden else 0),
+            aux_hidden=of_width(size * len(kind.aux_layer_ids)),
+        )
+        pools = empty_pools(
+            self.drafter.cache_groups,
+            num_pages=1 + NUM_ROWS * PAGES_PER_ROW,
+            page_size=PAGE,
+            shards=1,
+            dtype=jnp.float32,
+            ops=Ops(),
+        )
+        self.caches = tuple(jnp.full_like(pages, jnp.nan) for pages in pools)
+        state = self.drafter.init_state(NUM_ROWS, context_length=LENGTH, dtype=jnp.float32)
+        self.state = jax.tree.map(  # what another tenant left there
+            lambda x: jnp.full_like(x, 7 if x.dtype == jnp.int32 else jnp.nan), state
+        )
+        pages = 1 + rng.permutation(NUM_ROWS * PAGES_PER_ROW)
+        self.table = jnp.asarray(pages.reshape(NUM_ROWS, -1), jnp.int32)
+        self.sampling = dataclasses.replace(
+            empty_sampling(NUM_ROWS, vocab_size=TARGET.vocab_size),
+            seed=jnp.asarray([[0, 11 + r] for r in range(NUM_ROWS)], jnp.uint32),
+        )
+
+    def chunk(self, lens: list[int]) -> None:
+        """The next `lens` tokens of each row, packed, as a prefill step has them; 0 for none."""
+        ends = np.append(0, np.cumsum(lens))
+        row, position = np.zeros(CHUNK, np.int64), np.zeros(CHUNK, np.int64)
+        for r, (begin, end) in enumerate(itertools.pairwise(ends)):
+            row[begin:end] = r
+            position[begin:end] = self.told[r] + np.arange(end - begin)
+        after = [told + n for told, n in zip(self.told, lens, strict=True)]
+        starts = [told if n else 0 for told, n in zip(self.told, lens, strict=True)]
+        live = [n > 0 for n in lens]
+        emitted = Emitted(
+            token_ids=jnp.asarray(self.ids[row, position], jnp.int32),
+            features=self._features(row, position),
+            next_ids=jnp.asarray(self.ids[np.arange(NUM_ROWS), after], jnp.int32),
+            rows=AttentionRows(
+                page_table=self.table * jnp.asarray(live)[:, None],  # slot 0 has page 0 alone
+                prefix_lens=jnp.asarray(starts, jnp.int32),
+                cu_q_lens=jnp.asarray(ends, jnp.int32),
+                q_positions=jnp.asarray(position, jnp.int32),
+            ),
+            last=jnp.maximum(jnp.asarray(ends[1:] - 1, jnp.int32), 0),
+            is_first=jnp.asarray([told == 0 for told in self.told]),
+            sampling=self.sampling,
+            queries_per_row=None,
+        )
+        self._advance(emitted, live)
+        self.told = after
+
+    def _features(self, row: Any, position: Any) -> Features:
+        return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[row, position]), self.features)
+
+    def _advance(self, emitted: Emitted, live: list[bool]) -> None:
+        """Rows without a token are slot 0's in a step, so their state is dropped here as well."""
+        self.caches, state = self.programs.advance(self.caches, self.state, emitted)
+        keep = jnp.asarray(live)
+        self.state = jax.tree.map(
+            lambda new, old: jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old),
+            state,
+            self.state,
+        )
+
+    def rows(self) -> RowsInStep:
+        return RowsInStep(
+            root_ids=jnp.asarray(self.ids[np.arange(NUM_ROWS), self.told], jnp.int32),
+            seq_lens=jnp.asarray(self.told, jnp.int32),
+            page_table=self.table,
+            sampling=self.sampling,
+        )
+
+    def propose(self) -> tuple[DraftTree, tuple[Level, ...]]:
+        self.caches, tree, levels = self.programs.propose(self.caches, self.state, self.rows())
+        return tree, levels
+
+    def verify(self, num_accepted: list[int]) -> None:
+        """A proposal, then as many of the text's next tokens as drafts, and one behind them."""
+        self.propose()
+        rows, most = self.rows(), self.shape[0] + 1
+        every_row = np.arange(NUM_ROWS)
+        position = np.asarray(self.told)[:, None] + np.arange(most)
+        emitted_ids = self.ids[every_row[:, None], position + 1]
+        verified = Verified(
+            emitted_ids=jnp.asarray(emitted_ids, jnp.int32),
+            bonus_ids=jnp.asarray(emitted_ids[every_row, num_accepted], jnp.int32),
+            num_accepted=jnp.asarray(num_accepted, jnp.int32),
+            node_path=jnp.zeros((NUM_ROWS, most), jnp.int32),
+            features=self._features(every_row[:, None], position),
+        )
+        self._advance(emitted_by(verified, rows), [True] * NUM_ROWS)
+        self.told = [n + a + 1 for n, a in zip(self.told, num_accepted, strict=True)]
+
+    def known(self, row: int) -> tuple[list[int], npt.NDArray[Any]]:
+        """All tokens of a row, the root included, and all features, of the one kind there is."""
+        length = self.told[row]
+        both = [np.asarray(x)[row, :length] for x in jax.tree.leaves(self.features)]
+        return self.ids[row, : length + 1].tolist(), np.hstack(both)
+
+    def cached(self, row: int) -> list[npt.NDArray[Any]]:
+        """[rows, 2G, D] of each pool: those that hold what was committed, by slot."""
+        found = []
+        for i, pool in enumerate(self.caches):
+            pages = np.asarray(pool)[np.asarray(self.table[row])]
+            count = max(self.told[row] - (i if self.kind.lags else 0), 0)
+            found.append(pages.reshape(-1, *pages.shape[2:])[:count])
+        return found
+
+    def check_guesses(self) -> int:
+        """The whole tree of every row is float64's; how many candidates that were."""
+        if self.kind.guesses is None:
+            return self._check_lookup()
+        _, levels = self.propose()
+        checked = 0
+        for row in range(NUM_ROWS):
+            ids, scores, parents = (
+                np.concatenate([np.asarray(getattr(level, name))[row] for level in levels])
+                for name in ("ids", "scores", "parents")
+            )
+            expected = self.expected(row)
+            where = f"{self.kind.name}, row {row} of {self.told[row]} tokens"
+            np.testing.assert_array_equal(ids, expected.ids, err_msg=where)
+            np.testing.assert_array_equal(parents, expected.parents, err_msg=where)
+            np.testing.assert_allclose(scores, expected.scores, atol=5e-5, rtol=0, err_msg=where)
+            checked += ids.size
+        return checked
+
+    def expected(self, row: int) -> Candidates:
+        """EAGLE-2's candidates: K behind the root, then K behind each of the K best of a level."""
+        assert self.kind.guesses is not None
+        guesses, (num_steps, topk) = self.kind.guesses(), self.shape
+        tokens, features = self.known(row)
+        ids: list[int] = []
+        scores: list[float] = []
+        parents: list[int] = []
+        paths: list[list[int]] = []
+        expanded = [-1]
+        for _ in range(num_steps):
+            first = len(ids)
+            for beam in expanded:
+                path = paths[beam] if beam >= 0 else []
+                terms = guesses.log_probs(tokens, features, path)
+                above = scores[beam] if beam >= 0 else 0.0
+                for best in np.argsort(-terms, kind="stable")[:topk].tolist():
+                    ids.append(best)
+                    scores.append(above + float(terms[best]))
+                    parents.append(beam)
+                    paths.append([*path, best])
+            order = np.argsort(-np.asarray(scores[first:]), kind="stable")[:topk]
+            expanded = (first + order).tolist()
+        return Candidates(np.asarray(ids), np.asarray(scores), np.asarray(parents))
+
+    def _check_lookup(self) -> int:
+        """The best branch is what a search by hand finds, and the tree holds it from the root."""
+        tree, _ = self.propose()
+        ids, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+        checked = 0
+        for row in range(NUM_ROWS):
+            node, tokens = 0, self.known(row)[0]
+            for token in continuation(tokens, self.drafter, steps=self.shape[0]):
+                held = np.flatnonzero((parents[row] == node) & (ids[row] == token)).tolist()
+                assert held, f"row {row}: {token} is no child of node {node}"
+                node = held[0]
+                checked += 1
+        return checked
+
+
+def continuation(ids: list[int], lookup: Any, *, steps: int) -> list[int]:
+    """What followed the longest match of the row's end, the latest of equals; [] without one."""
+    root = len(ids) - 1
+
+    def length(end: int) -> int:
+        agree = 0
+        while agree < min(lookup.max_match, end + 1) and ids[end - agree] == ids[root - agree]:
+            agree += 1
+        return agree
+
+    ends = [(length(end), end) for end in range(root) if length(end) >= lookup.min_match]
+    if not ends:
+        return []
+    end, said = max(ends)[1], list(ids)
+    for d in range(steps):
+        said.append(said[end + 1 + d])
+    return said[root + 1 :]
+
+
+def random_history(texts: Texts, rng: np.random.Generator, *, verifications: int = 3) -> None:
+    """Chunks of random lengths, none for some rows; verifications that accept every count."""
+    for _ in range(2):
+        lens = rng.multinomial(rng.integers(1, CHUNK + 1), [1 / NUM_ROWS] * NUM_ROWS)
+        texts.chunk(lens.tolist())
+    texts.chunk([int(told == 0) for told in texts.told])
+    for _ in range(verifications):
+        texts.verify(rng.integers(0, texts.shape[0] + 1, NUM_ROWS).tolist())
+
+
+def refilled(texts: Texts) -> Texts:
+    """A fresh start of the same rows: prompts as long as what they have become."""
+    fresh = Texts(texts.kind, texts.shape, seed=0, programs=texts.programs)
+    fresh.ids, fresh.features, fresh.table = texts.ids, texts.features, texts.table
+    while fresh.told != texts.told:
+        room, lens = CHUNK, []
+        for done, told in zip(fresh.told, texts.told, strict=True):
+            lens.append(min(room, told - done))
+            room -= lens[-1]
+        fresh.chunk(lens)
+    return fresh
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Every operation by itself: no jit, no donation, loops in Python."""
+    with jax.disable_jit():
+        yield

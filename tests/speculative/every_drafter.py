@@ -1,0 +1,387 @@
+"""Every way of drafting: one list, which the laws are run over and which must name them all.
+
+A new drafter gets a `Kind` here, or `test_every_drafter_is_here` fails. A kind says how its drafter
+is made, what float64 says that it guesses, and with which weights it is always right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.model_spec import Eagle1Config, MtpConfig, uniform_decoder
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder, Params
+from jspec.models.eagle1 import Eagle1Head, eagle1_params
+from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.hf_weights import open_tensors
+from jspec.models.mtp import MtpHead
+from jspec.models.params import ParamTable
+from jspec.models.placement import init_params, nested
+from jspec.models.registry import table_of
+from jspec.models.stored import on_host, param_reads, stored_tensors
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.speculative.ngram import NgramDrafter
+from jspec.speculative.standalone import StandaloneDrafter
+from tests.models.eagle3_reference import (
+    DecoderReference,
+    Eagle1Reference,
+    Eagle3Reference,
+    HeadReference,
+)
+from tests.models.mtp_reference import MtpReference
+from tests.speculative import multi_layer_rows
+from tests.speculative.engines import (
+    DRAFT,
+    NGRAM_MAX_MATCH,
+    TARGET,
+    corpus_params,
+    spec_of,
+    tiny_params,
+)
+
+F64 = npt.NDArray[np.float64]
+SIZE, VOCAB = TARGET.hidden_size, TARGET.vocab_size
+HALF = SIZE // 2  # what two value heads of the tiny models can carry
+MIN_MATCH = 3
+
+EAGLE1 = Eagle1Config(
+    layer=uniform_decoder(
+        vocab_size=VOCAB,
+        hidden_size=SIZE,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+    ),
+    draft_vocab_size=VOCAB,
+)
+EAGLE3 = dataclasses.replace(DRAFT, aux_layer_ids=(0, TARGET.num_layers - 1, TARGET.num_layers))
+
+
+class Guesses(Protocol):
+    """What a drafter thinks comes next, in float64 and from scratch."""
+
+    def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        """[V], -inf of ids that it cannot draft. tokens: of the row, its root included; features:
+        of all but the root; path: drafts behind the root."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadGuesses:
+    """Of an EAGLE head: pairs of a token and the feature before it, its own output on the path."""
+
+    head: HeadReference
+    ids: npt.NDArray[Any]
+
+    def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        followed, hidden = tokens[1:], self.head.fuse(features)
+        for token in path:
+            last = self.head.run(followed, hidden)[-1:]
+            followed, hidden = [*followed, token], np.vstack([hidden, last])
+        logits = self.head.logits(self.head.run(followed, hidden)[-1:])[0]
+        spread = np.full(VOCAB, -np.inf)
+        spread[self.ids] = log_softmax(logits)
+        return spread
+
+
+@dataclass(frozen=True)
+class LayerGuesses:
+    """Of layers of one's own: layer s behind a path of s drafts."""
+
+    layers: MtpReference
+
+    def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        layer = len(path)
+        out = self.layers.outputs([*tokens, *path], features, num_layers=layer + 1)[layer]
+        return log_softmax(self.layers.logits(layer, out[-1:])[0])
+
+
+@dataclass(frozen=True)
+class ModelGuesses:
+    """Of a language model, which reads no features."""
+
+    model: DecoderReference
+
+    def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
+        del features
+        return log_softmax(self.model.logits(self.model.run([*tokens, *path])[-1:])[0])
+
+
+def log_softmax(logits: F64) -> F64:
+    shifted: F64 = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def dealt(table: ParamTable, params: Params, shards: int) -> Params:
+    """Params of one shard as several hold them: what is stored is written, and read again."""
+    own = tuple(spec for spec in table if spec.layouts)
+    if shards == 1 or not own:
+        return params
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        save_file(stored_tensors(own, params, dtype=np.float32), path / "model.safetensors")
+        with open_tensors(path) as tensors:
+            read = on_host(param_reads(tensors, own, dtype=np.float32, shards=shards))
+    return nested({**leaves_of(params), **read}.items())
+
+
+def leaves_of(params: Params) -> dict[Any, Any]:
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    return {tuple(key.key for key in path): leaf for path, leaf in paths}
+
+
+# What is always right: a target that reads no context says next what follows from its last token
+# alone, so a draft that hands the token's embedding on knows it, at any temperature: the noise is
+# shared. Embeddings lie in the first half of their numbers, the first of which is 1 for all.
+
+
+@functools.cache
+def contextless_target() -> Params:
+    """TARGET's weights with attention and MLP turned off, which says nothing that the EAGLE-3 head
+    could not draft."""
+    params = tiny_params()[0]
+    values = leaves_of(params)
+    for path, leaf in values.items():
+        if "out" in path or "down" in path:
+            values[path] = jnp.zeros_like(leaf)
+    table = jnp.sign(values["embed", "table"]).at[:, 0].set(1.0).at[:, HALF:].set(0.0)
+    values["embed", "table"] = table
+    drafted = np.isin(np.arange(VOCAB), np.asarray(tiny_params()[1]["draft_ids"]))
+    kernel = values["lm_head", "kernel"]
+    values["lm_head", "kernel"] = kernel.at[0].add(jnp.where(drafted, 0.0, -1e4))
+    return nested(values.items())
+
+
+def zeros_but_norms(table: ParamTable) -> dict[Any, Any]:
+    return {
+        path: leaf if "scale" in path else jnp.zeros_like(leaf)
+        for path, leaf in leaves_of(init_params(table, seed=0)).items()
+    }
+
+
+def of_target(names: tuple[str, ...], target: Params) -> Params:
+    return {name: target[name] for name in names}
+
+
+@functools.cache
+def eagle1_weights() -> Params:
+    own = init_params(eagle1_params(EAGLE1), seed=9)
+    return {**own, **of_target(("embed", "lm_head"), tiny_params()[0])}
+
+
+def right_eagle1(_: Sequence[tuple[int, ...]]) -> Params:
+    """fc hands the embedding on, as the target's final norm leaves it; the layer adds nothing."""
+    target, head = contextless_target(), zeros_but_norms(eagle1_params(EAGLE1))
+    shrunk = 1.0 / np.sqrt(0.5 + TARGET.rms_norm_eps)
+    head["fc", "kernel"] = head["fc", "kernel"].at[:SIZE].set(jnp.eye(SIZE) * shrunk)
+    head["draft_ids",] = jnp.arange(VOCAB, dtype=jnp.int32)
+    return {**nested(head.items()), **of_target(("embed", "lm_head"), target)}
+
+
+def right_eagle3(_: Sequence[tuple[int, ...]]) -> Params:
+    """Attention looks at its own row alone, by RoPE: queries and keys are the same for all rows,
+    and large. Its values are the embedding less what was fed back, which the residual adds."""
+    target, head = contextless_target(), zeros_but_norms(eagle3_params(EAGLE3))
+    heads, groups, dim = 4, 2, 8
+    qkv, out = np.zeros((2 * SIZE, (heads + 2 * groups) * dim)), np.zeros((heads * dim, SIZE))
+    for column in range((heads + groups) * dim):
+        qkv[0, column] = 30.0 if column % dim < dim // 2 else 0.0
+    for i in range(HALF):
+        qkv[i, (heads + groups) * dim + i] = 1.0
+        qkv[SIZE + i, (heads + groups) * dim + i] = -1.0
+        first_of_group = i // dim * (heads // groups)
+        out[first_of_group * dim + i % dim, i] = 1.0
+    head["layer", "attention", "qkv", "kernel"] = jnp.asarray(qkv, jnp.float32)
+    head["layer", "attention", "out", "kernel"] = jnp.asarray(out, jnp.float32)
+    ids = tiny_params()[1]["draft_ids"]
+    head["lm_head", "kernel"] = target["lm_head"]["kernel"][:, ids]
+    head["draft_ids",] = ids
+    return {**nested(head.items()), **of_target(("embed",), target)}
+
+
+def right_layers(config: MtpConfig, _: Sequence[tuple[int, ...]]) -> Params:
+    """Every layer hands the embedding on to its norm, which is the target's."""
+    target = contextless_target()
+    own = zeros_but_norms(MtpHead(config, Ops()).table)
+    first = SIZE if config.hidden_first else 0
+    for path, leaf in own.items():
+        if "fuse" in path:
+            own[path] = leaf.at[first : first + SIZE].set(jnp.eye(SIZE))
+        if path[0] == "layers" and path[-2] == "lm_head":
+            own[path] = target["lm_head"]["kernel"]
+    shared = ("embed",) if config.own_heads else ("embed", "lm_head")
+    return {**nested(own.items()), **of_target(shared, target)}
+
+
+def right_corpus(texts: Sequence[tuple[int, ...]]) -> Params:
+    return corpus_params(list(texts))
+
+
+def no_corpus() -> Params:
+    return corpus_params([(0,)])
+
+
+def lookup(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+    del ops, shard
+    return NgramDrafter(spec, min_match=MIN_MATCH, max_match=NGRAM_MAX_MATCH)
+
+
+def drafts_for_itself(_: Sequence[tuple[int, ...]]) -> Params:
+    """The target itself, which reads all its context: one row that is off costs an acceptance."""
+    return tiny_params()[0]
+
+
+@functools.cache
+def standalone_weights() -> Params:
+    return init_params(table_of(TARGET), seed=7)
+
+
+@functools.cache
+def layers_weights(name: str) -> Params:
+    config, own = multi_layer_rows.CONFIGS[name], multi_layer_rows.params_of(name)
+    shared = ("embed",) if config.own_heads else ("embed", "lm_head")
+    return {**own, **of_target(shared, tiny_params()[0])}
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    attention = config.one_layer.attention
+    return {
+        "head_dim": attention.head_dim,
+        "theta": attention.rope.theta,
+        "eps": config.rms_norm_eps,
+        "num_layers": config.num_layers,
+    }
+
+
+def eagle1_guesses() -> Guesses:
+    params, ids = eagle1_weights(), np.arange(VOCAB)
+    tensors = dict(stored_tensors(eagle1_params(EAGLE1), params, dtype=np.float32))
+    tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
+    lm_head = np.asarray(params["lm_head"]["kernel"]).T
+    head = Eagle1Reference(tensors=tensors, lm_head=lm_head, hot_ids=ids, **rope_of(EAGLE1.layer))
+    return HeadGuesses(head, ids)
+
+
+def eagle3_guesses() -> Guesses:
+    params = tiny_params()[1]
+    tensors = dict(stored_tensors(eagle3_params(EAGLE3), params, dtype=np.float32))
+    tensors["embed_tokens.weight"] = np.asarray(params["embed"]["table"])
+    head = Eagle3Reference(tensors=tensors, **rope_of(EAGLE3.layer))
+    return HeadGuesses(head, np.asarray(params["draft_ids"]))
+
+
+def standalone_guesses() -> Guesses:
+    stored = stored_tensors(table_of(TARGET), standalone_weights(), dtype=np.float32)
+    tensors = {name.removeprefix("model."): value for name, value in stored.items()}
+    return ModelGuesses(DecoderReference(tensors=tensors, **rope_of(TARGET)))
+
+
+def layers_guesses(name: str) -> Guesses:
+    reference = multi_layer_rows.reference_of(name)
+    lent = tiny_params()[0]
+    tensors = {**reference.tensors, "embed.weight": np.asarray(lent["embed"]["table"])}
+    if not multi_layer_rows.CONFIGS[name].own_heads:
+        tensors["head.weight"] = np.asarray(lent["lm_head"]["kernel"]).T
+    return LayerGuesses(dataclasses.replace(reference, tensors=tensors))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way of drafting. params: random, as one shard holds them. guesses: None for a lookup.
+
+    always_right: params with which every guess for right_target is right; given all that this says
+    to the requests that are served. num_steps: most that it can draft. lags: whether pool s knows
+    the rows below L - s only.
+    """
+
+    name: str
+    algorithm: Algorithm
+    make: Callable[[SpeculativeConfig, Ops, Shard], Drafter]
+    params: Callable[[], Params]
+    guesses: Callable[[], Guesses] | None
+    always_right: Callable[[Sequence[tuple[int, ...]]], Params]
+    right_target: Callable[[], Params] = contextless_target
+    aux_layer_ids: tuple[int, ...] = ()
+    num_steps: int = 5
+    lags: bool = False
+
+    def spec(self, shape: tuple[int, int, int]) -> SpeculativeConfig:
+        return spec_of(*shape, self.algorithm)
+
+    def drafter(self, shape: tuple[int, int, int]) -> Drafter:
+        return self.make(self.spec(shape), Ops(), Shard())
+
+
+def of_layers(name: str) -> Kind:
+    config = multi_layer_rows.CONFIGS[name]
+    return Kind(
+        name=f"multi_layer_{name}",
+        algorithm=Algorithm.MULTI_LAYER_EAGLE,
+        make=lambda spec, ops, shard: MultiLayerDrafter(MtpHead(config, ops, shard), spec),
+        params=lambda: layers_weights(name),
+        guesses=lambda: layers_guesses(name),
+        always_right=functools.partial(right_layers, config),
+        aux_layer_ids=() if config.reads_normed else (TARGET.num_layers,),
+        num_steps=multi_layer_rows.S,
+        lags=True,
+    )
+
+
+EVERY: tuple[Kind, ...] = (
+    Kind(
+        name="eagle1",
+        algorithm=Algorithm.EAGLE,
+        make=lambda spec, ops, shard: EagleDrafter(Eagle1Head(EAGLE1, ops, shard), spec),
+        params=eagle1_weights,
+        guesses=eagle1_guesses,
+        always_right=right_eagle1,
+    ),
+    Kind(
+        name="eagle3",
+        algorithm=Algorithm.EAGLE3,
+        make=lambda spec, ops, shard: EagleDrafter(Eagle3Head(EAGLE3, ops, shard), spec),
+        params=lambda: tiny_params()[1],
+        guesses=eagle3_guesses,
+        always_right=right_eagle3,
+        aux_layer_ids=EAGLE3.aux_layer_ids,
+    ),
+    Kind(
+        name="standalone",
+        algorithm=Algorithm.STANDALONE,
+        make=lambda spec, ops, shard: StandaloneDrafter(Decoder(TARGET, ops, shard), spec),
+        params=standalone_weights,
+        guesses=standalone_guesses,
+        always_right=drafts_for_itself,
+        right_target=lambda: tiny_params()[0],
+    ),
+    of_layers("not_chained"),
+    of_layers("chained"),
+    of_layers("hidden_first"),
+    Kind(
+        name="ngram",
+        algorithm=Algorithm.NGRAM,
+        make=lookup,
+        params=no_corpus,
+        guesses=None,
+        always_right=right_corpus,
+    ),
+)
+KINDS = {kind.name: kind for kind in EVERY}

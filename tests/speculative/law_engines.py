@@ -1,0 +1,156 @@
+"""Engines of every drafter for the laws, each with a drafter on a script and one decode variant."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.core.features import ALL
+from jspec.core.request import Request
+from jspec.engine.loading import place
+from jspec.models.decoder import Params
+from jspec.models.registry import table_of
+from jspec.testing.scripted_drafter import ScriptedDrafter, Told, script_params
+from tests.speculative.engines import (
+    CONTEXT,
+    NUM_SLOTS,
+    PLAIN,
+    TARGET,
+    Compiled,
+    build,
+    make_request,
+    mesh_of,
+    serve,
+    tiny_params,
+)
+from tests.speculative.every_drafter import KINDS, dealt
+
+ACCEPTANCE = 0.8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an engine is compiled for."""
+
+    kind: str
+    shape: tuple[int, int, int]
+    page_size: int
+    rounds: int = 1
+    shards: int = 1
+
+    @property
+    def name(self) -> str:
+        s, k, n = self.shape
+        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
+
+
+# One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
+FAST = (
+    Setting("eagle1", (2, 2, 7), 4),
+    Setting("eagle3", (3, 2, 11), 1),
+    Setting("standalone", (3, 1, 4), 16),
+    Setting("multi_layer_not_chained", (3, 1, 4), 64),
+    Setting("ngram", (3, 3, 10), 16),
+)
+REST = (
+    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
+    Setting("multi_layer_hidden_first", (2, 3, 13), 4),
+    Setting("standalone", (2, 2, 7), 4, shards=2),
+    Setting("eagle3", (2, 2, 7), 16, rounds=2, shards=2),
+    Setting("eagle1", (3, 1, 4), 1, shards=2),
+    Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
+)
+
+
+def engine(setting: Setting) -> Compiled:
+    """With a drafter on a script, and one decode variant, which serves all."""
+    return _engine(setting) if setting in FAST else _last_engine(setting)
+
+
+@functools.lru_cache(maxsize=1)
+def _last_engine(setting: Setting) -> Compiled:
+    return _engine.__wrapped__(setting)
+
+
+@functools.cache
+def _engine(setting: Setting) -> Compiled:
+    kind = KINDS[setting.kind]
+    spec = kind.spec(setting.shape)
+    target, own = laid_out(setting, tiny_params()[0], kind.params())
+    return build(
+        spec,
+        page_size=setting.page_size,
+        params=(target, {"own": own, "script": no_script()}),
+        variants=(ALL,),
+        num_rounds=setting.rounds,
+        shards=setting.shards,
+        make=lambda ops, shard: ScriptedDrafter(
+            kind.make(spec, ops, shard), spec, TARGET.vocab_size
+        ),
+        aux_layer_ids=kind.aux_layer_ids,
+    )
+
+
+def laid_out(setting: Setting, target: Params, own: Params) -> tuple[Params, Params]:
+    """The weights of target and drafter as the engine's shards hold them."""
+    drafter = KINDS[setting.kind].drafter((1, 1, 2))
+    return dealt(table_of(TARGET), target, setting.shards), dealt(
+        drafter.table, own, setting.shards
+    )
+
+
+def no_script() -> Params:
+    return script_params({}, rows=NUM_SLOTS, width=CONTEXT)
+
+
+def with_script(
+    compiled: Compiled, script: Params, *, own: Params | None = None, target: Params | None = None
+) -> Compiled:
+    """The same engine with other guesses; own, target: other weights, laid out."""
+    params = {"target": target or compiled.params["target"]}
+    params["draft"] = {"own": own or compiled.params["draft"]["own"], "script": script}
+    placed = place(mesh_of(compiled.program.target.shard.size), compiled.program.tables, params)
+    return dataclasses.replace(compiled, params=placed)
+
+
+def scripted(requests: list[Request], texts: list[tuple[int, ...]]) -> Params:
+    """By turns: a row is right as often as not, is told garbage, is left to its drafter."""
+    right = list(zip(requests, texts, strict=True))[::3]
+    told = {r.seed: Told(r.prompt_ids + ids, ACCEPTANCE) for r, ids in right}
+    garbage = [request.seed for request in requests[1::3]]
+    return script_params(told, rows=NUM_SLOTS, width=CONTEXT, garbage=garbage)
+
+
+def requests_of(
+    batch: int, *, num_tokens: int, seed: int, longest: int = 40, **sampling: Any
+) -> list[Request]:
+    """Prompts of unequal lengths, the second of a single token."""
+    lengths = (11, 1, longest, 3, 17, 29, 8, 23)
+    return [
+        make_request(
+            i,
+            prompt_len=lengths[i],
+            seed=seed + i,
+            max_new_tokens=max(num_tokens - 3 * i, 4),
+            ignore_eos=True,
+            **sampling,
+        )
+        for i in range(batch)
+    ]
+
+
+@functools.cache
+def plain_engine() -> Compiled:
+    return build(PLAIN, page_size=16, variants=(ALL,))
+
+
+@functools.cache
+def plain_texts(requests: tuple[Request, ...], target: str = "") -> list[tuple[int, ...]]:
+    """What plain decoding says to them, nothing overlapped; target: the one of a kind."""
+    compiled = plain_engine()
+    if target:
+        params = {**compiled.params, "target": KINDS[target].right_target()}
+        compiled = dataclasses.replace(compiled, params=params)
+    return list(serve(compiled, list(requests), overlap_depth=0).ids)

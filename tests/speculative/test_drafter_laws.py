@@ -1,0 +1,312 @@
+"""Laws of every drafter by itself: its guesses, its caches, and that they notice a moved index.
+
+guesses      every candidate of the tree, its score and its parent are those of float64, which
+             recomputes each path from the row's start: behind chunks of a prompt, behind four
+             forwards in a chain, in a tree along each path, and behind a verification
+caches       rows told by verifications hold what a fresh prompt's hold
+no live row  a step without one changes nothing
+interpreted  operation by operation it is what it is compiled
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec.speculative
+from jspec.core import shapes
+from jspec.core.config import Algorithm
+from jspec.speculative import beams, eagle, multi_layer, ngram, standalone
+from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.registry import DRAFTERS
+from tests.speculative.drafter_rows import (
+    NUM_ROWS,
+    Programs,
+    Shape,
+    Texts,
+    interpreted,
+    random_history,
+    refilled,
+)
+from tests.speculative.every_drafter import EVERY, KINDS, Kind
+
+CHAIN, TREE = (5, 1), (3, 2)
+SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
+FAST = {"eagle1": CHAIN, "eagle3": (5, 2), "standalone": TREE, "ngram": (5, 2)}
+"""One shape a kind; test_multi_layer has the fast cases of the layers of one's own."""
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            kind, shape, id=f"{kind.name}-{shape[0]}-{shape[1]}", marks=marks_of(kind, shape)
+        )
+        for kind in EVERY
+        for shape in dict.fromkeys((min(s, kind.num_steps), k) for s, k in SHAPES)
+    ]
+
+
+def marks_of(kind: Kind, shape: Shape) -> Any:
+    return () if FAST.get(kind.name) == shape else pytest.mark.slow
+
+
+def drafter_classes() -> set[type]:
+    """Of the package: whatever proposes and advances."""
+    found = set()
+    for module in pkgutil.iter_modules(jspec.speculative.__path__, "jspec.speculative."):
+        for _, each in inspect.getmembers(import_module(module.name), inspect.isclass):
+            if hasattr(each, "propose") and hasattr(each, "advance") and each is not Drafter:
+                found.add(each)
+    return found
+
+
+def test_every_drafter_is_here() -> None:
+    """The list of kinds names each algorithm of the registry and each class of drafter."""
+    assert {kind.algorithm for kind in EVERY} | {Algorithm.NONE} == set(DRAFTERS) == set(Algorithm)
+    made = {type(kind.drafter((1, 1, 2))) for kind in EVERY}
+    assert made | {NoDrafter} == drafter_classes()
+
+
+def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
+    """Behind prompts, of which two are shorter than a last layer's lag; behind verifications that
+    accept all, nothing and something."""
+    texts = Texts(kind, shape, seed=1, programs=programs)
+    num_steps = shape[0]
+    texts.chunk([1, 2, 5])
+    checked = texts.check_guesses()
+    texts.chunk([4, 0, 6])
+    checked += texts.check_guesses()
+    texts.verify([num_steps, 0, min(1, num_steps)])
+    checked += texts.check_guesses()
+    texts.verify([0, min(2, num_steps), num_steps])
+    checked += texts.check_guesses()
+    assert checked > NUM_ROWS
+
+
+@pytest.mark.parametrize(("kind", "shape"), cases())
+def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
+    check_guesses(kind, shape)
+
+
+def check_caches(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
+    """Told by verifications or as a prompt: the same rows in every pool, and the same state."""
+    for seed in range(3):
+        texts = Texts(kind, shape, seed=seed, programs=programs)
+        random_history(texts, np.random.default_rng(100 + seed))
+        fresh = refilled(texts)
+        for row in range(NUM_ROWS):
+            for own, other in zip(texts.cached(row), fresh.cached(row), strict=True):
+                assert np.isfinite(other).all(), "a row that nobody wrote"
+                np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+        for own, other in zip(
+            jax.tree.leaves(texts.state), jax.tree.leaves(fresh.state), strict=True
+        ):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "shape"), cases())
+def test_verifications_leave_what_a_prompt_leaves(kind: Kind, shape: Shape) -> None:
+    check_caches(kind, shape)
+
+
+@pytest.mark.parametrize(("kind", "shape"), cases())
+def test_no_live_row_touches_no_row(kind: Kind, shape: Shape) -> None:
+    """Neither caches beside the dummy page, nor a guess."""
+    texts = Texts(kind, shape, seed=3)
+    texts.chunk([5, 1, 2])
+    texts.verify([1, 0, 1])
+    tree, _ = texts.propose()
+    before = [np.asarray(pool)[1:] for pool in texts.caches]
+    texts.chunk([0] * NUM_ROWS)
+    for pool, expected in zip(texts.caches, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(pool)[1:], expected)
+    again, _ = texts.propose()
+    jax.tree.map(np.testing.assert_array_equal, again, tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param(kind, shape, id=f"{kind.name}-{shape[0]}-{shape[1]}", marks=pytest.mark.slow)
+        for kind in EVERY
+        for shape in ((2, 1), (3, 2))
+    ],
+)
+def test_interpreted_it_is_what_it_is_compiled(kind: Kind, shape: Shape) -> None:
+    compiled, by_itself = Texts(kind, shape, seed=5), Texts(kind, shape, seed=5)
+    for texts in (compiled, by_itself):
+        with interpreted() if texts is by_itself else contextlib.nullcontext():
+            texts.chunk([3, 1, 6])
+            texts.verify([1, 0, shape[0]])
+    trees = []
+    for texts in (compiled, by_itself):
+        with interpreted() if texts is by_itself else contextlib.nullcontext():
+            trees.append(texts.propose()[0])
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    for row in range(NUM_ROWS):
+        for own, other in zip(compiled.cached(row), by_itself.cached(row), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+HEADS = ("eagle1", "eagle3")
+LAYERS = tuple(kind.name for kind in EVERY if kind.lags)
+MODELS = (*HEADS, *LAYERS, "standalone")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`owner.name` is replaced by mutate(original): these kinds must notice, by `check`."""
+
+    title: str
+    owner: Any
+    name: str
+    mutate: Callable[[Any], Any]
+    kinds: tuple[str, ...]
+    check: Callable[[Kind, Shape, Programs], None] = check_guesses
+    shape: Shape = (3, 2)
+
+
+def rolled_parents(best_beams: Any) -> Any:
+    """A beam is given what the next one's parent carries."""
+
+    def mutate(level: Any, ancestors: Any, carried: Any, **named: Any) -> Any:
+        rolled = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), carried)
+        return best_beams(level, ancestors, rolled, **named)
+
+    return mutate
+
+
+MUTATIONS = (
+    Mutation(
+        "emitted position",
+        shapes,
+        "emitted_position",
+        lambda f: lambda seq_len, row: f(seq_len, row) + 1,
+        (*HEADS, "standalone", "ngram"),
+    ),
+    Mutation(
+        "draft RoPE position",
+        shapes,
+        "draft_position",
+        lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
+        HEADS,
+    ),
+    Mutation(
+        "RoPE position of a token's row",
+        shapes,
+        "target_position",
+        lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
+        ("standalone",),
+    ),
+    Mutation(
+        "row of a beam",
+        shapes,
+        "beam_row",
+        lambda f: lambda depth, **named: f(depth, **named) + 1,
+        (*HEADS, "standalone"),
+    ),
+    Mutation(
+        "token of a pair",
+        eagle,
+        "following_ids",
+        lambda f: lambda emitted: jnp.roll(f(emitted), 1),
+        HEADS,
+    ),
+    Mutation(
+        "token of a layer's pair",
+        multi_layer,
+        "following_ids",
+        lambda f: lambda emitted: jnp.roll(f(emitted), 1),
+        LAYERS,
+    ),
+    Mutation(
+        "lag",
+        multi_layer,
+        "lag_behind",
+        lambda f: (
+            lambda emitted, *, lag, num_known: f(emitted, lag=max(lag - 1, 0), num_known=num_known)
+        ),
+        LAYERS,
+    ),
+    Mutation(
+        "slot of a lagging row",
+        shapes,
+        "lagged_start",
+        lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
+        LAYERS,
+        check_caches,
+    ),
+    Mutation(
+        "last row",
+        standalone,
+        "with_next_ids",
+        lambda f: (
+            lambda emitted: dataclasses.replace(
+                f(emitted), last=jnp.maximum(f(emitted).last - 1, 0)
+            )
+        ),
+        ("standalone",),
+    ),
+    Mutation(
+        "looked-up position",
+        ngram,
+        "next_positions",
+        lambda f: lambda emitted: f(emitted) + 1,
+        ("ngram",),
+    ),
+    Mutation(
+        "ancestors",
+        beams,
+        "_with_itself",
+        lambda f: lambda ancestors: jnp.ones_like(f(ancestors)),
+        (*HEADS, "standalone"),
+    ),
+    Mutation(
+        "parent's output",
+        beams,
+        "_best_beams",
+        rolled_parents,
+        (*HEADS, *LAYERS),
+        check_guesses,
+        (3, 3),
+    ),
+)
+FAST_MUTATIONS = {("emitted position", "eagle3"), ("draft RoPE position", "eagle3")}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "name"),
+    [
+        pytest.param(
+            mutation,
+            name,
+            id=f"{mutation.title}-{name}",
+            marks=() if (mutation.title, name) in FAST_MUTATIONS else pytest.mark.slow,
+        )
+        for mutation in MUTATIONS
+        for name in mutation.kinds
+    ],
+)
+def test_a_moved_index_is_noticed(
+    mutation: Mutation, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(mutation.owner, mutation.name)
+    monkeypatch.setattr(mutation.owner, mutation.name, mutation.mutate(original))
+    with pytest.raises(AssertionError):
+        mutation.check(KINDS[name], mutation.shape, Programs(KINDS[name], mutation.shape))
+
+
+def test_every_kind_notices_some_mutation() -> None:
+    noticed = {name for mutation in MUTATIONS for name in mutation.kinds}
+    assert noticed == set(KINDS)

@@ -1,0 +1,299 @@
+"""Laws of every drafter in an engine, in float32.
+
+identity      the text is that of plain decoding, whatever was drafted: by the drafter itself,
+              by a script that is right as often as not, by one that tells garbage (ids of no
+              token, scores that are no numbers), and by weights that are all NaN; in batches,
+              chunks, overlap depths, rounds, page sizes and shards, at any sampling
+always right  a drafter with weights that are always right emits exactly S + 1 tokens a
+              verification, greedy and at temperature 1, and the counters say so
+retraction    the same in a pool too small for all, also with K = 16 and N = 64
+no live row   a step without one changes nothing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.batch import DecodeBatch, prefill_batch
+from jspec.core.features import ALL
+from jspec.core.plan import StepKind, StepPlan
+from jspec.core.request import Request
+from jspec.engine.programs import ProgramKey
+from jspec.engine.transfer import layout_of
+from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
+from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
+from tests.speculative.engines import (
+    make_request,
+    serve,
+)
+from tests.speculative.every_drafter import EVERY, KINDS
+from tests.speculative.law_engines import (
+    FAST,
+    REST,
+    Setting,
+    engine,
+    laid_out,
+    no_script,
+    plain_texts,
+    requests_of,
+    scripted,
+    with_script,
+)
+
+SHAPES = ((1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 2, 4), (3, 2, 7), (3, 4, 13))
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_k_top_p": {"top_k": 40, "top_p": 0.9},
+    "min_p": {"min_p": 0.02},
+}
+RUN_FACTORS: dict[str, tuple[Any, ...]] = {
+    "batch": (1, 2, 5, 8),
+    "chunk": (5, 8, 32),
+    "depth": (0, 1, 2),
+    "temperature": (0.0, 1.0),
+    "filters": tuple(FILTERS),
+    "penalty": (False, True),
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "kind": tuple(KINDS),
+    "shape": SHAPES,
+    "page_size": (1, 4, 16, 64),
+    "rounds": (1, 3),
+    "shards": (1, 2),
+    **RUN_FACTORS,
+}
+EVERY_ENGINE = [
+    *(pytest.param(setting, id=setting.name) for setting in FAST),
+    *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST),
+]
+
+
+def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 36) -> None:
+    """One run of an engine, in which the script's rows accept every count from 0 to S."""
+    sampling: dict[str, Any] = dict(FILTERS[run["filters"]]) | {"temperature": run["temperature"]}
+    if run["penalty"]:
+        sampling |= {"frequency_penalty": 0.4, "presence_penalty": 0.3}
+    batch = run["batch"]
+    alone = 3 if batch < 4 else 1  # few rows say more
+    requests = requests_of(batch, num_tokens=alone * num_tokens, seed=900 * batch, **sampling)
+    expected = plain_texts(tuple(requests))
+    compiled = with_script(engine(setting), scripted(requests, expected))
+    served = serve(
+        compiled,
+        requests,
+        chunk_size=run["chunk"],
+        overlap_depth=run["depth"],
+        num_slots=batch,
+    )
+    assert list(served.ids) == expected
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    told = {count for counts in served.accepted[::3] for count in counts}
+    assert told == set(range(setting.shape[0] + 1)), told
+
+
+RUNS = every_level(covering_array(RUN_FACTORS))
+
+
+@pytest.mark.parametrize("setting", EVERY_ENGINE)
+def test_the_text_depends_on_no_draft(setting: Setting) -> None:
+    """All engines together show every value of every setting of a run."""
+    place = (*FAST, *REST).index(setting)
+    check_identity(setting, RUNS[place % len(RUNS)])
+
+
+ARRAY = covering_array(FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(len(ARRAY)))
+def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
+    case = ARRAY[number]
+    names = [field.name for field in dataclasses.fields(Setting)]
+    setting = Setting(**{name: case[name] for name in names})
+    check_identity(setting, {name: case[name] for name in RUN_FACTORS}, num_tokens=60)
+
+
+def test_the_array_covers_every_pair() -> None:
+    assert set().union(*map(pairs_of, ARRAY)) == all_pairs(FACTORS)
+    assert len(ARRAY) <= 70
+    assert {setting.kind for setting in (*FAST, *REST)} == set(KINDS)
+    assert {KINDS[setting.kind].algorithm for setting in FAST} == {k.algorithm for k in EVERY}
+    assert len(RUNS) <= len(FAST)
+
+
+@pytest.mark.parametrize("setting", EVERY_ENGINE)
+def test_weights_of_nothing_but_nan_change_no_text(setting: Setting) -> None:
+    """Of the drafter's own; a lookup has none, and looks into a corpus of ids of no token."""
+    requests = requests_of(4, num_tokens=30, seed=40, temperature=1.0)
+    spoiled = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -1),
+        {k: v for k, v in engine(setting).params["draft"]["own"].items() if k != "draft_ids"},
+    )
+    own = {**engine(setting).params["draft"]["own"], **spoiled}
+    served = serve(with_script(engine(setting), no_script(), own=own), requests)
+    assert list(served.ids) == plain_texts(tuple(requests))
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and sampled by turns."""
+    return [
+        make_request(
+            i,
+            prompt_len=(16, 9, 40, 7, 23)[i],
+            seed=8800 + i,
+            temperature=float(i % 2),
+            max_new_tokens=48 - 5 * i,
+            ignore_eos=True,
+        )
+        for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize("setting", EVERY_ENGINE)
+def test_one_that_is_always_right_emits_exactly_s_plus_1(setting: Setting) -> None:
+    kind, (num_steps, _, nodes) = KINDS[setting.kind], setting.shape
+    requests = mixed_requests()
+    texts = plain_texts(tuple(requests), target=setting.kind)
+    assert len(set(texts)) == len(texts)
+    own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])
+    target, own = laid_out(setting, kind.right_target(), own)
+    served = serve(with_script(engine(setting), no_script(), own=own, target=target), requests)
+    assert list(served.ids) == texts
+    for request, counters in zip(requests, served.per_request, strict=True):
+        most = num_steps + 1
+        verifications = math.ceil((request.sampling.wanted_tokens - 1) / most)
+        assert counters.verify_ct == verifications
+        assert counters.num_proposed == verifications * (nodes - 1)
+        assert counters.full_verify_ct >= verifications - 1
+        assert counters.full_num_emitted == counters.full_verify_ct * most
+        assert counters.acceptance_length == most
+        assert counters.accept_histogram[num_steps] >= verifications - 1
+        assert sum(counters.accept_histogram) == verifications
+    assert served.counters.acceptance_length == num_steps + 1
+
+
+def check_retraction(setting: Setting, *, num_tokens: int, num_pages: int) -> None:
+    requests = requests_of(4, num_tokens=num_tokens, seed=70, longest=12, temperature=1.0)
+    expected = plain_texts(tuple(requests))
+    served = serve(
+        with_script(engine(setting), scripted(requests, expected)),
+        requests,
+        chunk_size=8,
+        num_pages=num_pages,
+    )
+    assert list(served.ids) == expected
+    assert served.num_retractions > 0
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
+
+
+@pytest.mark.parametrize("setting", EVERY_ENGINE)
+def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> None:
+    num_pages = {1: 310, 4: 78, 16: 20, 64: 6}[setting.page_size]
+    check_retraction(setting, num_tokens=110, num_pages=num_pages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_wide_tree_under_retraction(name: str, page_size: int) -> None:
+    """K = 16 with N = 64: scratch rows fill whole pages, and are what the pool runs out of."""
+    setting = Setting(name, (3 if KINDS[name].lags else 4, 16, 64), page_size)
+    check_retraction(setting, num_tokens=120, num_pages=480 // page_size)
+
+
+@pytest.mark.parametrize("setting", EVERY_ENGINE)
+def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
+    """Of what rows keep: slot 0 and page 0 are where padding goes."""
+    runner = engine(setting).runner()
+    with kept_state(runner) as before:
+        for step, kind in enumerate((StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE)):
+            runner.dispatch(StepPlan(step=step, kind=kind, features=ALL))
+            assert all(not of_round.emitted_ids for of_round in runner.collect().rounds)
+    for old, new in zip(before, behind_dummies(runner.state), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def behind_dummies(state: Any) -> list[Any]:
+    """Every array without its first row: all are by slot or by page."""
+    return [np.asarray(leaf)[1:] for leaf in jax.tree.leaves(state)]
+
+
+@contextmanager
+def kept_state(runner: Any) -> Iterator[list[Any]]:
+    """Fills the runner's state with numbers, which it hands over."""
+    rng = np.random.default_rng(0)
+
+    def filled(leaf: jax.Array) -> jax.Array:
+        value = rng.integers(0, 3, leaf.shape).astype(leaf.dtype)
+        value[:1] = 0  # the dummy row has no length, and pages of nobody
+        return jax.device_put(value, leaf.sharding)
+
+    state = jax.tree.map(filled, runner.state)
+    runner.replace_state(state)
+    yield behind_dummies(state)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An executable that keeps what it was given and what it gave, all on the host."""
+
+    key: ProgramKey
+    executable: Any
+    calls: list[tuple[ProgramKey, Any, Any, Any]]
+
+    def __call__(self, params: Any, state: Any, flat: jax.Array) -> Any:
+        before = jax.tree.map(np.asarray, state)  # the state is donated
+        out = self.executable(params, state, flat)
+        self.calls.append((self.key, before, np.asarray(flat), jax.tree.map(np.asarray, out)))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("setting", [pytest.param(s, id=s.name) for s in FAST])
+def test_a_whole_step_interpreted_is_what_it_is_compiled(setting: Setting) -> None:
+    """Operation by operation (jax.disable_jit), from the same states: prefills and decodes."""
+    requests = requests_of(3, num_tokens=9, seed=500, longest=9, temperature=1.0, top_k=40)
+    compiled = with_script(engine(setting), scripted(requests, plain_texts(tuple(requests))))
+    calls: list[tuple[ProgramKey, Any, Any, Any]] = []
+    recorded = {key: Recorded(key, each, calls) for key, each in compiled.executables.items()}
+    serve(dataclasses.replace(compiled, executables=recorded), requests, overlap_depth=0)
+    kind = KINDS[setting.kind]
+    target: Any = compiled.program.target
+    target = dataclasses.replace(target, shard=Shard())
+    inner = kind.make(kind.spec(setting.shape), Ops(), Shard())
+    drafter: Any = compiled.program.drafter
+    drafter = dataclasses.replace(drafter, inner=inner)
+    prefills = [call for call in calls if call[0].kind is StepKind.PREFILL]
+    decodes = [call for call in calls if call[0].kind is StepKind.DECODE]
+    assert len(decodes) > 1
+    for key, before, flat, expected in (*prefills[:1], *decodes[:2]):
+        program = StepProgram(target, drafter, compiled.program.spec, key.features)
+        fields = layout_of(key, compiled.limits).unpack(jnp.asarray(flat))
+        with jax.disable_jit():
+            state = jax.tree.map(jnp.asarray, before)
+            if key.kind is StepKind.PREFILL:
+                found = prefill_step(program, compiled.params, state, prefill_batch(fields))
+            else:
+                batch = DecodeBatch(**fields)
+                found = speculative_rounds(
+                    program, compiled.params, state, batch, num_rounds=setting.rounds
+                )
+        state, output = found
+        np.testing.assert_array_equal(output, expected[1])
+        for own, other in zip(behind_dummies(state), behind_dummies(expected[0]), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
