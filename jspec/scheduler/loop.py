@@ -13,22 +13,24 @@ which never blocks. It decides nothing about scheduling, and it sees no token.
 from __future__ import annotations
 
 import asyncio
-import enum
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
-from jspec.core.request import Request, StreamChunk
+from jspec.core.request import DEFAULT_VERSION, Request, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
+from jspec.scheduler.trace import BusyClock
+from jspec.scheduler.trace import TraceEvent as TraceEvent
+from jspec.scheduler.trace import TraceKind as TraceKind
 
 
 class Mailbox:
@@ -77,37 +79,8 @@ def _wake(reader: asyncio.Future[None]) -> None:
         reader.set_result(None)
 
 
-class TraceKind(enum.Enum):
-    DISPATCH = "dispatch"
-    COLLECT = "collect"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceEvent:
-    """One call to the runner; times are seconds of time.monotonic()."""
-
-    kind: TraceKind
-    step: int
-    started: float
-    ended: float
-
-
-class BusyClock:
-    """Seconds during which it ran, the current run included. Readable from any thread."""
-
-    def __init__(self) -> None:
-        self._state: tuple[float, float | None] = (0.0, None)  # before this run, its start
-
-    @property
-    def seconds(self) -> float:
-        before, started = self._state
-        return before if started is None else before + time.monotonic() - started
-
-    def start(self) -> None:
-        self._state = (self.seconds, time.monotonic())
-
-    def stop(self) -> None:
-        self._state = (self.seconds, None)
+# What runs between two steps. It is given what runs a function on the engine thread.
+Visit = Callable[[Callable[[Callable[[], None]], Awaitable[None]]], Awaitable[None]]
 
 
 class ChunkStream(AsyncIterator[StreamChunk]):
@@ -194,6 +167,8 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_paused = False
+        self._visits: deque[tuple[Visit, asyncio.Future[None]]] = deque()
+        self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
         self._released: Future[None] | None = None
@@ -224,14 +199,18 @@ class EngineLoop:
         """
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
-        event_loop = asyncio.get_running_loop()
         self._scheduler.submit(request)
         queue = Mailbox()
         self._queues[request.request_id] = queue
-        if self._task is None:
-            self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
-        self._wake.set()
+        self._start()
         return ChunkStream(self, request.request_id, queue)
+
+    def _start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(
+                self._run(), name="jspec-engine-loop"
+            )
+        self._wake.set()
 
     @property
     def is_paused(self) -> bool:
@@ -246,6 +225,30 @@ class EngineLoop:
         """Plans steps again."""
         self._is_paused = False
         self._wake.set()
+
+    async def between_steps(self, visit: Visit) -> None:
+        """Awaits `visit` once no step is in flight; none is planned before it ends. Its error is
+        raised here. Raises EngineClosedError if the engine ends first."""
+        if self._is_closing:
+            raise self._closed_error("nothing runs between its steps")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._visits.append((visit, done))
+        self._start()
+        await done
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """Other weights are in force, or (`renames`) the same under another name. In a visit.
+
+        Rows go back to the queue: prompt and output are filled anew, by the new weights.
+        """
+        if not renames:
+            self._scheduler.fail()  # which loses nothing here: no step is in flight
+        self._scheduler.set_weight_version(version, renames=renames)
+        self._weight_version = version
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
@@ -298,8 +301,11 @@ class EngineLoop:
         try:
             while not self._is_closing:
                 self._wake.clear()
-                plan = None if self._is_paused else self._scheduler.plan()
-                if plan is None and not self._in_flight:
+                is_held = self._is_paused or self._visits
+                plan = None if is_held else self._scheduler.plan()
+                if self._visits and not self._in_flight:
+                    await self._be_visited(*self._visits.popleft())
+                elif plan is None and not self._in_flight:
                     self._busy.stop()
                     await self._wake.wait()
                     self._busy.start()
@@ -334,6 +340,18 @@ class EngineLoop:
         for chunk in self._scheduler.commit(self._in_flight.popleft(), result):
             self._publish(chunk)
 
+    async def _be_visited(self, visit: Visit, done: asyncio.Future[None]) -> None:
+        run = partial(asyncio.get_running_loop().run_in_executor, self._engine_thread)
+        try:
+            await visit(run)
+        except Exception as error:
+            if not done.done():
+                done.set_exception(error)
+            if isinstance(error, EngineClosedError):  # what it left cannot run a step
+                raise
+        if not done.done():
+            done.set_result(None)
+
     def _dispatch_and_collect(self, plan: StepPlan | None) -> StepResult:
         if plan is not None:
             self._dispatch(plan)
@@ -364,6 +382,10 @@ class EngineLoop:
             self._scheduler.abort(request_id)
             queue.put(self._closed_error(f"request {request_id!r} was not finished: {why}"))
         self._queues.clear()
+        while self._visits:
+            _, done = self._visits.popleft()
+            if not done.done():
+                done.set_exception(self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f" because of {self._cause!r}"

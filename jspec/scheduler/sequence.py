@@ -21,6 +21,7 @@ from jspec.core.features import StepFeatures
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
 from jspec.core.request import (
+    DEFAULT_VERSION,
     FinishKind,
     FinishReason,
     Request,
@@ -122,6 +123,7 @@ class Sequence:
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
     to what the engine can hold. features: what its steps must have, asked for at every plan.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
+    weight_version: of the weights when it was last admitted.
     """
 
     request: Request
@@ -134,6 +136,7 @@ class Sequence:
     emitted_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,6 +227,7 @@ class Sequence:
             completion_tokens=len(self.emitted_ids),
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
+            weight_version=self.weight_version,
             counters=self.counters,
         )
 
