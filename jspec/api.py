@@ -32,6 +32,7 @@ from jspec.engine.loading import end_of_sequence_ids, resolve_paths
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
+from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
@@ -41,7 +42,7 @@ from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
 
 
-class Engine:
+class Engine(LiveWeights):
     """One model pair, loaded and compiled, ready for requests.
 
     Keyword arguments are those of `EngineArgs`, kept as `args`; `config` is what they came to.
@@ -76,7 +77,8 @@ class Engine:
         template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner, self.config = build_runner(self.args, progress=progress)
+        runner, self.config, weights = build_runner(self.args, progress=progress)
+        self._init_weights(weights)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -158,6 +160,7 @@ class Engine:
         return tuple(EngineStream(self._home, stream) for stream in streams)
 
     async def _submit(self, requests: Sequence[Request]) -> list[ChunkStream]:
+        await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
         await self._check(requests)
         return [self._loop.submit(request) for request in requests]
@@ -344,6 +347,7 @@ class Engine:
             "num_programs": self._runner.num_programs,
             "num_programs_wanted": self._runner.num_programs_wanted,
             "startup_seconds": round(self.startup_seconds, 3),
+            "weight_version": self.weight_version,
             "device": str(device.device_kind),
             "version": __version__,
             "internal_states": [

@@ -263,5 +263,6 @@ def test_the_chunk_reports_the_cut() -> None:
         "completion_tokens": 3,
         "num_retractions": 0,
         "cached_tokens": 0,
+        "weight_version": "default",
         "counters": dataclasses.asdict(empty_counters(CHAIN)),
     }

@@ -1,0 +1,252 @@
+"""Weights that change while an engine serves: what comes after, what runs meanwhile, what fails."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.api import Engine
+from jspec.core.errors import CheckpointError
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+
+from .helpers import wait_idle, wait_running
+
+GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+SEEDED = {"max_new_tokens": 24, "temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
+PROMPT = list(range(40, 80))
+Q, K = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
+
+
+@pytest.fixture(scope="module")
+def other_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("other"), seed=5, max_position=16384)
+
+
+@pytest.fixture(scope="module")
+def fresh(engine_arguments: dict[str, Any], other_pair: TinyPair) -> Iterator[Engine]:
+    """An engine that was started with the other weights: what an updated one must equal."""
+    paths = {
+        "model_path": str(other_pair.target_path),
+        "speculative_draft_model_path": str(other_pair.draft_path),
+    }
+    with Engine(**{**engine_arguments, **paths}) as fresh:
+        yield fresh
+
+
+@pytest.fixture
+def served(engine: Engine, tiny_pair: TinyPair) -> Iterator[Engine]:
+    """The shared engine, which gets its own weights again."""
+    yield engine
+    back = {"speculative_draft_model_path": str(tiny_pair.draft_path), "weight_version": "default"}
+    engine.update_weights_from_disk(str(tiny_pair.target_path), abort_all_requests=True, **back)
+    wait_idle(engine)
+
+
+def ids_of(engine: Engine, prompt: list[int], params: dict[str, Any]) -> list[int]:
+    found: list[int] = engine.generate(input_ids=prompt, sampling_params=params)["output_ids"]
+    return found
+
+
+def both(pair: TinyPair) -> dict[str, str]:
+    return {
+        "model_path": str(pair.target_path),
+        "speculative_draft_model_path": str(pair.draft_path),
+    }
+
+
+def test_text_after_an_update_is_a_fresh_engines(
+    served: Engine, fresh: Engine, other_pair: TinyPair
+) -> None:
+    num_programs = served.get_server_info()["num_programs"]
+    before = [ids_of(served, PROMPT, params) for params in (GREEDY, SEEDED)]
+    expected = [fresh.generate(input_ids=PROMPT, sampling_params=p) for p in (GREEDY, SEEDED)]
+    answer = served.update_weights_from_disk(**both(other_pair), weight_version="2")
+    assert answer == {
+        "success": True,
+        "message": "Succeeded to update model weights.",
+        "num_paused_requests": 0,
+    }
+    results = [served.generate(input_ids=PROMPT, sampling_params=p) for p in (GREEDY, SEEDED)]
+    for result, wanted, old in zip(results, expected, before, strict=True):
+        assert result["output_ids"] == wanted["output_ids"] != old
+        # The draft is the other one too: it is accepted as often.
+        assert result["meta_info"]["spec_verify_ct"] == wanted["meta_info"]["spec_verify_ct"]
+    assert results[0]["meta_info"]["cached_tokens"] == 0  # the pages are another model's
+    assert results[0]["meta_info"]["weight_version"] == "2"
+    assert served.get_server_info()["weight_version"] == "2"
+    assert served.get_server_info()["num_programs"] == num_programs
+
+
+def test_a_target_alone_leaves_the_draft(
+    served: Engine, fresh: Engine, other_pair: TinyPair, tiny_pair: TinyPair
+) -> None:
+    served.update_weights_from_disk(str(other_pair.target_path))
+    assert ids_of(served, PROMPT, GREEDY) == ids_of(fresh, PROMPT, GREEDY)
+    name = "midlayer.self_attn.k_proj.weight"
+    stored = load_file(tiny_pair.draft_path / "model.safetensors")[name]
+    np.testing.assert_array_equal(read(served, name), stored)
+    served.update_weights_from_disk(str(other_pair.draft_path), selector="draft")
+    stored = load_file(other_pair.draft_path / "model.safetensors")[name]
+    np.testing.assert_array_equal(read(served, name), stored)
+
+
+def read(engine: Engine, name: str, **options: Any) -> Any:
+    return np.asarray(engine.get_weights_by_name(name, 10**6, **options), np.float32)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_what_runs_goes_on_with_the_new_weights(
+    served: Engine, fresh: Engine, other_pair: TinyPair, params: dict[str, Any]
+) -> None:
+    """As if a fresh engine had been given the prompt and all that was committed."""
+    length = {**params, "max_new_tokens": 200}
+    before = ids_of(served, PROMPT, length)
+    stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
+    next(stream)
+    answer = served.update_weights_from_disk(**both(other_pair), weight_version="2")
+    assert answer["num_paused_requests"] == 1
+    result = list(stream)[-1]
+    ids = result["output_ids"]
+    same = next(i for i, pair in enumerate(zip(ids, before, strict=True)) if pair[0] != pair[1])
+    assert 0 < same < 200
+    rest = {**params, "max_new_tokens": 200 - same}
+    assert ids[same:] == ids_of(fresh, PROMPT + ids[:same], rest)
+    assert result["meta_info"]["num_retractions"] == 1
+    assert result["meta_info"]["weight_version"] == "2"
+
+
+def test_requests_that_are_there_can_end_first_or_at_once(
+    served: Engine, fresh: Engine, tiny_pair: TinyPair, other_pair: TinyPair
+) -> None:
+    length = {**GREEDY, "max_new_tokens": 150}
+    before, after = ids_of(served, PROMPT, length), ids_of(fresh, PROMPT, length)
+    stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
+    next(stream)
+    updating = threading.Thread(
+        target=served.update_weights_from_disk,
+        kwargs={**both(other_pair), "wait_for_requests": True},
+    )
+    updating.start()
+    assert list(stream)[-1]["output_ids"] == before
+    updating.join(timeout=60)
+    stream = served.generate(input_ids=PROMPT, sampling_params=length, stream=True)
+    next(stream)
+    answer = served.update_weights_from_disk(**both(tiny_pair), abort_all_requests=True)
+    assert answer["num_paused_requests"] == 0
+    result = list(stream)[-1]
+    assert result["meta_info"]["finish_reason"]["type"] == "abort"
+    assert result["output_ids"] == after[: len(result["output_ids"])]
+    assert ids_of(served, PROMPT, length) == before
+
+
+def test_requests_that_come_meanwhile_find_whole_weights(
+    served: Engine, fresh: Engine, other_pair: TinyPair
+) -> None:
+    """Each text is that of the old weights, of the new, or goes over from the one to the other."""
+    wanted = [ids_of(served, PROMPT, GREEDY), ids_of(fresh, PROMPT, GREEDY)]
+    found: list[list[int]] = []
+    is_done = threading.Event()
+
+    def ask() -> None:
+        while not is_done.is_set():
+            found.append(ids_of(served, PROMPT, GREEDY))
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    wait_running(served, 2)
+    served.update_weights_from_disk(**both(other_pair))
+    at_end = len(found)
+    while len(found) < at_end + 6:
+        is_done.wait(0.01)
+    is_done.set()
+    for thread in asking:
+        thread.join(timeout=60)
+    assert found[-1] == wanted[1]
+    for ids in found:
+        if ids not in wanted:
+            same = next(i for i in range(24) if ids[i] != wanted[0][i])
+            rest = {**GREEDY, "max_new_tokens": 24 - same}
+            assert ids[same:] == ids_of(fresh, PROMPT + ids[:same], rest)
+    wait_idle(served)
+
+
+def test_some_tensors_change_the_weights_that_they_are_part_of(
+    served: Engine, fresh: Engine, other_pair: TinyPair
+) -> None:
+    theirs = load_file(other_pair.target_path / "model.safetensors")
+    ours = read(served, K)
+    served.update_weights_from_tensor([(Q, theirs[Q])], weight_version="q")
+    np.testing.assert_array_equal(read(served, Q), theirs[Q])
+    np.testing.assert_array_equal(read(served, K), ours)
+    served.update_weights_from_tensor(theirs)
+    draft = load_file(other_pair.draft_path / "model.safetensors")
+    draft = {name: value for name, value in draft.items() if name not in ("d2t", "t2d")}
+    served.update_weights_from_tensor(draft, selector="draft")
+    wanted = fresh.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    assert ids_of(served, PROMPT, GREEDY) == wanted["output_ids"]
+    assert served.weight_version == "q"
+    for name in ("embed_tokens.weight", "lm_head.weight", "fc.weight"):
+        np.testing.assert_array_equal(read(served, name, selector="draft"), draft[name])
+
+
+def bad_target(pair: TinyPair, path: Path, **changes: Any) -> dict[str, Any]:
+    shutil.copytree(pair.target_path, path)
+    file = path / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, file)
+    return {"model_path": str(path)}
+
+
+def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
+    served: Engine, other_pair: TinyPair, tmp_path: Path
+) -> None:
+    before = ids_of(served, PROMPT, GREEDY)
+    weights = {name: read(served, name) for name in (Q, K, "lm_head.weight")}
+    spoilt = bad_target(
+        other_pair,
+        tmp_path / "shapes",
+        **{Q: None, K: np.zeros((3, 3), np.float32), "lm_head.weight": np.zeros((2, 2), np.int8)},
+    )
+    draft = tmp_path / "draft"
+    shutil.copytree(other_pair.draft_path, draft)
+    (draft / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(CheckpointError) as caught:
+        served.update_weights_from_disk(**spoilt, speculative_draft_model_path=str(draft))
+    for part in (
+        f"no tensor {Q}; expected shape",
+        f"{K} has shape (3, 3); expected",
+        "lm_head.weight has dtype I8; expected",
+        "draft/model.safetensors: cannot be read",
+    ):
+        assert part in str(caught.value)
+    nan = np.full((16, 32), np.nan, np.float32)
+    norm = np.full(32, np.inf, np.float32)
+    spoilt = bad_target(other_pair, tmp_path / "nan", **{K: nan, "model.norm.weight": norm})
+    with pytest.raises(CheckpointError, match="not finite") as caught:
+        served.update_weights_from_disk(**spoilt)
+    assert "model.norm.weight has numbers" in str(caught.value)
+    assert "model.layers.1.self_attn.q_proj.weight or " in str(caught.value)
+    smaller = write_tiny_pair(tmp_path / "smaller", num_layers=4)
+    with pytest.raises(CheckpointError, match=r"layers has 4 entries; expected 3(.|\n)*unknown tensor"):
+        served.update_weights_from_disk(str(smaller.target_path))
+    for given, message in (
+        ({"x": nan}, r"unknown tensor x of shape \(16, 32\)"),
+        ({K: nan.T, Q: np.zeros((32, 32), np.int32)}, r"2 tensors do not fit(.|\n)*has dtype I32"),
+        ({K: nan}, "not finite"),
+        ({"d2t": np.zeros(160, np.int64)}, "which ids are drafted"),
+        ({}, "there are none"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            served.update_weights_from_tensor(given)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(read(served, name), value)
+    assert ids_of(served, PROMPT, GREEDY) == before
+    assert served.weight_version == "default"
