@@ -30,7 +30,8 @@ FLOORS: dict[str, int] = {
     "training": 6,
     "api": 7,
     "server": 8,
-    "cli": 9,
+    "cli_convert": 9,
+    "cli": 10,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
 

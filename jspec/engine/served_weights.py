@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from jspec.core.errors import (
 from jspec.core.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
 from jspec.engine.device_memory import least_memory
 from jspec.engine.loading import LoadedModels
-from jspec.engine.runner import DeviceRunner
 from jspec.engine.weight_checks import Finite, as_host, differences
 from jspec.engine.weight_stream import put_on, stream
 from jspec.engine.weight_switch import (
@@ -49,6 +48,16 @@ from jspec.models.placement import nested
 from jspec.models.published import changed_reads, layouts_by_name, published_tensor
 from jspec.models.stored import ParamRead
 from jspec.speculative.source import DraftSource
+
+
+class HoldsParams(Protocol):
+    """What is asked of a runner."""
+
+    @property
+    def params(self) -> Any: ...
+
+    def replace_params(self, params: Any) -> None: ...
+
 
 HasRoom = Callable[[int], bool]
 GIVEN = "the given tensors"
@@ -73,7 +82,7 @@ class ServedWeights:
     def __init__(
         self,
         models: LoadedModels,
-        runner: DeviceRunner,
+        runner: HoldsParams,
         *,
         mesh: Mesh,
         has_room: HasRoom | None = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
 from jspec.core.errors import CheckpointError
 from jspec.models.hf_weights import HostArray, Shape, Tensors
@@ -53,6 +54,9 @@ class LazyTensor:
 @dataclass(frozen=True, slots=True)
 class LazyHeader:
     tensors: Mapping[str, LazyTensor]
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
 
     def get_slice(self, name: str) -> LazyTensor:
         return self.tensors[name]
@@ -103,3 +107,20 @@ def lazy_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> Tensors:
 def held(array: HostArray) -> LazyTensor:
     """An array that is there."""
     return LazyTensor(array.shape, dtype_name(array.dtype), lambda: array)
+
+
+def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
+    """The tensors of a safetensors file's bytes, by name. Raises CheckpointError."""
+    types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    arrays: dict[str, HostArray] = {}
+    try:
+        for name, tensor in safetensors.deserialize(data):
+            if tensor["dtype"] not in types:
+                raise CheckpointError(
+                    f"{name} has dtype {tensor['dtype']}; expected one of {', '.join(types)}"
+                )
+            numbers = np.frombuffer(tensor["data"], types[tensor["dtype"]])
+            arrays[name] = numbers.reshape(tensor["shape"])
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"is no safetensors file: {error}") from None
+    return arrays

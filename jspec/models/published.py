@@ -101,7 +101,7 @@ def changed_reads(
         for name in (name for part in layout for name in part.names if name not in given):
             all_tensors[name] = LazyTensor(
                 _shape(name, layout),
-                dtype_name(np.dtype(dtype)),
+                dtype_name(np.dtype(held(spec.path).dtype)),
                 partial(published_tensor, spec, layout, name, held, shards=shards),
             )
     return param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)

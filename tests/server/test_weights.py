@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 
 from jspec.api import Engine
 from jspec.core.errors import CheckpointError
@@ -235,7 +237,9 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
     assert "model.norm.weight has numbers" in str(caught.value)
     assert "model.layers.1.self_attn.q_proj.weight or " in str(caught.value)
     smaller = write_tiny_pair(tmp_path / "smaller", num_layers=4)
-    with pytest.raises(CheckpointError, match=r"layers has 4 entries; expected 3(.|\n)*unknown tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"layers has 4 entries; expected 3(.|\n)*unknown tensor"
+    ):
         served.update_weights_from_disk(str(smaller.target_path))
     for given, message in (
         ({"x": nan}, r"unknown tensor x of shape \(16, 32\)"),
@@ -250,3 +254,109 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
         np.testing.assert_array_equal(read(served, name), value)
     assert ids_of(served, PROMPT, GREEDY) == before
     assert served.weight_version == "default"
+
+
+# Over HTTP.
+
+
+def test_the_routes_answer_as_sglangs(
+    served: Engine, fresh: Engine, client: httpx.Client, other_pair: TinyPair
+) -> None:
+    assert served.weight_version == "default"
+    body = {
+        "model_path": str(other_pair.target_path),
+        "load_format": None,
+        "abort_all_requests": False,
+        "is_async": False,
+        "torch_empty_cache": False,
+        "keep_pause": True,
+        "recapture_cuda_graph": False,
+        "token_step": 0,
+        "flush_cache": True,
+        "weight_version": "http",
+    }
+    answer = client.post("/update_weights_from_disk", json=body)
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": 0,
+        },
+    )
+    assert client.get("/ready").status_code == 503
+    client.post("/continue_generation")
+    for path in ("/model_info", "/get_model_info", "/server_info", "/get_weight_version"):
+        assert client.get(path).json()["weight_version"] == "http"
+    assert client.get("/model_info").json()["model_path"] == body["model_path"]
+    asked = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    result = client.post("/generate", json=asked).json()
+    assert result["output_ids"] == ids_of(fresh, PROMPT, GREEDY)
+    assert result["meta_info"]["weight_version"] == "http"
+    answer = client.post("/update_weight_version", json={"new_version": "h2"}).json()
+    assert answer == {
+        "success": True,
+        "message": "Weight version updated to h2",
+        "new_version": "h2",
+    }
+    result = client.post("/generate", json=asked).json()["meta_info"]
+    assert (result["weight_version"], result["cached_tokens"] > 0) == ("h2", True)
+    theirs = load_file(other_pair.target_path / "model.safetensors")
+    rows = client.post("/get_weights_by_name", json={"name": Q, "truncate_size": 2}).json()
+    np.testing.assert_array_equal(np.asarray(rows, np.float32), theirs[Q][:2])
+    assert client.get("/get_weights_by_name", params={"name": K, "truncate_size": "1"}).json() == (
+        theirs[K][:1].tolist()
+    )
+    refused = client.post("/get_weights_by_name", json={"name": "nothing"})
+    assert refused.status_code == 400
+    assert "name is 'nothing'; expected a tensor of target or draft" in refused.json()["message"]
+
+
+def test_a_body_of_tensors_is_a_safetensors_file(served: Engine, client: httpx.Client) -> None:
+    value = np.full((16, 32), 0.5, ml_dtypes.bfloat16)
+    sent: dict[str, Any] = {"headers": {"Content-Type": "application/octet-stream"}}
+    path = "/update_weights_from_tensor"
+    answer = client.post(
+        path,
+        content=save({K: value}),
+        params={"weight_version": "t", "flush_cache": "true"},
+        **sent,
+    )
+    assert answer.json()["success"] is True
+    assert (read(served, K) == 0.5).all()
+    assert served.weight_version == "t"
+    answer = client.post(path, content=save({K: value[:3], "x": value}), **sent)
+    assert answer.status_code == 400
+    assert answer.json()["success"] is False
+    assert answer.json()["num_paused_requests"] == 0
+    for part in (f"{K} has shape (3, 32); expected (16, 32)", "unknown tensor x of shape (16, 32)"):
+        assert part in answer.json()["message"]
+    for options, message in (
+        ({"json": {"serialized_named_tensors": ["gASV"]}}, "are pickles, which run what"),
+        ({"content": b"nothing", **sent}, "is no safetensors file"),
+        ({"content": save({K: value}), "params": {"flush_cache": "2"}, **sent}, "flush_cache is"),
+        ({"content": save({K: value}), "params": {"selector": "x"}, **sent}, "selector is 'x'"),
+    ):
+        refused = client.post(path, **options)
+        assert refused.status_code == 400
+        assert message in refused.json()["message"]
+    assert (read(served, K) == 0.5).all()
+
+
+def test_an_update_that_is_asked_for_wrongly(client: httpx.Client, tmp_path: Path) -> None:
+    path = "/update_weights_from_disk"
+    for body, message in (
+        ({}, "has no model_path"),
+        ({"model_path": str(tmp_path / "none")}, "expected a directory with a checkpoint"),
+        ({"model_path": "x", "load_format": "dummy"}, "load_format is 'dummy'; expected auto"),
+        ({"model_path": "x", "manifest": {}}, "manifest is {}, which is not implemented"),
+        ({"model_path": "x", "weight_version": ""}, "weight_version is ''; expected a name"),
+        ({"model_path": "x", "modelpath": 1}, "the unknown field 'modelpath'"),
+        (
+            {"model_path": "x", "abort_all_requests": True, "wait_for_requests": True},
+            "expected one of them",
+        ),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["message"]
