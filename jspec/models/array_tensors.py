@@ -33,7 +33,7 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LazyTensor:
     """A tensor whose numbers are asked for when they are read, each time anew."""
 

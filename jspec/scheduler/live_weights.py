@@ -75,6 +75,11 @@ class LiveWeights:
                 "directory has is found there"
             )
         update = self._disk_update(model_path, _models(selector), speculative_draft_model_path)
+        if selector == "all" and update.draft is None and self._weights.has_draft:
+            raise RequestError(
+                "selector is all, and the draft has a directory of its own; expected "
+                "speculative_draft_model_path beside model_path"
+            )
         result = await self._update(update, **options)
         self.updated_model_path = update.target or self.updated_model_path
         return result
