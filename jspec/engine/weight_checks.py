@@ -7,12 +7,16 @@ import threading
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.errors import CheckpointError, shown
 from jspec.engine.weight_stream import Put
 from jspec.models.hf_weights import LISTED, HostArray
 from jspec.models.params import ParamSpec
+
+# The bits of the exponent, all of which are set in what is no number, by type of 16 bits.
+EXPONENTS = {np.dtype(np.float16): np.uint16(0x7C00), np.dtype(jnp.bfloat16): np.uint16(0x7F80)}
 
 
 class Finite:
@@ -46,7 +50,15 @@ def is_finite(value: HostArray) -> bool:
         return True
     rows = value.reshape(-1) if value.flags.c_contiguous else value.T.reshape(-1)
     step = 1 << 20
-    return all(bool(np.isfinite(rows[i : i + step]).all()) for i in range(0, rows.size, step))
+    return all(_all_finite(rows[i : i + step]) for i in range(0, rows.size, step))
+
+
+def _all_finite(rows: HostArray) -> bool:
+    exponent = EXPONENTS.get(rows.dtype)
+    if exponent is None:
+        return bool(np.isfinite(rows).all())
+    # Plain integers are several times faster than 16-bit floats.
+    return not bool(((rows.view(np.uint16) & exponent) == exponent).any())
 
 
 def _named(spec: ParamSpec) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
+import jax.monitoring
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from safetensors.numpy import load_file, save, save_file
 
 from jspec.api import Engine
 from jspec.core.errors import CheckpointError
+from jspec.models.convert import Format, convert
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
 from .helpers import wait_idle, wait_running
@@ -51,6 +55,28 @@ def served(engine: Engine, tiny_pair: TinyPair) -> Iterator[Engine]:
     wait_idle(engine)
 
 
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What is compiled meanwhile, by any thread of this process."""
+    heard: list[str] = []
+
+    def hear(event: str, _: float, **__: Any) -> None:
+        if "backend_compile" in event:
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    try:
+        yield heard
+    finally:
+        jax.monitoring.unregister_event_duration_listener(hear)
+
+
+def test_compilations_are_heard() -> None:
+    with compilations() as compiled:
+        jax.jit(lambda x: x * 3 + 1)(np.ones(7))
+    assert compiled
+
+
 def ids_of(engine: Engine, prompt: list[int], params: dict[str, Any]) -> list[int]:
     found: list[int] = engine.generate(input_ids=prompt, sampling_params=params)["output_ids"]
     return found
@@ -69,13 +95,15 @@ def test_text_after_an_update_is_a_fresh_engines(
     num_programs = served.get_server_info()["num_programs"]
     before = [ids_of(served, PROMPT, params) for params in (GREEDY, SEEDED)]
     expected = [fresh.generate(input_ids=PROMPT, sampling_params=p) for p in (GREEDY, SEEDED)]
-    answer = served.update_weights_from_disk(**both(other_pair), weight_version="2")
+    with compilations() as compiled:
+        answer = served.update_weights_from_disk(**both(other_pair), weight_version="2")
+        results = [served.generate(input_ids=PROMPT, sampling_params=p) for p in (GREEDY, SEEDED)]
+    assert compiled == []
     assert answer == {
         "success": True,
         "message": "Succeeded to update model weights.",
         "num_paused_requests": 0,
     }
-    results = [served.generate(input_ids=PROMPT, sampling_params=p) for p in (GREEDY, SEEDED)]
     for result, wanted, old in zip(results, expected, before, strict=True):
         assert result["output_ids"] == wanted["output_ids"] != old
         # The draft is the other one too: it is accepted as often.
@@ -254,6 +282,43 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
         np.testing.assert_array_equal(read(served, name), value)
     assert ids_of(served, PROMPT, GREEDY) == before
     assert served.weight_version == "default"
+
+
+def in_orbax(pair: TinyPair, path: Path) -> dict[str, str]:
+    convert(pair.target_path, path / "target", Format.ORBAX)
+    convert(pair.draft_path, path / "draft", Format.ORBAX)
+    return {
+        "model_path": str(path / "target"),
+        "speculative_draft_model_path": str(path / "draft"),
+    }
+
+
+def test_orbax_updates_as_safetensors_do(
+    served: Engine, fresh: Engine, other_pair: TinyPair, tmp_path: Path
+) -> None:
+    served.update_weights_from_disk(**in_orbax(other_pair, tmp_path))
+    for params in (GREEDY, SEEDED):
+        assert ids_of(served, PROMPT, params) == ids_of(fresh, PROMPT, params)
+
+
+@pytest.mark.slow
+def test_two_shards_serve_what_one_wrote_as_orbax(
+    served: Engine,
+    fresh: Engine,
+    engine_arguments: dict[str, Any],
+    tiny_pair: TinyPair,
+    other_pair: TinyPair,
+    tmp_path: Path,
+) -> None:
+    ours, theirs = in_orbax(tiny_pair, tmp_path / "a"), in_orbax(other_pair, tmp_path / "b")
+    with Engine(**{**engine_arguments, **ours, "tp_size": 2}) as two:
+        for params in (GREEDY, SEEDED):
+            assert ids_of(two, PROMPT, params) == ids_of(served, PROMPT, params)
+        stored = load_file(tiny_pair.target_path / "model.safetensors")
+        np.testing.assert_array_equal(read(two, K), stored[K])
+        two.update_weights_from_disk(**theirs)
+        for params in (GREEDY, SEEDED):
+            assert ids_of(two, PROMPT, params) == ids_of(fresh, PROMPT, params)
 
 
 # Over HTTP.
