@@ -114,7 +114,7 @@ def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
     types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     arrays: dict[str, HostArray] = {}
     try:
-        for name, tensor in safetensors.deserialize(data):
+        for name, tensor in safetensors.deserialize(data):  # type: ignore[no-untyped-call]
             if tensor["dtype"] not in types:
                 raise CheckpointError(
                     f"{name} has dtype {tensor['dtype']}; expected one of {', '.join(types)}"

@@ -97,6 +97,7 @@ class WeightEndpoints:
     async def get_by_name(self, request: Request) -> Response:
         """GET or POST /get_weights_by_name {"name", "truncate_size": 100, "selector"}: its rows."""
         read = frozenset({"name", "truncate_size", "selector"})
+        values: Mapping[str, Any]
         if request.query_params:
             given: dict[str, Any] = dict(request.query_params)
             if given.get("truncate_size", "").isdecimal():

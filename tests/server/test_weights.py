@@ -60,9 +60,9 @@ def compilations() -> Iterator[list[str]]:
     """What is compiled meanwhile, by any thread of this process."""
     heard: list[str] = []
 
-    def hear(event: str, _: float, **__: Any) -> None:
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
         if "backend_compile" in event:
-            heard.append(event)
+            heard.append(f"{event} {duration_secs}")
 
     jax.monitoring.register_event_duration_secs_listener(hear)
     try:
