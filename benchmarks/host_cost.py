@@ -46,6 +46,7 @@ from jspec.engine.compilation import Progress
 from jspec.engine.loading import resolve_paths
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, resolve
 from jspec.engine.runner import DeviceRunner
+from jspec.engine.served_weights import ServedWeights
 from jspec.scheduler.loop import EngineLoop
 from jspec.scheduler.scheduler import Scheduler
 from jspec.server.app import create_app
@@ -180,7 +181,9 @@ class HostEngine(Engine):
         self._rows, self._step_seconds = rows, step_seconds
         super().__init__(max_running_requests=rows, **arguments)
 
-    def _build_runner(self, progress: Progress | None) -> tuple[DeviceRunner, ResolvedConfig]:
+    def _build_runner(
+        self, progress: Progress | None
+    ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
         del progress
         paths = resolve_paths(self.args)
         facts = CheckpointFacts(
@@ -196,7 +199,8 @@ class HostEngine(Engine):
         self.null_runner = NullRunner(
             limits, vocab_size=vocab_size, step_seconds=self._step_seconds
         )
-        return cast(DeviceRunner, self.null_runner), config
+        # Nobody asks for weights here, and there are none.
+        return cast(DeviceRunner, self.null_runner), config, cast(ServedWeights, None)
 
 
 @contextmanager

@@ -31,9 +31,11 @@ from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.runner import DeviceRunner
+from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
+from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
@@ -44,7 +46,7 @@ from jspec.text.stream import IdsOnlyStream, TokenizedStream
 from jspec.text.tokenizer import Tokenizer
 
 
-class Engine:
+class Engine(LiveWeights):
     """One model pair, loaded and compiled, ready for requests.
 
     Keyword arguments are those of `EngineArgs`, kept as `args`; `config` is what they came to.
@@ -79,7 +81,8 @@ class Engine:
         template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner, self.config = self._build_runner(progress)
+        runner, self.config, weights = self._build_runner(progress)
+        self._init_weights(weights)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -92,7 +95,9 @@ class Engine:
         )
         self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
 
-    def _build_runner(self, progress: Progress | None) -> tuple[DeviceRunner, ResolvedConfig]:
+    def _build_runner(
+        self, progress: Progress | None
+    ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
         """What the engine runs on, and what that was built from; another one may be put here."""
         return build_runner(self.args, progress=progress)
 
@@ -174,6 +179,7 @@ class Engine:
     async def _submit(
         self, requests: Sequence[Request], max_unread: int | None
     ) -> list[ChunkStream]:
+        await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
         await self._check(requests)
         return [self._loop.submit(request, max_unread=max_unread) for request in requests]
@@ -360,6 +366,7 @@ class Engine:
             "num_programs": self._runner.num_programs,
             "num_programs_wanted": self._runner.num_programs_wanted,
             "startup_seconds": round(self.startup_seconds, 3),
+            "weight_version": self.weight_version,
             "device": str(device.device_kind),
             "version": __version__,
             "internal_states": [

@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `jspec generate`, `jspec flags`.
+"""The command line: `jspec serve`, `jspec generate`, `jspec convert`, `jspec flags`.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
+from jspec.cli_convert import run_convert
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.device_memory import share_for_server
@@ -36,6 +37,7 @@ USAGE = """usage: jspec COMMAND [flags]
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
+  convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": run_serve,
         "generate": run_generate,
         "batch": run_batch_command,
+        "convert": run_convert,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jspec.core.config import ServeLimits
 from jspec.core.plan import StepPlan, StepResult
+from jspec.core.weight_update import Model, WeightUpdate
 
 
 @runtime_checkable
@@ -28,6 +29,38 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Lets go of all that is on the device. The last call; may come twice."""
+        ...
+
+
+class Weights(Protocol):
+    """What serves, seen as weights that can be read and changed."""
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft with weights of its own."""
+        ...
+
+    @property
+    def draft_is_in_target(self) -> bool:
+        """Whether the draft was read from the target's own directory."""
+        ...
+
+    def prepare(self, update: WeightUpdate) -> Any:
+        """Reads and checks all of it; what serves stays as it is. From any thread, one at a time.
+
+        Raises CheckpointError or ConfigError, one for all that is wrong.
+        """
+        ...
+
+    def switch(self, prepared: Any) -> None:
+        """Serves what `prepare` gave, on the runner's thread, no step being in flight.
+
+        If it raises, what served before does still; after EngineClosedError nothing does.
+        """
+        ...
+
+    def tensor(self, name: str, model: Model | None) -> Any:
+        """A numpy array, as a checkpoint would store it. Raises RequestError for an unknown name"""
         ...
 
 

@@ -28,6 +28,7 @@ from jspec.core.sampling_fields import (
 )
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
+DEFAULT_VERSION = "default"  # of the weights, SGLang's name
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 # The device masks stop tokens while fewer than min_new_tokens are out; one row holds this many.
@@ -297,7 +298,8 @@ class StreamChunk:
 
     new_ids: ids that this round emitted, after the cut. num_accepted of them (from the front) were
     accepted drafts; the rest is the target's own. text: the new text, never half a character.
-    cached_tokens: of the prompt, found in the prefix cache.
+    cached_tokens: of the prompt, found in the prefix cache. weight_version: of the weights that the
+    row was last filled with.
     """
 
     request_id: str
@@ -309,4 +311,5 @@ class StreamChunk:
     completion_tokens: int = 0
     num_retractions: int = 0
     cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
     counters: SpecCounters = field(default_factory=SpecCounters)

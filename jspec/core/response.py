@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.request import FinishReason, SpecCounters, StreamChunk
+from jspec.core.request import DEFAULT_VERSION, FinishReason, SpecCounters, StreamChunk
 
 
 class Completion:
@@ -21,6 +21,7 @@ class Completion:
         self.prompt_tokens = 0
         self.num_retractions = 0
         self.cached_tokens = 0
+        self.weight_version = DEFAULT_VERSION
         self.counters = SpecCounters()
         self.texts: list[str] = []
 
@@ -31,6 +32,7 @@ class Completion:
         self.prompt_tokens = chunk.prompt_tokens
         self.num_retractions = chunk.num_retractions
         self.cached_tokens = chunk.cached_tokens
+        self.weight_version = chunk.weight_version
         self.counters = chunk.counters
 
     @property
@@ -56,6 +58,7 @@ class Completion:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": len(self.output_ids),
             "cached_tokens": self.cached_tokens,
+            "weight_version": self.weight_version,
             "num_retractions": self.num_retractions,
         }
         if e2e_latency is not None:

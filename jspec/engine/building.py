@@ -22,6 +22,7 @@ from jspec.engine.program_growth import ProgramGrowth, maker_of
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import later_programs, program_keys, programs_at_start
 from jspec.engine.runner import DeviceRunner
+from jspec.engine.served_weights import ServedWeights
 from jspec.speculative.step import StepProgram
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 
 def build_runner(
     args: EngineArgs, *, progress: Progress | None
-) -> tuple[DeviceRunner, ResolvedConfig]:
+) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
 
-    Also returns what it was built from.
+    Also returns what it was built from, and its weights, to be read and changed.
 
     Raises ConfigError and CheckpointError for what cannot be.
     Whoever keeps an error of it keeps no weights, state or programs.
@@ -46,7 +47,7 @@ def build_runner(
 
 def _build_runner(
     args: EngineArgs, *, progress: Progress | None
-) -> tuple[DeviceRunner, ResolvedConfig]:
+) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
     args = replace(args, compilation_cache_dir="" if store is None else str(store.directory.parent))
@@ -81,7 +82,8 @@ def _build_runner(
         maker = maker_of(recipe, later, mesh=mesh, store=store)
         wanted = len(program_keys(limits))
         runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
-    return runner, config
+    weights = ServedWeights(replace(models, params={}), runner, mesh=mesh)
+    return runner, config, weights
 
 
 def _open_store(named: str | None) -> ProgramStore | None:

@@ -54,12 +54,15 @@ class ModelPaths:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModels:
     """What was resolved; static target and drafter, and their params on the mesh; the draft model,
-    if any."""
+    if any; and what the drafter was built from, for other weights of it."""
 
     config: ResolvedConfig
     target: Decoder
     drafter: Drafter
     params: dict[str, Any]
+    source: DraftSource
+    request: DraftRequest
+    read_source: ReadSource
     draft_layer: ModelSpec | None = None
 
 
@@ -105,17 +108,16 @@ def load_models(
     check_divisible(spec, shards=mesh.size)
     if args.load_format != "dummy":
         check_target(paths.target, spec, families)  # before anything is built a layer at a time
-    source = drafters[args.algorithm](
-        DraftRequest(
-            args=args,
-            path=paths.draft,
-            target=spec,
-            target_path=paths.target,
-            tokenizer=paths.tokenizer,
-            shards=mesh.size,
-            families=families,
-        )
+    request = DraftRequest(
+        args=args,
+        path=paths.draft,
+        target=spec,
+        target_path=paths.target,
+        tokenizer=paths.tokenizer,
+        shards=mesh.size,
+        families=families,
     )
+    source = drafters[args.algorithm](request)
     for draft_spec in source.specs:
         check_divisible(draft_spec, shards=mesh.size)
     checkpoint = CheckpointFacts(
@@ -126,18 +128,19 @@ def load_models(
         head_dims=head_dims_of((spec, *source.specs)),
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
-    return _place_models(config, spec, source, mesh=mesh, families=families)
+    return _place_models(config, source, request, drafters[args.algorithm], mesh=mesh)
 
 
 def _place_models(
     config: ResolvedConfig,
-    spec: ModelSpec,
     source: DraftSource,
+    request: DraftRequest,
+    read_source: ReadSource,
     *,
     mesh: Mesh,
-    families: tuple[Family, ...],
 ) -> LoadedModels:
     """Target and draft as `config` says, their weights read or made."""
+    spec, families = request.target, request.families
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     ops = ops_of(config)
     target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
@@ -154,6 +157,9 @@ def _place_models(
         target=target,
         drafter=drafter,
         params={"target": placed, "draft": draft},
+        source=source,
+        request=request,
+        read_source=read_source,
         draft_layer=source.specs[0] if source.specs else None,
     )
 

@@ -167,6 +167,17 @@ class DeviceRunner:
             raise EngineClosedError("the runner is closed; it holds no state and no programs")
         return self._state
 
+    @property
+    def params(self) -> Any:
+        """{"target": ..., "draft": ...}. Raises EngineClosedError after close()."""
+        if self._params is None:
+            raise EngineClosedError("the runner is closed; it holds no weights")
+        return self._params
+
+    def replace_params(self, params: Any) -> None:
+        """Puts other weights in place, between steps; they must lie as the former did."""
+        self._params = params
+
     def replace_state(self, state: EngineState) -> None:
         """Puts another state in place, between steps; it must have the same shapes."""
         self._state = state

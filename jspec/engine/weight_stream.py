@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,7 +25,8 @@ NUM_WORKERS = 4
 MAX_BYTES = 2**30  # on the host, of all weights under way
 _ASK_SECONDS = 0.5  # how often a wait asks whether Ctrl-C came
 
-Put = Callable[[ParamSpec, HostArray], jax.Array]  # returns when the array is on its devices
+# Returns when the array is on its devices; or the host's own, for whom wants it there.
+Put = Callable[[ParamSpec, HostArray], Any]
 
 
 def put_on(mesh: Mesh, *, by_columns: bool) -> Put:
@@ -48,7 +50,7 @@ def stream(
     *,
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,
-) -> dict[Path, jax.Array]:
+) -> dict[Path, Any]:
     """Reads and puts all weights. At most `num_workers` at once, and `max_bytes` (of `host_bytes`)
     on the host; a weight larger than that has the host to itself.
 
@@ -70,7 +72,8 @@ def stream(
         flow.stop()
         pool.shutdown(cancel_futures=True)
         for array in flow.placed.values():
-            array.delete()
+            if isinstance(array, jax.Array):
+                array.delete()
         raise
     finally:
         pool.shutdown()
@@ -80,7 +83,7 @@ class _Flow:
     """Which weights are under way, what they hold, and what became of them."""
 
     def __init__(self, put: Put, max_bytes: int) -> None:
-        self.placed: dict[Path, jax.Array] = {}
+        self.placed: dict[Path, Any] = {}
         self.error: BaseException | None = None
         self._put = put
         self._max_bytes = max_bytes

@@ -296,6 +296,12 @@ def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:
 _UNREAD = (f"{LAYER}input_layernorm.weight",)
 
 
+def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
+    """The params of a head once the target's lm_head has changed."""
+    kernel = _columns(target_params["lm_head"]["kernel"], hot_ids)
+    return {**params, "lm_head": {"kernel": kernel}}
+
+
 def _columns(kernel: Any, ids: HostArray) -> Any:
     """kernel[:, ids], split as the kernel is."""
     chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(ids), axis=1, mode="clip")

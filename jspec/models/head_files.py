@@ -17,7 +17,7 @@ from jspec.core.model_spec import LayerSpec, ModelSpec
 from jspec.models.checkpoint import is_inv_freq
 from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
 from jspec.models.layer_params import attention_params, ffn_params, norm
-from jspec.models.params import Form, ParamSpec, ParamTable, Part, or_fused, prefixed
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, Split, or_fused, prefixed
 
 LAYER = "layers.0."
 Params = Mapping[str, Any]
@@ -138,6 +138,17 @@ def stored_embed(spec: ParamSpec) -> ParamSpec:
         name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
     )
     return replace(spec, layouts=((part,),))
+
+
+def published_specs(table: ParamTable) -> ParamTable:
+    """A head's embedding and map of ids, as their file stores them."""
+    found = {spec.path: spec for spec in table}
+    ids = found["draft_ids",]
+    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
+    return (
+        stored_embed(found["embed", "table"]),
+        replace(ids, layouts=((part,),), split=Split.NONE),
+    )
 
 
 def shared_embed(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:

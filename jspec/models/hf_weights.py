@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import ml_dtypes  # importing it also teaches numpy bfloat16, which safetensors asks for
 import numpy as np
@@ -40,9 +40,27 @@ FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+ORBAX = "orbax"  # a directory: a checkpoint of orbax, which `jspec convert` writes
+NAMES = (*(name for names in FILES for name in names), ORBAX)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
 BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
 _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
+
+
+class TensorFile(Protocol):
+    """Where tensors are read from, by any thread; what `Tensors` asks of it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def header(self) -> Any:
+        """get_slice(name).get_shape() and .get_dtype() (safetensors' spelling), get_tensor(name)"""
+        ...
+
+    def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
+        """Fills `out` (contiguous) from `offset` bytes after the tensor's first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +110,7 @@ class Tensors:
     """
 
     path: Path
-    sources: Mapping[str, tuple[StoredFile, str]]  # name: (open file, the name in that file)
+    sources: Mapping[str, tuple[TensorFile, str]]  # name: (open file, the name in that file)
 
     def __contains__(self, name: str) -> bool:
         return name in self.sources
@@ -222,7 +240,7 @@ def listed(kinds: Mapping[str, Sequence[str]]) -> str:
 
 def has_tensors(path: Path) -> bool:
     """Whether there is something in the directory that `open_tensors` would open."""
-    return any((path / name).exists() for names in FILES for name in names)
+    return any((path / name).exists() for name in NAMES)
 
 
 @contextmanager
@@ -231,14 +249,14 @@ def open_tensors(
 ) -> Iterator[Tensors]:
     """Opens `path`/model.safetensors, or the files of `path`/model.safetensors.index.json.
 
-    Where there is neither, pytorch_model.bin and its index: torch's files (models.torch_files).
+    Where there is neither, pytorch_model.bin and its index: torch's files (models.torch_files);
+    else a directory `path`/orbax (models.orbax_files).
     `canonical` maps a stored name to the one that the caller uses.
     Raises CheckpointError, naming the file, where one is missing, truncated or corrupt.
     """
     with ExitStack() as stack:
-        sources: dict[str, tuple[StoredFile, str]] = {}
+        sources: dict[str, tuple[TensorFile, str]] = {}
         for file_path, wanted in _files(path).items():
-            check_regular(file_path)
             file = _open(stack, file_path)
             stored_names = set(file.header.keys())
             if missing := sorted(wanted - stored_names):
@@ -251,8 +269,13 @@ def open_tensors(
         yield Tensors(path, sources)
 
 
-def _open(stack: ExitStack, path: Path) -> StoredFile:
+def _open(stack: ExitStack, path: Path) -> TensorFile:
     """Opens one file until `stack` ends. safetensors checks the header, so its spans are sound."""
+    if path.name == ORBAX:
+        from jspec.models.orbax_files import open_orbax  # seconds of imports, for whom has one
+
+        return open_orbax(path)
+    check_regular(path)
     if path.suffix == ".bin":
         torch_file = open_torch_file(path)
         opened = stack.enter_context(path.open("rb", buffering=0))
@@ -273,10 +296,10 @@ def _open(stack: ExitStack, path: Path) -> StoredFile:
 
 def _files(path: Path) -> dict[Path, set[str]]:
     """Each weights' file of a checkpoint, with the tensors that its index promises."""
-    found = [path / name for names in FILES for name in names if (path / name).exists()]
+    found = [path / name for name in NAMES if (path / name).exists()]
     if not found:
         single, parted = FILES[0]
-        raise CheckpointError(f"{path}: expected {single} or {parted}, or {FILES[1][0]}")
+        raise CheckpointError(f"{path}: expected {single} or {parted}, {FILES[1][0]}, or {ORBAX}/")
     index = found[0]
     if index.suffix != ".json":
         return {index: set()}

@@ -279,19 +279,28 @@ def stored_tensors(
 def _store(
     tensors: dict[str, HostArray], spec: ParamSpec, host: HostArray, *, dtype: npt.DTypeLike
 ) -> None:
-    layout, column = spec.layouts[0], 0
+    for name, part, piece in pieces(spec.layouts[0], host):
+        if name not in tensors and piece.shape == part.shape:
+            tensors[name] = np.ascontiguousarray(piece, dtype=dtype)
+            continue
+        whole = tensors.setdefault(name, np.empty(part.shape, dtype))
+        whole[in_stored(part)] = piece
+
+
+def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Part, HostArray]]:
+    """(name, part, what of an unsharded weight is stored there), each a view."""
+    column = 0
     for part in layout:
         columns = host[..., column : column + part.size]
         column += part.size
         turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)
         for index, name in enumerate(part.names):
-            piece = turned[index] if part.stack else turned
-            if name not in tensors and piece.shape == part.shape:
-                tensors[name] = np.ascontiguousarray(piece, dtype=dtype)
-                continue
-            whole = tensors.setdefault(name, np.empty(part.shape, dtype))
-            axis = (part.rows,) if part.form is Form.AS_HELD else (part.rows, slice(None))
-            whole[(..., *axis)] = piece
+            yield name, part, turned[index] if part.stack else turned
+
+
+def in_stored(part: Part) -> tuple[Any, ...]:
+    """Index of a part in the whole stored tensor."""
+    return (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
 
 
 def value_at(params: Mapping[str, Any], path: Path) -> Any:

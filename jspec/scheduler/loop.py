@@ -13,60 +13,33 @@ which never blocks. It decides nothing about scheduling, and it sees no token.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
-from jspec.core.request import Request, StreamChunk
+from jspec.core.request import DEFAULT_VERSION, Request, StreamChunk
 from jspec.scheduler.mailbox import Mailbox, Waiting, wake
 from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
+from jspec.scheduler.trace import BusyClock
+from jspec.scheduler.trace import TraceEvent as TraceEvent
+from jspec.scheduler.trace import TraceKind as TraceKind
 from jspec.scheduler.transcript import Piece
 
 LOGGER = logging.getLogger("jspec.scheduler")
 SLOW_READER = "aborted: its reader left too much unread"
 
 
-class TraceKind(enum.Enum):
-    DISPATCH = "dispatch"
-    COLLECT = "collect"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceEvent:
-    """One call to the runner; times are seconds of time.monotonic()."""
-
-    kind: TraceKind
-    step: int
-    started: float
-    ended: float
-
-
-class BusyClock:
-    """Seconds during which it ran, the current run included. Readable from any thread."""
-
-    def __init__(self) -> None:
-        self._state: tuple[float, float | None] = (0.0, None)  # before this run, its start
-
-    @property
-    def seconds(self) -> float:
-        before, started = self._state
-        return before if started is None else before + time.monotonic() - started
-
-    def start(self) -> None:
-        self._state = (self.seconds, time.monotonic())
-
-    def stop(self) -> None:
-        self._state = (self.seconds, None)
+# What runs between two steps. It is given what runs a function on the engine thread.
+Visit = Callable[[Callable[[Callable[[], None]], Awaitable[None]]], Awaitable[None]]
 
 
 class ChunkStream(AsyncIterator[StreamChunk]):
@@ -155,6 +128,8 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_paused = False
+        self._visits: deque[tuple[Visit, asyncio.Future[None]]] = deque()
+        self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
         self._released: Future[None] | None = None
@@ -186,20 +161,24 @@ class EngineLoop:
         """
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
-        event_loop = asyncio.get_running_loop()
         self._scheduler.submit(request)
         if self._first_tokens is not None:
             self._first_tokens.submitted(request.request_id, time.monotonic())
         queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
-        if self._task is None:
-            self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
-        self._wake.set()
+        self._start()
         return ChunkStream(self, request.request_id, queue)
 
     def trace_requests(self, trace: RequestTrace) -> None:
         """From now on marks in `trace` what requests pass here."""
         self._first_tokens = FirstTokens(trace)
+
+    def _start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(
+                self._run(), name="jspec-engine-loop"
+            )
+        self._wake.set()
 
     @property
     def is_paused(self) -> bool:
@@ -214,6 +193,30 @@ class EngineLoop:
         """Plans steps again."""
         self._is_paused = False
         self._wake.set()
+
+    async def between_steps(self, visit: Visit) -> None:
+        """Awaits `visit` once no step is in flight; none is planned before it ends. Its error is
+        raised here. Raises EngineClosedError if the engine ends first."""
+        if self._is_closing:
+            raise self._closed_error("nothing runs between its steps")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._visits.append((visit, done))
+        self._start()
+        await done
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """Other weights are in force, or (`renames`) the same under another name. In a visit.
+
+        Rows go back to the queue: prompt and output are filled anew, by the new weights.
+        """
+        if not renames:
+            self._scheduler.fail()  # which loses nothing here: no step is in flight
+        self._scheduler.set_weight_version(version, renames=renames)
+        self._weight_version = version
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
@@ -267,8 +270,12 @@ class EngineLoop:
         try:
             while not self._is_closing:
                 self._wake.clear()
-                plan = None if self._is_paused else self._scheduler.plan()
-                if plan is None and not self._in_flight:
+                is_held = self._is_paused or self._visits
+                plan = None if is_held else self._scheduler.plan()
+                if self._visits and not self._in_flight:
+                    self._publish()
+                    await self._be_visited(*self._visits.popleft())
+                elif plan is None and not self._in_flight:
                     self._publish()
                     self._busy.stop()
                     await self._wake.wait()
@@ -309,6 +316,18 @@ class EngineLoop:
             self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
             if self._first_tokens is not None:
                 self._first_tokens.committed(result.step, time.monotonic())
+
+    async def _be_visited(self, visit: Visit, done: asyncio.Future[None]) -> None:
+        run = partial(asyncio.get_running_loop().run_in_executor, self._engine_thread)
+        try:
+            await visit(run)
+        except Exception as error:
+            if not done.done():
+                done.set_exception(error)
+            if isinstance(error, EngineClosedError):  # what it left cannot run a step
+                raise
+        if not done.done():
+            done.set_result(None)
 
     def _run_step(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
         """On the engine's thread: dispatches `plan`, then waits for the oldest step, if told to."""
@@ -366,6 +385,10 @@ class EngineLoop:
             readers.append(queue.put(error))
         self._queues.clear()
         wake(readers)
+        while self._visits:
+            _, done = self._visits.popleft()
+            if not done.done():
+                done.set_exception(self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f" because of {self._cause!r}"

@@ -23,11 +23,11 @@ from jspec.cache.prefix_cache import CachedPage, PrefixCache
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
 from jspec.core.plan import PageGrant
+from jspec.core.request import DEFAULT_VERSION
 from jspec.scheduler.sequence import Sequence, Tenancy
 
 # What waiting must save: at least one part in so many of what would be computed without it.
 WORTH_WAITING = 4
-DEFAULT_VERSION = "default"  # of the weights, SGLang's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class FullPages:
         self._is_caching = limits.caches_prefixes
         self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = DEFAULT_VERSION
+        self._num_weights = 0
 
     @property
     def num_pages(self) -> int:
@@ -127,6 +128,7 @@ class FullPages:
 
     def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> None:
         """Gives a new row its first num_pages pages: the cached ones, then its own."""
+        tenancy.sequence.weight_version = self._weight_version
         if self._is_caching:
             tenancy.namespace = self._namespace(tenancy.sequence)
             last = hit.last or self._cache.root(tenancy.namespace)
@@ -202,16 +204,18 @@ class FullPages:
         """What that step or a later one wrote is found no more: the step failed."""
         self._pool.release(self._cache.withdraw(step))
 
-    def set_weight_version(self, version: str) -> None:
-        """Texts are looked for, and added, among those of these weights alone."""
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """Other weights are in force: texts are looked for, and added, among those of these alone,
+        also where former ones had the same name. renames: only the name is another."""
         self._weight_version, self._found = version, None
+        self._num_weights += not renames
 
     def flush(self) -> None:
         """Nothing is found any more; what ended rows hold is free once their last step is read."""
         self._pool.release(self._cache.withdraw(0))
 
     def _namespace(self, sequence: Sequence) -> Hashable:
-        return self._weight_version, sequence.request.extra_key
+        return self._num_weights, sequence.request.extra_key
 
     def _is_current(self, tenancy: Tenancy) -> bool:
         """Whether its KV is all of the weights that are in force."""

@@ -92,11 +92,8 @@ class RoundReader:
         for i, count, row in zip(rows.tolist(), counts.tolist(), ids.tolist(), strict=True):
             sequence = flight.tenancies[i].sequence
             retractions, cached = sequence.num_retractions, sequence.cached_tokens
-            pieces.append(
-                Piece(
-                    sequence.transcript, row[:count], count, None, None, None, retractions, cached
-                )
-            )
+            origin = (retractions, cached, sequence.weight_version)
+            pieces.append(Piece(sequence.transcript, row[:count], count, None, None, None, *origin))
         return pieces
 
     def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:

@@ -174,9 +174,9 @@ class Scheduler:
         self._pages.flush()
         return True
 
-    def set_weight_version(self, version: str) -> None:
-        """From now on rows find nothing that other weights wrote, and running ones add nothing."""
-        self._pages.set_weight_version(version)
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """From now on rows find and add nothing of other weights. renames: they are the same."""
+        self._pages.set_weight_version(version, renames=renames)
 
     # Plans out.
 

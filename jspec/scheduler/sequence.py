@@ -20,7 +20,7 @@ from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
-from jspec.core.request import FinishKind, FinishReason, Request
+from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.transcript import Piece, Transcript
@@ -161,6 +161,7 @@ class Sequence:
     makes the text then. transcript: its reader's. former_ids: emitted before the present tenancy.
     features: what its steps must have, asked for at every plan.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
+    weight_version: of the weights when it was last admitted.
     """
 
     request: Request
@@ -173,6 +174,7 @@ class Sequence:
     former_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
 
     def __post_init__(self) -> None:
@@ -311,6 +313,7 @@ class Sequence:
             num_shown=cut.num_shown,
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
+            weight_version=self.weight_version,
         )
 
     def abort(self, why: str) -> Piece:

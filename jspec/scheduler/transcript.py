@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.protocols import TextStream
-from jspec.core.request import FinishReason, Request, SpecCounters, StreamChunk
+from jspec.core.request import (
+    DEFAULT_VERSION,
+    FinishReason,
+    Request,
+    SpecCounters,
+    StreamChunk,
+)
 
 
 class Piece(NamedTuple):
@@ -32,6 +38,7 @@ class Piece(NamedTuple):
     num_shown: int | None = None
     num_retractions: int = 0
     cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -70,6 +77,7 @@ class Transcript:
             completion_tokens=self._num_ids,
             num_retractions=piece.num_retractions,
             cached_tokens=piece.cached_tokens,
+            weight_version=piece.weight_version,
             counters=self._tally.counters,
         )
 

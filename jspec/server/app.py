@@ -38,6 +38,7 @@ from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
+from jspec.server.weight_endpoints import WeightEndpoints
 
 
 def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
@@ -108,6 +109,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=get),
             Route("/abort_request", self.abort_request, methods=post),
             *ControlEndpoints(self.service).routes(),
+            *WeightEndpoints(self.service).routes(),
         ]
 
     async def _read(self, request: Request) -> object:
@@ -177,13 +179,15 @@ class Endpoints:
         engine = self.service.engine
         return JSONResponse(
             {
-                "model_path": engine.args.model_path or self.service.model_name,
+                "model_path": engine.updated_model_path
+                or engine.args.model_path
+                or self.service.model_name,
                 "tokenizer_path": engine.config.tokenizer_path,
                 "served_model_name": self.service.model_name,
                 "is_generation": True,
                 "context_length": engine.limits.context_length,
                 "eos_token_ids": list(engine.eos_token_ids),
-                "weight_version": "default",
+                "weight_version": engine.weight_version,
                 "version": __version__,
             }
         )

@@ -127,15 +127,7 @@ async def read_json(request: Request, args: ServerArgs, *, or_empty: bool = Fals
     Raises RequestError if it is none, HTTPException 413 if it is too long, 408 if it comes too
     slowly, and 415 for what a browser sends to other sites without asking (text/plain, a form).
     """
-    try:
-        async with asyncio.timeout(args.request_timeout):
-            body = await _read_body(request, args.max_request_bytes)
-    except TimeoutError:
-        raise HTTPException(
-            HTTPStatus.REQUEST_TIMEOUT,
-            f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
-            {"Connection": "close"},
-        ) from None
+    body = await read_bytes(request, args)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not kind.endswith("+json"):
         raise HTTPException(
@@ -154,6 +146,19 @@ async def read_json(request: Request, args: ServerArgs, *, or_empty: bool = Fals
         raise RequestError("the request body is nested too deeply; expected plain JSON") from None
     except ValueError as error:
         raise RequestError(f"the request body is not JSON: {error}") from None
+
+
+async def read_bytes(request: Request, args: ServerArgs) -> bytes:
+    """The body. Raises HTTPException 413 if it is too long, 408 if it comes too slowly."""
+    try:
+        async with asyncio.timeout(args.request_timeout):
+            return await _read_body(request, args.max_request_bytes)
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
+            {"Connection": "close"},
+        ) from None
 
 
 def _check_containers(body: bytes) -> None:

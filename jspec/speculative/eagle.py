@@ -27,8 +27,9 @@ from jspec.core.model_spec import ModelSpec, cache_groups
 from jspec.core.pytree import pytree
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
-from jspec.models.eagle3 import Eagle3Head
+from jspec.models.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.head_files import canonical_name, published_specs
 from jspec.models.hf_eagle3 import check_eagle3, load_eagle3
 from jspec.models.params import ParamTable
 from jspec.models.stored import Place
@@ -262,6 +263,8 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         specs=(config.layer,),
         aux_layer_ids=config.aux_layer_ids,
         shares=("embed",),  # as most heads do
+        published=published_specs(eagle3_params(config)),
+        canonical=canonical_name,
     )
 
 

@@ -7,13 +7,22 @@ columns of a map of frequent ids (FR-Spec, Zhao et al., 2025, arXiv:2502.14856).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.layers.linear import Shard
-from jspec.models.eagle1 import Eagle1Head, check_eagle1, load_eagle1, load_eagle1_config
+from jspec.models.eagle1 import (
+    Eagle1Head,
+    check_eagle1,
+    eagle1_params,
+    load_eagle1,
+    load_eagle1_config,
+    with_hot_columns,
+)
+from jspec.models.head_files import canonical_name, published_specs
 from jspec.models.stored import Place
 from jspec.models.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
@@ -66,4 +75,7 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         read=read,
         specs=(config.layer,),
         shares=("embed", "lm_head") if hot_ids is None else ("embed",),
+        published=published_specs(eagle1_params(config))[:1],
+        canonical=canonical_name,
+        with_target=None if hot_ids is None else partial(with_hot_columns, hot_ids),
     )

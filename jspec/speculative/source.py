@@ -17,6 +17,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.model_spec import ModelSpec
 from jspec.layers.linear import Shard
 from jspec.models.family import Family
+from jspec.models.params import ParamTable
 from jspec.models.stored import Place
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
@@ -71,6 +72,10 @@ class DraftSource:
     specs: of the models that it runs; their attention must be served too.
     aux_layer_ids: what of the target is captured for it.
     shares: names of params that dummy weights take from the target's.
+    published: how weights are stored whose entry in the drafter's table does not say, where they
+        are not the target's. canonical: the table's name of a stored tensor's.
+    with_target: the params (second) once the target's (first) have changed, for what was computed
+        from those; arrays that are the target's own follow by themselves.
     """
 
     make: Callable[[Ops, Shard], Drafter]
@@ -78,6 +83,9 @@ class DraftSource:
     specs: tuple[ModelSpec, ...] = ()
     aux_layer_ids: tuple[int, ...] = ()
     shares: tuple[str, ...] = ()
+    published: ParamTable = ()
+    canonical: Callable[[str], str] = str
+    with_target: Callable[[Params, Params], Params] | None = None
 
 
 ReadSource = Callable[[DraftRequest], DraftSource]

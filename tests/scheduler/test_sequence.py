@@ -268,6 +268,7 @@ def test_the_chunk_reports_the_cut() -> None:
         "completion_tokens": 3,
         "num_retractions": 0,
         "cached_tokens": 0,
+        "weight_version": "default",
         "counters": {
             "verify_ct": 1,
             "num_accepted": 3,

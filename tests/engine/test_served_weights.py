@@ -1,0 +1,226 @@
+"""Weights read by name and switched: every tensor, on one shard and two, beside and in place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.core import sharding
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
+from jspec.core.model_spec import Eagle1Config
+from jspec.core.weight_update import ArrayUpdate, DiskUpdate, Model
+from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.served_weights import ServedWeights
+from jspec.engine.weight_checks import is_finite
+from jspec.engine.weight_switch import SameAs, SwitchError, switch_leaves
+from jspec.models.eagle1 import eagle1_params
+from jspec.models.hf_weights import HostArray
+from jspec.models.placement import init_params
+from jspec.models.stored import stored_tensors
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from tests.speculative.test_mtp_families import CONFIGS, write_checkpoint
+
+Path1 = tuple[str | int, ...]
+
+
+@dataclass
+class Params:
+    """A runner as ServedWeights sees one."""
+
+    params: Any
+
+    def replace_params(self, params: Any) -> None:
+        self.params = params
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyPair, TinyPair]:
+    ours, theirs = (write_tiny_pair(tmp_path_factory.mktemp(f"p{i}"), seed=i) for i in (0, 4))
+    return ours, theirs
+
+
+def load(shards: int = 1, **arguments: Any) -> LoadedModels:
+    args = EngineArgs(dtype="float32", tp_size=shards, **arguments)
+    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    return load_models(args, resolve_paths(args), mesh=mesh)
+
+
+def load_pair(pair: TinyPair, shards: int) -> LoadedModels:
+    return load(
+        shards,
+        model_path=str(pair.target_path),
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(pair.draft_path),
+    )
+
+
+def serving(models: LoadedModels, **options: Any) -> tuple[ServedWeights, Params]:
+    runner = Params(models.params)
+    shards = models.target.shard.size
+    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    return ServedWeights(replace(models, params={}), runner, mesh=mesh, **options), runner
+
+
+def same(found: Any, wanted: Any) -> None:
+    """The same numbers, in the same places."""
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_every_tensor_is_read_as_it_was_stored(
+    pairs: tuple[TinyPair, TinyPair], shards: int
+) -> None:
+    """Four shards repeat the two kv heads."""
+    weights, _ = serving(load_pair(pairs[0], shards))
+    for path, model in ((pairs[0].target_path, None), (pairs[0].draft_path, Model.DRAFT)):
+        stored = load_file(path / "model.safetensors")
+        for name in stored.keys() - {"t2d"}:
+            np.testing.assert_array_equal(weights.tensor(name, model), stored[name], strict=True)
+    for name, whose in (("layers.1.mlp.up_proj.weight", Model.DRAFT), ("x", None), ("t2d", None)):
+        with pytest.raises(RequestError, match="expected a tensor of"):
+            weights.tensor(name, whose)
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["beside", "in_place"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_switch_gives_what_a_start_would(
+    pairs: tuple[TinyPair, TinyPair], shards: int, has_room: bool
+) -> None:
+    ours, theirs = pairs
+    weights, runner = serving(load_pair(ours, shards), has_room=lambda _: has_room)
+    before = jax.tree.leaves(runner.params)
+    update = DiskUpdate(target=str(theirs.target_path), draft=str(theirs.draft_path))
+    prepared = weights.prepare(update)
+    assert all(a is b for a, b in zip(jax.tree.leaves(runner.params), before, strict=True))
+    weights.switch(prepared)
+    same(runner.params, load_pair(theirs, shards).params)
+    assert all(leaf.is_deleted() for leaf in before) is not has_room
+    given = load_file(ours.target_path / "model.safetensors")
+    weights.switch(weights.prepare(ArrayUpdate(arrays=given)))
+    same(runner.params["target"], load_pair(ours, shards).params["target"])
+
+
+def test_a_switch_that_fails_half_way_is_undone() -> None:
+    old: dict[Path1, jax.Array] = {("a", i): jnp.full(4, float(i)) for i in range(5)}
+    old["b", 0] = old["a", 0]
+    new: dict[Path1, Any] = {("a", i): np.full(4, 10.0 + i, np.float32) for i in range(5)}
+    new["b", 0] = SameAs(("a", 0))
+    calls = 0
+
+    def put(_: Path1, value: HostArray) -> jax.Array:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise MemoryError("no room")
+        return jnp.asarray(value)
+
+    with pytest.raises(SwitchError, match="no room") as caught:
+        switch_leaves(old, dict(new), put)
+    for path, leaf in caught.value.restored.items():
+        np.testing.assert_array_equal(leaf, np.full(4, float(path[1])))
+    assert caught.value.restored["b", 0] is caught.value.restored["a", 0]
+    done = switch_leaves(caught.value.restored, dict(new), put)
+    assert done["b", 0] is done["a", 0]
+    np.testing.assert_array_equal(done["a", 3], np.full(4, 13.0))
+
+    def broken(_: Path1, __: HostArray) -> jax.Array:
+        raise MemoryError("gone")
+
+    with pytest.raises(EngineClosedError, match=r"could not be put back because of .*gone"):
+        switch_leaves(done, dict(new), broken)
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_what_a_head_has_of_its_target_follows_it(
+    pairs: tuple[TinyPair, TinyPair], tmp_path: Path, has_map: bool
+) -> None:
+    ours, theirs = pairs
+    draft = tmp_path / "draft"
+    write_eagle1(draft, ours, seed=1)
+    ids = np.arange(0, 320, 5)
+    np.save(tmp_path / "map.npy", ids)
+    arguments: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+        "speculative_token_map": str(tmp_path / "map.npy") if has_map else None,
+    }
+    weights, runner = serving(load(model_path=str(ours.target_path), **arguments))
+    weights.switch(weights.prepare(DiskUpdate(target=str(theirs.target_path))))
+    wanted = load(model_path=str(theirs.target_path), **arguments).params
+    same(runner.params, wanted)
+    target, head = runner.params["target"], runner.params["draft"]
+    assert head["embed"]["table"] is target["embed"]["table"]
+    assert (head["lm_head"]["kernel"] is target["lm_head"]["kernel"]) is not has_map
+    write_eagle1(draft, ours, seed=2)
+    weights.switch(weights.prepare(DiskUpdate(draft=str(draft))))
+    same(runner.params, load(model_path=str(theirs.target_path), **arguments).params)
+    table = {"embed_tokens.weight": np.zeros((320, 32), np.float32)}
+    with pytest.raises(CheckpointError, match=r"unknown tensor embed_tokens\.weight"):
+        weights.prepare(ArrayUpdate(arrays=table, model=Model.DRAFT))
+
+
+def write_eagle1(path: Path, pair: TinyPair, *, seed: int) -> None:
+    config = Eagle1Config(layer=pair.draft_config.layer, draft_vocab_size=320)
+    table = tuple(spec for spec in eagle1_params(config) if spec.layouts)
+    path.mkdir(exist_ok=True)
+    tensors = stored_tensors(table, init_params(table, seed=seed), dtype=np.float32)
+    save_file(tensors, path / "model.safetensors")
+    fields = json.loads((pair.draft_path / "config.json").read_text())
+    kept = {name: fields[name] for name in fields if "draft" not in name and "eagle" not in name}
+    values = {**kept, "architectures": ["LlamaForCausalLMEagle"]}
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def test_each_layer_of_a_multi_layer_draft_has_its_own_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CONFIGS["mimo_v2"])
+    arguments: dict[str, Any] = {"model_path": str(tmp_path), "speculative_algorithm": "NEXTN"}
+    weights, runner = serving(load(**arguments))
+    assert weights.draft_is_in_target
+    stored = load_file(tmp_path / "model.safetensors")
+    layers = [name for name in stored if name.startswith("model.mtp")]
+    second = sorted(name for name in layers if ".layers.1." in name)
+    before = {name: weights.tensor(name, None) for name in layers}
+    assert second
+    for name in layers:
+        np.testing.assert_array_equal(before[name], stored[name])
+    weights.switch(weights.prepare(ArrayUpdate(arrays={n: stored[n] * 2 for n in second})))
+    for name in layers:
+        times = 2 if name in second else 1
+        np.testing.assert_array_equal(weights.tensor(name, Model.DRAFT), before[name] * times)
+    save_file({name: value * 0.5 for name, value in stored.items()}, tmp_path / "model.safetensors")
+    path = str(tmp_path)
+    weights.switch(weights.prepare(DiskUpdate(target=path, draft=path)))
+    same(runner.params, load(**arguments).params)
+    draft, target = runner.params["draft"], runner.params["target"]
+    assert draft["embed"]["table"] is target["embed"]["table"]
+
+
+def test_a_draft_that_is_not_there_has_no_weights(pairs: tuple[TinyPair, TinyPair]) -> None:
+    ours, _ = pairs
+    weights, _ = serving(load(model_path=str(ours.target_path)))
+    assert not weights.has_draft
+    with pytest.raises(ConfigError, match="speculative_algorithm NONE has none"):
+        weights.prepare(DiskUpdate(draft=str(ours.draft_path)))
+
+
+def test_what_is_finite() -> None:
+    for dtype in (np.float32, jnp.bfloat16, np.float16):
+        value = np.zeros((3, 2**20), dtype)
+        assert is_finite(value)
+        assert is_finite(value.T)
+        value[2, -1] = np.nan
+        assert not is_finite(value)
+        assert not is_finite(value.T)
+    assert is_finite(np.zeros(3, np.int32))

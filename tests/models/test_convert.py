@@ -1,0 +1,126 @@
+"""Checkpoints in other formats: the same tensors again, served alike on any number of shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.cli import main
+from jspec.core import sharding
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError
+from jspec.engine.loading import load_models, resolve_paths
+from jspec.models.convert import Format, convert
+from jspec.models.hf_weights import open_tensors
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+
+TORCH = Path(__file__).parents[1] / "golden" / "torch" / "pytorch_model.bin"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_orbax_and_back_is_the_same_checkpoint(
+    pair: TinyPair, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = pair.target_path if model == "target" else pair.draft_path
+    middle, back = tmp_path / "orbax", tmp_path / "back"
+    assert main(["convert", str(source), str(middle), "--to", "orbax"]) == 0
+    assert main(["convert", str(middle), str(back), "--to", "safetensors"]) == 0
+    ours, theirs = (load_file(path / "model.safetensors") for path in (source, back))
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        np.testing.assert_array_equal(theirs[name], value, strict=True)
+    assert f"{len(ours)} tensors" in capsys.readouterr().out
+    rest = {path.name: path.read_bytes() for path in source.iterdir() if path.suffix == ".json"}
+    for path in (middle, back):
+        assert {p.name: p.read_bytes() for p in path.iterdir() if p.suffix == ".json"} == rest
+    assert sorted(p.name for p in middle.iterdir()) == sorted([*rest, "orbax"])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_shard_has_the_weights_that_safetensors_give(
+    pair: TinyPair, shards: int, tmp_path: Path
+) -> None:
+    paths = {"target": pair.target_path, "draft": pair.draft_path}
+    for name, path in paths.items():
+        convert(path, tmp_path / name, Format.ORBAX)
+    wanted = params_of(paths["target"], paths["draft"], shards=shards)
+    found = params_of(tmp_path / "target", tmp_path / "draft", shards=shards)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def params_of(target: Path, draft: Path, *, shards: int) -> Any:
+    args = EngineArgs(
+        model_path=str(target),
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(draft),
+        dtype="float32",
+        tp_size=shards,
+    )
+    mesh = sharding.make_mesh(jax.devices("cpu")[:shards])
+    return load_models(args, resolve_paths(args), mesh=mesh).params
+
+
+def test_types_of_all_kinds_stay(tmp_path: Path) -> None:
+    """torch's file to orbax and to safetensors: bfloat16, integers, booleans, scalars."""
+    source = tmp_path / "torch"
+    source.mkdir()
+    shutil.copy(TORCH, source)
+    convert(source, tmp_path / "orbax", Format.ORBAX)
+    convert(source, tmp_path / "safetensors", Format.SAFETENSORS)
+    with open_tensors(source) as wanted:
+        for name in ("orbax", "safetensors"):
+            with open_tensors(tmp_path / name) as found:
+                assert set(found.sources) == set(wanted.sources)
+                for tensor in wanted.sources:
+                    assert found.dtype(tensor) == wanted.dtype(tensor)
+                    np.testing.assert_array_equal(
+                        found.read(tensor), wanted.read(tensor), strict=True
+                    )
+
+
+def test_what_is_large_becomes_several_files(pair: TinyPair, tmp_path: Path) -> None:
+    done = convert(pair.target_path, tmp_path / "parts", Format.SAFETENSORS, max_file_bytes=30_000)
+    files = sorted(p.name for p in tmp_path.joinpath("parts").glob("*.safetensors"))
+    assert len(files) == done.num_files > 2
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == done.num_bytes
+    with open_tensors(pair.target_path) as wanted, open_tensors(tmp_path / "parts") as found:
+        for name in wanted.sources:
+            np.testing.assert_array_equal(found.read(name), wanted.read(name))
+
+
+def test_what_cannot_be_converted_is_said_and_leaves_nothing(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"none is no directory"):
+        convert(tmp_path / "none", tmp_path / "out", Format.ORBAX)
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
+        convert(tmp_path, tmp_path.parent / "out", Format.ORBAX)
+    with pytest.raises(CheckpointError, match="expected a new or an empty directory"):
+        convert(pair.target_path, pair.draft_path, Format.ORBAX)
+    with pytest.raises(CheckpointError, match="expected a directory elsewhere"):
+        convert(pair.target_path, pair.target_path / "out", Format.ORBAX)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    save_file({"x": np.zeros(4, np.float32)}, cut / "model.safetensors")
+    convert(cut, tmp_path / "orbax", Format.ORBAX)
+    for path in (tmp_path / "orbax" / "orbax").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(CheckpointError, match=r"orbax: cannot (be read|read .*)"):
+        convert(tmp_path / "orbax", tmp_path / "back", Format.SAFETENSORS)
+    assert not (tmp_path / "back").exists()
+    assert main(["convert", str(cut), str(tmp_path / "x"), "--to", "gguf"]) == 2
+    assert "invalid choice: 'gguf'" in capsys.readouterr().err
