@@ -27,6 +27,7 @@ from jspec.core.request import (
     SpecCounters,
     StreamChunk,
 )
+from jspec.scheduler.logprobs import SequenceLogprobs
 
 
 class SequenceState(enum.Enum):
@@ -135,9 +136,11 @@ class Sequence:
     num_retractions: int = 0
     cached_tokens: int = 0
     features: StepFeatures = field(init=False)
+    logprobs: SequenceLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
+        self.logprobs = SequenceLogprobs(self.request)
 
     @property
     def held_tenancy(self) -> Tenancy:
@@ -168,6 +171,15 @@ class Sequence:
         if not self.emitted_ids:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
+
+    @property
+    def sharable_ids(self) -> tuple[int, ...]:
+        """The part of the fill that may come out of the prefix cache, all but its last token.
+
+        A prompt token of which a log-probability is asked for is preceded by one that is run.
+        """
+        computed_from = self.logprobs.computed_from
+        return self.fill_ids if computed_from is None else self.fill_ids[: computed_from + 1]
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cuts one round's ids once and appends what is left to the output.
@@ -225,6 +237,8 @@ class Sequence:
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
             counters=self.counters,
+            logprobs=self.logprobs.of_ids(len(cut.ids)),
+            prompt_logprobs=self.logprobs.of_prompt(),
         )
 
 

@@ -119,7 +119,10 @@ class Endpoints:
         """POST /generate, SGLang's native endpoint."""
         call = parse_generate(await self._read(request), self.service.engine.sampling_defaults)
         work = await self.service.submit(
-            call.prompts, group=call.group, return_spec_tokens=call.return_spec_tokens
+            call.prompts,
+            group=call.group,
+            return_spec_tokens=call.return_spec_tokens,
+            return_text_in_logprobs=call.return_text_in_logprobs,
         )
         is_list = call.is_list or len(work.folds) > 1
         if call.stream:

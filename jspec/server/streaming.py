@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.core.errors import JspecError
 from jspec.core.request import StreamChunk
-from jspec.core.response import Completion, spec_fields
+from jspec.core.response import Completion, LogprobForm, spec_fields
 from jspec.server.http import ClientGoneError, error_body, status_of, unless_gone
 from jspec.server.metrics import RequestClock
 from jspec.server.spec_tokens import SpecTokenTracker
@@ -39,14 +39,19 @@ class SequenceFold:
     """
 
     def __init__(
-        self, request_id: str, *, clock: RequestClock, tracker: SpecTokenTracker | None = None
+        self,
+        request_id: str,
+        *,
+        clock: RequestClock,
+        tracker: SpecTokenTracker | None = None,
+        logprobs: LogprobForm | None = None,
     ) -> None:
         self._clock = clock
         self._tracker = tracker
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
         self._num_ids, self._num_spec = 0, 0
-        self.completion = Completion(request_id)
+        self.completion = Completion(request_id, logprobs=logprobs)
 
     def add(self, chunk: StreamChunk) -> None:
         self._clock.observe(chunk)
@@ -59,6 +64,11 @@ class SequenceFold:
     def num_new_ids(self) -> int:
         """Ids since the last `take` or `take_text`."""
         return len(self.completion.output_ids) - self._num_ids
+
+    @property
+    def num_taken_ids(self) -> int:
+        """Ids before the last `take` or `take_text`."""
+        return self._num_ids
 
     @property
     def is_finished(self) -> bool:
@@ -92,7 +102,7 @@ class SequenceFold:
         body: dict[str, Any] = {
             "text": text,
             "output_ids": completion.output_ids[first_id:],
-            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed),
+            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed, first_id=first_id),
         }
         if self._tracker is not None:
             body["spec_tokens"] = self._spec_tokens[first_piece:]

@@ -264,4 +264,6 @@ def test_the_chunk_reports_the_cut() -> None:
         "num_retractions": 0,
         "cached_tokens": 0,
         "counters": dataclasses.asdict(empty_counters(CHAIN)),
+        "logprobs": (),
+        "prompt_logprobs": (),
     }
