@@ -317,7 +317,7 @@ def sampling_part(step: Step) -> Part:
             spec=step.program.spec,
             prompt_lens=rows.seq_lens,
             filtered=False,
-            output_counts=None,
+            seen=None,
         )
 
     return Part(name=SAMPLING, body=body, carry=fresh(step.tree.tokens), arrays=logits)

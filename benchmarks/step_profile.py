@@ -49,7 +49,7 @@ from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.core import sharding
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
-from jspec.core.features import ALL, PLAIN
+from jspec.core.features import PLAIN, SAMPLING
 from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
@@ -162,7 +162,7 @@ def compiled(bench: Bench) -> Bench:
     program, limits = bench.program, bench.limits
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
     keys = (
-        ProgramKey(StepKind.PREFILL, limits.chunk_size, ALL),
+        ProgramKey(StepKind.PREFILL, limits.chunk_size, SAMPLING),
         ProgramKey(StepKind.DECODE, limits.num_slots, PLAIN),
     )
     executables = compile_all(

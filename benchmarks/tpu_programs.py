@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")  # plain, chain, tree
-PROGRAMS = ("decode B=64", "prefill T=1920 all", "decode B=64 all")
+PROGRAMS = ("decode B=64", "prefill T=1920 sampling", "decode B=64 sampling")
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 # A slice of each chip that holds the model in bfloat16 with room for KV.
 V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
@@ -113,7 +113,7 @@ def full_depth() -> list[Job]:
         Job(model=model, topology=SLICES[model][i], shape=shape, program=program)
         for model, i in slices
         for program, shape in (
-            ("prefill T=1920 all", "0/1/1"),
+            ("prefill T=1920 sampling", "0/1/1"),
             *(("decode B=64", shape) for shape in SHAPES),
         )
     ]

@@ -9,12 +9,11 @@ nothing itself. Names are SGLang's: `generate(prompt=... | input_ids=..., sampli
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -22,10 +21,9 @@ from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import EngineClosedError, RequestError
-from jspec.core.protocols import TextStream
 from jspec.core.request import Request, SamplingParams, StreamChunk
 from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.response import Completion
+from jspec.core.response import Completion, TokenText
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
@@ -34,6 +32,7 @@ from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
+from jspec.scheduler.gathering import run_all
 from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
 from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
@@ -41,8 +40,9 @@ from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.text.chat_template import ChatTemplate
-from jspec.text.intake import NO_TOKENIZER, Intake, Params
-from jspec.text.stream import IdsOnlyStream, TokenizedStream
+from jspec.text.intake import NO_TOKENIZER, Intake, LogprobOptions, Params
+from jspec.text.stream import stream_of
+from jspec.text.token_texts import TokenTexts
 from jspec.text.tokenizer import Tokenizer
 
 
@@ -93,7 +93,9 @@ class Engine(LiveWeights):
             chat_template=template,
             defaults=defaults,
         )
-        self._scheduler = Scheduler(runner.limits, make_stream=self._make_stream)
+        self._scheduler = Scheduler(
+            runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
+        )
 
     def _build_runner(
         self, progress: Progress | None
@@ -101,22 +103,17 @@ class Engine(LiveWeights):
         """What the engine runs on, and what that was built from; another one may be put here."""
         return build_runner(self.args, progress=progress)
 
-    def _make_stream(self, request: Request) -> TextStream:
-        if self._tokenizer is None:
-            return IdsOnlyStream()
-        return TokenizedStream(
-            self._tokenizer,
-            stop=request.stop_matching or request.sampling.stop,
-            skip_special_tokens=request.sampling.skip_special_tokens,
-            no_stop_trim=request.sampling.no_stop_trim,
-        )
-
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises RequestError if the engine was started with skip_tokenizer_init."""
         if self._tokenizer is None:
             raise RequestError(f"text was asked for; {NO_TOKENIZER} token ids only")
         return self._tokenizer
+
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        """What each id stands for, alone. Raises RequestError as `tokenizer`."""
+        return TokenTexts(self.tokenizer)
 
     @property
     def limits(self) -> ServeLimits:
@@ -202,14 +199,18 @@ class Engine(LiveWeights):
         finally:
             await stream.aclose()
 
-    async def _complete(self, request: Request, stream: EngineStream) -> dict[str, Any]:
+    async def _complete(
+        self, request: Request, stream: EngineStream, text: TokenText | None
+    ) -> dict[str, Any]:
         started = time.monotonic()
-        completion = Completion(request.request_id)
+        completion = Completion.of(request, token_text=text)
         async for chunk in stream:
             completion.add(chunk)
         return completion.to_json(e2e_latency=time.monotonic() - started)
 
-    async def _complete_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    async def _complete_all(
+        self, requests: Sequence[Request], text: TokenText | None
+    ) -> list[dict[str, Any]]:
         """All results, in order. What is more than the queue holds is fed as others finish.
 
         Every request is checked before the first one is queued.
@@ -217,27 +218,21 @@ class Engine(LiveWeights):
         bound = self._limits.max_queued_requests
         for start in range(0, len(requests), bound):
             await self._home.call(self._check(requests[start : start + bound]))
-        room = asyncio.Semaphore(bound)
 
         async def run(request: Request) -> dict[str, Any]:
-            async with room:
-                (stream,) = await self.submit((request,))
-                try:
-                    return await self._complete(request, stream)
-                finally:
-                    await stream.aclose()
+            (stream,) = await self.submit((request,))
+            try:
+                return await self._complete(request, stream, text)
+            finally:
+                await stream.aclose()
 
-        tasks = [asyncio.ensure_future(run(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await run_all(requests, run, most=bound)
 
-    async def _stream(self, request: Request) -> AsyncGenerator[dict[str, Any]]:
+    async def _stream(
+        self, request: Request, text: TokenText | None
+    ) -> AsyncGenerator[dict[str, Any]]:
         started = time.monotonic()
-        completion = Completion(request.request_id)
+        completion = Completion.of(request, token_text=text)
         (stream,) = await self.submit((request,))
         async with aclosing(stream):
             async for chunk in stream:
@@ -252,17 +247,20 @@ class Engine(LiveWeights):
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         stream: bool = False,
+        **logprobs: Unpack[LogprobOptions],
     ) -> Any:
         """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
 
-        A streamed result is cumulative, as SGLang's: each dict holds all text so far.
+        A streamed result is cumulative, as SGLang's: each dict holds all text so far. logprobs:
+        return_logprob and what belongs to it, for all prompts; see `LogprobOptions`.
         """
-        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids)
+        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
+        token_text = self._token_text(**logprobs)
         if stream:
             if not is_single:
                 raise RequestError(f"stream with {len(requests)} sequences; expected one")
-            return self._stream(requests[0])
-        results = await self._complete_all(requests)
+            return self._stream(requests[0], token_text)
+        results = await self._complete_all(requests, token_text)
         return results[0] if is_single else results
 
     def generate(
@@ -272,17 +270,21 @@ class Engine(LiveWeights):
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         stream: bool = False,
+        **logprobs: Unpack[LogprobOptions],
     ) -> Any:
         """As async_generate, but waits; an iterator if `stream`."""
         self._home.start_thread()
         if not stream:
             return self._home.run(
-                self.async_generate(prompt, sampling_params, input_ids, stream=False)
+                self.async_generate(prompt, sampling_params, input_ids, stream=False, **logprobs)
             )
-        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids)
+        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
         if not is_single:
             raise RequestError(f"stream with {len(requests)} sequences; expected one")
-        return self._iterate(requests[0])
+        return self._iterate(requests[0], self._token_text(**logprobs))
+
+    def _token_text(self, **logprobs: Unpack[LogprobOptions]) -> TokenText | None:
+        return self.token_texts.text if logprobs.get("return_text_in_logprobs") else None
 
     def chat(
         self,
@@ -308,8 +310,8 @@ class Engine(LiveWeights):
         )
         return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 
-    def _iterate(self, request: Request) -> Iterator[dict[str, Any]]:
-        stream = self._stream(request)
+    def _iterate(self, request: Request, text: TokenText | None) -> Iterator[dict[str, Any]]:
+        stream = self._stream(request, text)
         try:
             while True:
                 item = self._home.run(next_or_none(stream))
@@ -359,7 +361,7 @@ class Engine(LiveWeights):
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
         resolved, stats = self.config.values(), self.stats
-        full, device = stats.counters, jax.devices()[0]
+        device = jax.devices()[0]
         return {
             **resolved,
             "max_total_num_tokens": self._limits.max_total_tokens,
@@ -369,15 +371,7 @@ class Engine(LiveWeights):
             "weight_version": self.weight_version,
             "device": str(device.device_kind),
             "version": __version__,
-            "internal_states": [
-                {
-                    **resolved,
-                    "avg_spec_accept_length": full.acceptance_length,
-                    "num_running_reqs": stats.num_running,
-                    "num_queue_reqs": stats.num_queued,
-                    "num_leaked_pages": stats.num_leaked_pages,
-                }
-            ],
+            "internal_states": [{**resolved, **stats.to_json()}],
         }
 
     async def close(self) -> None:
@@ -398,10 +392,5 @@ class Engine(LiveWeights):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()

@@ -276,7 +276,8 @@ def one_stream(given: Mapping[str, Any]) -> dict[str, Any]:
     One row, and one size of prefill chunk: a first start waits for three programs. A small chunk
     costs a long prompt more steps, which are short beside another compilation.
     """
-    return {"max_running_requests": 1, "chunked_prefill_size": 32, **given}
+    small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
+    return {**small, **given}
 
 
 def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:

@@ -127,7 +127,7 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["serve", "--model-path", "nowhere"], "model_path is 'nowhere'"),
         (["serve", "--model-path", ""], "model_path is ''; expected a directory"),
         (["generate", "x", "--model-path="], "model_path is ''; expected a directory"),
-        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["generate", "x", "--max-new-tokens=-1"], "max_new_tokens is -1"),
         (["generate", "x", "--port", "1"], "unknown flag '--port'"),
         (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
         (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
@@ -165,7 +165,7 @@ def engine(flags: list[str]) -> Iterator[Engine]:
     names = [word.removeprefix("--").replace("-", "_") for word in flags[::2]]
     values = [int(word) if word.isdigit() else word for word in flags[1::2]]
     arguments: dict[str, Any] = dict(zip(names, values, strict=True))
-    with Engine(**arguments) as engine:
+    with Engine(**one_stream(arguments)) as engine:
         yield engine
 
 
@@ -173,9 +173,10 @@ def test_one_stream_compiles_four_programs_and_flags_win(engine: Engine) -> None
     info = engine.get_server_info()
     assert info["num_programs"] == 4
     assert info["dtype"] in ("float32", "bfloat16")  # what "auto" came to
-    assert one_stream({}) == {"max_running_requests": 1, "chunked_prefill_size": 32}
+    small = {"max_running_requests": 1, "chunked_prefill_size": 32, "disable_logprobs": True}
+    assert one_stream({}) == small
     given = {"max_running_requests": 4, "page_size": 64}
-    assert one_stream(given) == {**given, "chunked_prefill_size": 32}
+    assert one_stream(given) == {**small, **given}
 
 
 def test_the_first_word_of_serve_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +257,7 @@ def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
     try:
         read_until(process.stderr, "--enable-metrics has no effect")
         read_until(process.stderr, "loading ")
-        read_until(process.stderr, " 4/4: ")
+        read_until(process.stderr, " 6/6: ")
         ready = read_until(process.stderr, "ready: ")
         found = re.search(r"ready: (http://127\.0\.0\.1:\d+) after \d+\.\d s", ready)
         assert found

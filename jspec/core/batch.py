@@ -71,15 +71,20 @@ def sampling_rows(
 
 
 def pack_output(columns: OutputColumns, values: dict[str, jax.Array]) -> jax.Array:
-    """i32[B, width] of fields [B, *shape], to be read by `columns.unpack` on the host.
+    """i32[B, width] of fields [B, *shape], to be read by `columns.unpack` on the host; of floats
+    their bits.
 
     Raises ValueError unless there is each field, in its shape, and no other.
     """
     shapes = {name: array.shape[1:] for name, array in values.items()}
     if shapes != dict(columns.fields):
         raise ValueError(f"the output has {shapes} a row; expected {dict(columns.fields)}")
+    bits = {
+        name: x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
+        for name, x in values.items()
+    }
     return jnp.concatenate(
-        [values[name].reshape(values[name].shape[0], -1) for name, _ in columns.fields], axis=1
+        [bits[name].reshape(bits[name].shape[0], -1) for name, _ in columns.fields], axis=1
     )
 
 

@@ -162,6 +162,7 @@ class ServeLimits:
     decode_buckets and prefill_buckets ascend: B and T of the programs.
     num_rounds: verifications of one decode step, one behind the other without the host.
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
+    logprobs: whether there are programs that say log-probabilities.
     """
 
     spec: SpeculativeConfig
@@ -177,6 +178,7 @@ class ServeLimits:
     max_queued_requests: int = 128
     windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 2:

@@ -216,6 +216,11 @@ class EngineArgs:
         "No prefix cache: pages are freed with their request, and every prompt is computed whole",
         _MEMORY,
     )
+    disable_logprobs: bool = argument(
+        False,
+        "No log-probabilities: requests for them are refused, and two programs fewer are compiled",
+        _MEMORY,
+    )
     # Rounds are unrolled: a program of more would compile for minutes and gain nothing.
     num_continuous_decode_steps: int = argument(
         1,
@@ -226,7 +231,7 @@ class EngineArgs:
     )
     compile_at_start: str = argument(
         "auto",
-        "all, first (what serves everything; the rest while serving), or auto: all if few (8)",
+        "all, first (what serves everything; the rest while serving), or auto: all if few (10)",
         _MEMORY,
         choices=("auto", "first", "all"),
     )

@@ -15,7 +15,8 @@ class Feature(enum.Enum):
     """One that costs time in a step, and is compiled in or left out."""
 
     FILTERS = "filters"  # top-k, top-p, min-p
-    PENALTIES = "penalties"  # frequency, presence, minimum length: what needs output counts
+    PENALTIES = "penalties"  # what changes logits by token ids: penalties, bias, minimum length
+    LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,11 @@ class StepFeatures:
         return f"StepFeatures({self})"
 
     def __str__(self) -> str:
-        """plain, all, or the names."""
+        """plain, sampling (SAMPLING), all, or the names."""
         if self.members == frozenset(Feature):
             return "all"
+        if self.members == SAMPLING.members:
+            return "sampling"
         return "+".join(feature.value for feature in self) or "plain"
 
     def covers(self, other: StepFeatures) -> bool:
@@ -56,4 +59,6 @@ class StepFeatures:
 
 
 PLAIN = StepFeatures()
+# All that changes which token is chosen. Log-probabilities are apart: they cost more than these.
+SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
 ALL = StepFeatures(frozenset(Feature))

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.request import SAMPLING_FIELDS
+from jspec.core.features import PLAIN, Feature, StepFeatures
+from jspec.core.request import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SAMPLING_FIELDS
 from jspec.core.sampling_fields import SamplingTable, packed_fields
 
 
@@ -70,12 +71,26 @@ class OutputColumns:
         return out
 
 
-def output_columns(max_emitted: int) -> OutputColumns:
+def output_columns(max_emitted: int, features: StepFeatures = PLAIN) -> OutputColumns:
     """Of each row and round. max_emitted: M in a decode, 1 in a prefill.
 
-    The first num_emitted of a row's emitted_ids count, the others may be anything.
+    The first num_emitted of a row's emitted_ids count, the others may be anything; so do the first
+    ones of what is known of them (float32's bits), which only a program with LOGPROBS says. Its
+    prefill has T rows more than the batch, one a packed token, which say this of the prompt token
+    that follows and emit nothing.
     """
-    return OutputColumns((("num_emitted", ()), ("emitted_ids", (max_emitted,))))
+    ids = (("num_emitted", ()), ("emitted_ids", (max_emitted,)))
+    if Feature.LOGPROBS not in features:
+        return OutputColumns(ids)
+    return OutputColumns(
+        (
+            *ids,
+            ("logprobs", (max_emitted,)),
+            ("top_logprobs", (max_emitted, MAX_TOP_LOGPROBS)),
+            ("top_ids", (max_emitted, MAX_TOP_LOGPROBS)),
+            ("watched_logprobs", (max_emitted, MAX_LOGPROB_IDS)),
+        )
+    )
 
 
 def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> PackedLayout:

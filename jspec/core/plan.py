@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jspec.core.features import StepFeatures
-from jspec.core.request import Request
+from jspec.core.request import Request, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -106,16 +106,51 @@ class StepPlan:
         return self.rows
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """What a step says of tokens, as it came from the device: arrays [rows, M, .], of which a row's
+    first ones count. `core.layout.output_columns` has their shapes."""
+
+    logprobs: np.ndarray  # f32
+    top_logprobs: np.ndarray  # f32
+    top_ids: np.ndarray  # i32
+    watched_logprobs: np.ndarray  # f32
+
+    def of_row(self, row: int, count: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
+        """Of the first `count` tokens of a row, what its request asked for."""
+        return self._tokens((row, slice(count)), sampling)
+
+    def of_rows(self, first: int, end: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
+        """Of the first token of each of some rows."""
+        return self._tokens((slice(first, end), 0), sampling)
+
+    def _tokens(
+        self, at: tuple[int | slice, int | slice], sampling: SamplingParams
+    ) -> tuple[TokenLogprob, ...]:
+        num_top, num_watched = sampling.top_logprobs_num, len(sampling.token_ids_logprob)
+        tops = self.top_logprobs[at][:, :num_top].tolist()
+        ids = self.top_ids[at][:, :num_top].tolist()
+        watched = self.watched_logprobs[at][:, :num_watched].tolist()
+        return tuple(
+            TokenLogprob(logprob, tuple(zip(tops[i], ids[i], strict=True)), tuple(watched[i]))
+            for i, logprob in enumerate(self.logprobs[at].tolist())
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundResult:
     """What the device hands back of one round, rows in the order of `StepPlan.row_refs`.
 
     num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
     num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
+    logprobs: of those ids, [rows, M, .]; prompt_logprobs: of the prompt ids that follow each token
+    of the chunks, [tokens of all chunks, 1, .]. None in a plan whose features lack them.
     """
 
     num_emitted: np.ndarray  # i32[rows]
     ids: np.ndarray  # i32[rows, M]
+    logprobs: StepLogprobs | None = None
+    prompt_logprobs: StepLogprobs | None = None
 
     @classmethod
     def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:

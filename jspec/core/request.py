@@ -15,6 +15,7 @@ import numpy as np
 from jspec.core.errors import SHOWN_CHARS, RequestError, shown
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.sampling_fields import (
+    Biases,
     Flag,
     Integer,
     Integers,
@@ -37,6 +38,11 @@ MAX_MASKED_STOP_IDS = 16
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
 MAX_STOP_IDS = 4096
+MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
+MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
+# What of log-probabilities a step's output has room for, for each token.
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MAX_LOGPROB_IDS = 32  # of token_ids_logprob
 
 
 # What of a request reaches the device, where that is not the parameter itself: (request, V) -> it.
@@ -62,25 +68,51 @@ def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
     return request.stop_ids if request.sampling.min_new_tokens else ()
 
 
+def _biases(request: Request, _: int) -> np.ndarray:
+    """i32[n, 2]: each id and the bits of its bias."""
+    pairs = request.sampling.logit_bias
+    ids = np.array([token_id for token_id, _ in pairs], np.int32)
+    biases = np.array([bias for _, bias in pairs], np.float32)
+    return np.stack([ids, biases.view(np.int32)], axis=1)
+
+
+def _logprob_start(request: Request, _: int) -> int:
+    """The first prompt token whose log-probability is asked for; beyond every prompt for none."""
+    sampling = request.sampling
+    return sampling.logprob_start_len if sampling.wants_prompt_logprobs else MAX_INT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops.
 
     Each field is a line of SAMPLING_FIELDS: its default, what it accepts, what the device gets.
 
-    max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them.
+    max_new_tokens: None is DEFAULT_NEW_TOKENS, or what the context leaves of them. 0 emits nothing:
+        the prompt is run, for its log-probabilities or for the prefix cache.
+    min_new_tokens: neither a stop token nor a stop string or regex counts among so many tokens.
     temperature: 0 means greedy; any other value divides the logits before filtering.
     top_k (-1 or 0 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
+    repetition_penalty: logits of tokens in prompt or output are divided by it, negative ones
+        multiplied (Keskar et al., 2019). Comes first.
     frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
+    logit_bias: (token id, number) pairs, added to the logits of those tokens; comes last.
     sampling_seed: 64 bits, a negative one by its two's complement; None draws one from the
         operating system when the request enters.
     stop: strings that end the text (trimmed from it), at most MAX_STOP_STRINGS of MAX_STOP_CHARS
         characters together; stop_token_ids: ids that end it, at most MAX_STOP_IDS.
+    stop_regex: regular expressions (jspec.text.stop_regex); the text ends where the first match
+        does, and keeps it.
     no_stop_trim: what ended the text stays in it, a stop token if it has text.
     skip_special_tokens: special tokens have no text; the one that ends the text never has any.
+    return_logprob: log-probabilities of the output, of the raw logits: before penalties, bias,
+        temperature and filters. The others of the name are of effect only with it.
+    logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
+    top_logprobs_num: of the so many likeliest tokens as well.
+    token_ids_logprob: of these tokens as well.
     """
 
-    max_new_tokens: int | None = sampled(None, Integer(1, MAX_INT), openai="max_tokens")
+    max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
     min_new_tokens: int = sampled(
         0, Integer(0), openai="min_tokens", needs=Feature.PENALTIES, row=Row(np.int32)
     )
@@ -101,6 +133,18 @@ class SamplingParams:
     presence_penalty: float = sampled(
         0.0, Number(-2, 2), needs=Feature.PENALTIES, row=Row(np.float32)
     )
+    repetition_penalty: float = sampled(
+        1.0,
+        Number(0, 2, with_low=False),
+        needs=Feature.PENALTIES,
+        row=Row(np.float32, neutral=1),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = sampled(
+        (),
+        Biases(Integer(0, MAX_INT), Number(-100, 100), MAX_BIASES),
+        needs=Feature.PENALTIES,
+        row=Row(np.int32, (MAX_BIASES, 2), neutral=_vocab_size, encode=_biases),  # of no token
+    )
     sampling_seed: int | None = sampled(
         None,
         Integer(-(2**63), MAX_SEED),
@@ -109,6 +153,7 @@ class SamplingParams:
     )
     ignore_eos: bool = sampled(False, Flag())
     stop: tuple[str, ...] = sampled((), Texts(MAX_STOP_STRINGS, MAX_STOP_CHARS))
+    stop_regex: tuple[str, ...] = sampled((), Texts(MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS))
     stop_token_ids: tuple[int, ...] = sampled(
         (),
         Integers(Integer(0, MAX_INT), MAX_STOP_IDS),
@@ -123,6 +168,18 @@ class SamplingParams:
     no_stop_trim: bool = sampled(False, Flag())
     skip_special_tokens: bool = sampled(True, Flag())
     n: int = sampled(1, Integer(1, 128))
+    return_logprob: bool = sampled(False, Flag(), needs=Feature.LOGPROBS)
+    logprob_start_len: int = sampled(
+        -1,
+        Integer(-1, MAX_INT),
+        row=Row(np.int32, neutral=MAX_INT, encode=_logprob_start, name="logprob_start"),
+    )
+    top_logprobs_num: int = sampled(0, Integer(0, MAX_TOP_LOGPROBS))
+    token_ids_logprob: tuple[int, ...] = sampled(
+        (),
+        Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
+        row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
+    )
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
@@ -158,6 +215,10 @@ class SamplingParams:
         given = {name: value for name, value in values.items() if value is not None}
         whole = {**(defaults or {}), **given}
         return cls(**{name: known[name].read(value) for name, value in whole.items()})
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.return_logprob and self.logprob_start_len >= 0
 
     @property
     def wanted_tokens(self) -> int:
@@ -292,6 +353,20 @@ class SpecCounters:
         return self.full_num_emitted / self.full_verify_ct if self.full_verify_ct else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What is known of one token: its log-probability, the likeliest tokens' and their ids, and
+    those of the request's token_ids_logprob."""
+
+    logprob: float
+    top: tuple[tuple[float, int], ...] = ()
+    watched: tuple[float, ...] = ()
+
+
+# An id of a prompt, and what is known of it.
+PromptToken = tuple[int, TokenLogprob | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
     """What one round added to one request; the last chunk carries the finish reason.
@@ -300,6 +375,8 @@ class StreamChunk:
     accepted drafts; the rest is the target's own. text: the new text, never half a character.
     cached_tokens: of the prompt, found in the prefix cache. weight_version: of the weights that the
     row was last filled with.
+    logprobs: of new_ids, if asked for. prompt_logprobs: of the prompt's ids from logprob_start_len
+    on, with the first chunk; None for the very first token, of which nothing is known.
     """
 
     request_id: str
@@ -313,3 +390,5 @@ class StreamChunk:
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
     counters: SpecCounters = field(default_factory=SpecCounters)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()

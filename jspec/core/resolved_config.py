@@ -47,6 +47,11 @@ class ResolvedConfig(EngineArgs):
         """What it is made from was checked as EngineArgs; S/K/N is 0/1/1 without a drafter."""
 
     @property
+    def logprobs(self) -> bool:
+        """Whether there are programs that say log-probabilities."""
+        return not self.disable_logprobs
+
+    @property
     def algorithm(self) -> Algorithm:
         """By its own name, which is not always the flag's."""
         return Algorithm(self.speculative_algorithm)

@@ -6,16 +6,95 @@ and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jspec.core.request import DEFAULT_VERSION, FinishReason, SpecCounters, StreamChunk
+from jspec.core.request import (
+    DEFAULT_VERSION,
+    FinishReason,
+    PromptToken,
+    Request,
+    SamplingParams,
+    SpecCounters,
+    StreamChunk,
+    TokenLogprob,
+)
+
+TokenText = Callable[[int], str]
+
+
+class LogprobForm:
+    """Log-probabilities in SGLang's form: [log-probability, id, text or null] for each token.
+
+    token_text: the text of one id; None leaves it out.
+    """
+
+    def __init__(self, sampling: SamplingParams, *, token_text: TokenText | None = None) -> None:
+        self._sampling = sampling
+        self._token_text = token_text
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, *, token_text: TokenText | None) -> LogprobForm | None:
+        """None for a request that asks for none."""
+        return cls(sampling, token_text=token_text) if sampling.return_logprob else None
+
+    def fields(
+        self,
+        output_ids: Sequence[int],
+        of_output: Sequence[TokenLogprob],
+        of_prompt: Sequence[PromptToken],
+    ) -> dict[str, Any]:
+        """Those of meta_info."""
+        sampling = self._sampling
+        outputs = list(zip(output_ids, of_output, strict=False))
+        found: dict[str, Any] = {"output_token_logprobs": self._chosen(outputs)}
+        found["output_token_logprobs_length"] = len(outputs)
+        if sampling.top_logprobs_num:
+            found["output_top_logprobs"] = self._tops(outputs)
+        if sampling.token_ids_logprob:
+            found["output_token_ids_logprobs"] = self._watched(outputs)
+        found["input_token_logprobs"] = self._chosen(of_prompt)
+        if sampling.top_logprobs_num:
+            found["input_top_logprobs"] = self._tops(of_prompt)
+        if sampling.token_ids_logprob:
+            found["input_token_ids_logprobs"] = self._watched(of_prompt)
+        return found
+
+    def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = None if self._token_text is None else self._token_text(token_id)
+        return [logprob, token_id, text]
+
+    def _chosen(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        return [
+            self._entry(None if known is None else known.logprob, token_id)
+            for token_id, known in tokens
+        ]
+
+    def _tops(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        return [
+            None if known is None else [self._entry(*pair) for pair in known.top]
+            for _, known in tokens
+        ]
+
+    def _watched(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        ids = self._sampling.token_ids_logprob
+        return [
+            None if known is None else list(map(self._entry, known.watched, ids))
+            for _, known in tokens
+        ]
 
 
 class Completion:
-    """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds."""
+    """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds.
 
-    def __init__(self, request_id: str) -> None:
+    logprobs: how the sequence's log-probabilities are told, if it was asked for any.
+    """
+
+    def __init__(self, request_id: str, *, logprobs: LogprobForm | None = None) -> None:
         self.request_id = request_id
+        self.logprob_form = logprobs
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[PromptToken] = []
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.prompt_tokens = 0
@@ -24,6 +103,12 @@ class Completion:
         self.weight_version = DEFAULT_VERSION
         self.counters = SpecCounters()
         self.texts: list[str] = []
+
+    @classmethod
+    def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
+        """token_text: what log-probabilities call a token, if anything."""
+        form = LogprobForm.of(request.sampling, token_text=token_text)
+        return cls(request.request_id, logprobs=form)
 
     def add(self, chunk: StreamChunk) -> None:
         self.texts.append(chunk.text)
@@ -34,6 +119,8 @@ class Completion:
         self.cached_tokens = chunk.cached_tokens
         self.weight_version = chunk.weight_version
         self.counters = chunk.counters
+        self.logprobs += chunk.logprobs
+        self.prompt_logprobs += chunk.prompt_logprobs
 
     @property
     def text(self) -> str:
@@ -50,8 +137,9 @@ class Completion:
             "meta_info": self.meta_info(e2e_latency=e2e_latency),
         }
 
-    def meta_info(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
-        """What `to_json` says beside text and ids."""
+    def meta_info(self, *, e2e_latency: float | None = None, first_id: int = 0) -> dict[str, Any]:
+        """What `to_json` says beside text and ids. first_id: of the output's log-probabilities
+        only those from here on; the prompt's come with the first."""
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -63,6 +151,10 @@ class Completion:
         }
         if e2e_latency is not None:
             meta["e2e_latency"] = e2e_latency
+        if self.logprob_form is not None:
+            ids, known = self.output_ids[first_id:], self.logprobs[first_id:]
+            of_prompt = () if first_id else self.prompt_logprobs
+            meta |= self.logprob_form.fields(ids, known, of_prompt)
         if self.finish is not None and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
         return meta

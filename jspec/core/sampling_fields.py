@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # What a packed layout calls the device's rows: PREFIX and the row's name.
 PREFIX = "sampling."
+MAX_ID_CHARS = 10  # of a token id as text: no int() of what is long
 _KEY = "sampling_field"  # of a dataclass field's metadata
 
 
@@ -120,6 +121,43 @@ class Integers:
             self.each.check(name, item)
 
 
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """A tuple of (token id, number) pairs: ids as in `ids`, each once; at most `most` of them."""
+
+    ids: Integer
+    bias: Number
+    most: int
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in value
+        ):
+            raise RequestError(f"{name} is {shown(value)}; expected (token id, number) pairs")
+        _check_len(name, value, most=self.most)
+        for token_id, bias in value:
+            self.ids.check(f"a token id of {name}", token_id)
+            self.bias.check(f"{name} of token {token_id}", bias)
+        if len({token_id for token_id, _ in value}) < len(value):
+            raise RequestError(f"{name} names a token id twice; expected each once")
+
+    def read(self, name: str, value: Any) -> Any:
+        """A JSON object, whose names are texts, as pairs. Raises RequestError."""
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"{name} is {shown(value)}; expected an object of token ids and numbers"
+            )
+        return tuple((_token_id(name, key), bias) for key, bias in value.items())
+
+
+def _token_id(name: str, key: Any) -> int:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_ID_CHARS:
+        return int(key)
+    raise RequestError(f"{name} names {shown(key)}; expected a token id")
+
+
 def _check_len(name: str, values: Any, *, most: int) -> None:
     if len(values) > most:
         raise RequestError(f"{name} has {len(values)} items; expected at most {most}")
@@ -169,6 +207,9 @@ class SamplingField:
         """
         if not isinstance(self.default, tuple):
             return value
+        if isinstance(self.accepts, Biases):
+            given_pairs = isinstance(value, tuple)
+            return value if given_pairs else self.accepts.read(self.name, value)
         if isinstance(value, str) and isinstance(self.accepts, Texts):
             return (value,)
         if not isinstance(value, list | tuple):
@@ -263,7 +304,7 @@ def write_request(
         value = getattr(request.sampling, parameter.name)
         if row.encode is not None:
             value = row.encode(request, vocab_size)
-        bits = np.atleast_1d(_bits(row, value))
+        bits = _bits(row, value).reshape(-1)
         to = fields[PREFIX + (row.name or parameter.name)]
         to.reshape(len(to), -1)[r, : bits.size] = bits
 

@@ -20,6 +20,7 @@ _STATE_RULES: dict[str, PartitionSpec] = {
     "kv": PartitionSpec(None, None, TENSOR_AXIS, None),
     "draft_kv": PartitionSpec(None, None, TENSOR_AXIS, None),
     "output_counts": PartitionSpec(None, TENSOR_AXIS),
+    "prompt_marks": PartitionSpec(None, TENSOR_AXIS),
 }
 
 

@@ -32,8 +32,20 @@ class SamplingRows:
     min_p: jax.Array  # f32[.], in [0, 1]
     frequency_penalty: jax.Array  # f32[.]
     presence_penalty: jax.Array  # f32[.]
+    repetition_penalty: jax.Array  # f32[.], > 0
+    logit_bias: jax.Array  # i32[., 300, 2], token id and the bits of its bias, padded with V
     seed: jax.Array  # u32[., 2], high and low word
     stop_ids: jax.Array  # i32[., 16], padded with V (no token)
+    logprob_start: jax.Array  # i32[.], first prompt position whose log-probability is asked for
+    logprob_ids: jax.Array  # i32[., 32], padded with V
+
+
+@pytree
+class Seen:
+    """Which ids a row has, for penalties; sharded over V."""
+
+    output_counts: jax.Array  # i32[slots, V], how often each id was emitted
+    prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
 
 
 @pytree
@@ -45,7 +57,7 @@ class RowState:
     prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
     page_table: jax.Array  # i32[slots, P] of the full space, 0 = the dummy page
     sampling: SamplingRows
-    output_counts: jax.Array  # i32[slots, V], how often each id was emitted; sharded over V
+    seen: Seen
     # By window, those of the window spaces: i32[slots, P]. Entries of pages that were given back
     # stay as they are. A kernel may load such a page, which then holds another row's numbers; they
     # are finite (kv_write) and masked, and all writes go to L and behind, where every
@@ -85,8 +97,16 @@ def empty_rows(
         page_table=table,
         window_tables={window: jnp.zeros_like(table) for window in windows},
         sampling=empty_sampling(num_slots, vocab_size=vocab_size),
-        output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        seen=Seen(
+            output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+            prompt_marks=jnp.zeros((num_slots, vocab_size), jnp.int8),
+        ),
     )
+
+
+def empty_seen(seen: Seen, slots: jax.Array) -> Seen:
+    """seen without anything in the rows `slots`."""
+    return jax.tree.map(lambda x: x.at[slots].set(0, mode="promise_in_bounds"), seen)
 
 
 def take_rows(tree: Any, slots: jax.Array) -> Any:

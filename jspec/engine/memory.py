@@ -65,6 +65,7 @@ def size_pool(
         num_rounds=config.num_continuous_decode_steps,
         max_queued_requests=config.max_queued_requests,
         prefix_cache=not config.disable_radix_cache,
+        logprobs=config.logprobs,
     )
     dtype = jnp.dtype(config.dtype)
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.features import ALL, PLAIN, StepFeatures
+from jspec.core.features import ALL, PLAIN, SAMPLING, StepFeatures
 from jspec.core.plan import StepKind, StepPlan
 
 # So few steps are all compiled at the start: a CPU's engine always, which would otherwise compile
 # beside its own serving on the same cores.
-FEW_PROGRAMS = 8
+FEW_PROGRAMS = 10
 
 
 class ProgramKey(NamedTuple):
@@ -37,6 +37,9 @@ class HasBuckets(Protocol):
     @property
     def prefill_buckets(self) -> tuple[int, ...]: ...
 
+    @property
+    def logprobs(self) -> bool: ...
+
 
 def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """All that an engine wants."""
@@ -44,13 +47,17 @@ def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
-    """Prefill with all features (decision 4), decode with none and with all."""
+    """Prefill with all of sampling (decision 4), decode with none and with all of it, and each
+    once, as large as it gets, with log-probabilities: few ask for them (decision 22)."""
     decode = [
         ProgramKey(StepKind.DECODE, batch, features)
         for batch in limits.decode_buckets
-        for features in (PLAIN, ALL)
+        for features in (PLAIN, SAMPLING)
     ]
-    prefill = [ProgramKey(StepKind.PREFILL, tokens, ALL) for tokens in limits.prefill_buckets]
+    prefill = [ProgramKey(StepKind.PREFILL, tokens, SAMPLING) for tokens in limits.prefill_buckets]
+    if limits.logprobs:
+        prefill.append(ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], ALL))
+        decode.append(ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], ALL))
     return (*prefill, *decode)
 
 
@@ -63,14 +70,17 @@ def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """Few programs that serve every plan: the first two and the last do, the others make common
-    plans cheap: one row alone, many rows without filters or penalties, and a short prompt.
+    plans cheap: one row alone, many rows without filters or penalties, and prompts of which no
+    log-probabilities are asked for.
     """
+    most = ALL if limits.logprobs else SAMPLING
     wanted = (
-        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], ALL),
-        ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], ALL),
+        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], most),
+        ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], most),
         ProgramKey(StepKind.DECODE, limits.decode_buckets[0], PLAIN),
         ProgramKey(StepKind.DECODE, limits.decode_buckets[-1], PLAIN),
-        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[0], ALL),
+        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[0], SAMPLING),
+        ProgramKey(StepKind.PREFILL, limits.prefill_buckets[-1], SAMPLING),
         *recall_programs(limits),
     )
     return tuple(dict.fromkeys(wanted))

@@ -82,7 +82,7 @@ class DeviceRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._vocab_size = vocab_size
         self._num_programs = len(executables)
-        self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
+        self._in_flight: deque[tuple[StepPlan, ProgramKey, jax.Array]] = deque()
 
     @classmethod
     def create(
@@ -197,7 +197,7 @@ class DeviceRunner:
         batch = jax.device_put(flat, self._replicated)
         self._state, output = programs.executables[key](self._params, state, batch)
         output.copy_to_host_async()
-        self._in_flight.append((plan, output))
+        self._in_flight.append((plan, key, output))
 
     def _recall(self, plan: StepPlan, state: EngineState) -> EngineState:
         """The state once rows with a cached prefix know its ids, as far as they use them."""
@@ -210,8 +210,8 @@ class DeviceRunner:
 
     def collect(self) -> StepResult:
         """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""
-        plan, output = self._in_flight.popleft()
-        return unpack_result(plan, np.asarray(output), self._limits)
+        plan, key, output = self._in_flight.popleft()
+        return unpack_result(plan, np.asarray(output), self._limits, features=key.features)
 
     def close(self) -> None:
         """Lets go of programs, state and params; what is in flight is dropped. May come twice.

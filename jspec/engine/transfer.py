@@ -6,9 +6,16 @@ import numpy as np
 
 from jspec.core import layout
 from jspec.core.config import ServeLimits
-from jspec.core.features import Feature
+from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.layout import PackedLayout
-from jspec.core.plan import Admission, RoundResult, StepKind, StepPlan, StepResult
+from jspec.core.plan import (
+    Admission,
+    RoundResult,
+    StepKind,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 from jspec.core.request import SAMPLING_FIELDS
 from jspec.core.sampling_fields import SamplingTable, write_neutral, write_request
 from jspec.engine.programs import ProgramKey
@@ -132,21 +139,48 @@ def _write_admission(fields: dict[str, np.ndarray], r: int, admission: Admission
     fields["page_table"][r, : len(admission.page_ids)] = admission.page_ids
 
 
-def unpack_result(plan: StepPlan, output: np.ndarray, limits: ServeLimits) -> StepResult:
+def unpack_result(
+    plan: StepPlan,
+    output: np.ndarray,
+    limits: ServeLimits,
+    *,
+    features: StepFeatures = PLAIN,
+) -> StepResult:
     """What the scheduler reads of a step's packed output; padding rows are left out.
 
-    output: i32[rounds * bucket, columns], the batch's rows once for each round. Raises ValueError
-    for another number of columns than the plan's kind has.
+    output: i32[rounds * bucket, columns], the batch's rows once for each round; in a prefill with
+    log-probabilities the packed tokens' rows follow. features: of the program that ran. Raises
+    ValueError for another number of columns than the plan's kind has with them.
     """
     is_decode = plan.kind is StepKind.DECODE
-    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1)
+    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1, features)
     num_rounds = limits.num_rounds if is_decode else 1
-    rounds = output.reshape(num_rounds, -1, output.shape[1])[:, : len(plan.row_refs)]
-    fields = columns.unpack(rounds)
+    rows = output.reshape(num_rounds, -1, output.shape[1])
+    fields = columns.unpack(rows[:, : len(plan.row_refs)])
+    is_asked = Feature.LOGPROBS in plan.features
+    of_prompts = None
+    if is_asked and not is_decode:
+        first, num_tokens = limits.prefill_rows, sum(len(c.token_ids) for c in plan.chunks)
+        of_prompts = _logprobs(columns.unpack(rows[:, first : first + num_tokens]), round_idx=0)
+    of_rounds = zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
     return StepResult(
         step=plan.step,
         rounds=tuple(
-            RoundResult(num_emitted=counts, ids=ids)
-            for counts, ids in zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
+            RoundResult(
+                num_emitted=counts,
+                ids=ids,
+                logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
+                prompt_logprobs=of_prompts,
+            )
+            for i, (counts, ids) in enumerate(of_rounds)
         ),
+    )
+
+
+def _logprobs(fields: dict[str, np.ndarray], *, round_idx: int) -> StepLogprobs:
+    return StepLogprobs(
+        logprobs=fields["logprobs"][round_idx].view(np.float32),
+        top_logprobs=fields["top_logprobs"][round_idx].view(np.float32),
+        top_ids=fields["top_ids"][round_idx],
+        watched_logprobs=fields["watched_logprobs"][round_idx].view(np.float32),
     )

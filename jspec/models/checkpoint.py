@@ -58,20 +58,20 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
     """What `path`/generation_config.json says about sampling, by SamplingParams' names.
 
-    Temperature 0 alone if it does not sample; empty if it is silent. A repetition penalty is left
-    out, with a warning, while it is not implemented. Raises CheckpointError.
+    Without filters at temperature 0 if it does not sample; empty if it is silent. Raises
+    CheckpointError.
     """
     generation = path / "generation_config.json"
     if not generation.exists():
         return {}
     fields = read_fields(generation)
-    if fields.get("do_sample") is False or fields.get("temperature") == 0:
-        return {"temperature": 0.0}
-    penalty = fields.get("repetition_penalty")
-    if penalty not in (None, 1, 1.0):
-        log.warning("%s: repetition_penalty %s is not implemented: left out", generation, penalty)
-    named = ("temperature", "top_k", "top_p", "min_p")
+    named: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    is_greedy = fields.get("do_sample") is False or fields.get("temperature") == 0
+    if is_greedy:
+        named = ("repetition_penalty",)
     found = {name: fields.get(name) for name in named if fields.get(name) is not None}
+    if is_greedy:
+        found["temperature"] = 0.0
     if found.get("top_k") == 0:  # transformers' word for all
         del found["top_k"]
     try:

@@ -1,4 +1,4 @@
-"""Frequency and presence penalties, and the minimum length, exact at every node of a tree.
+"""Penalties, bias and the minimum length, exact at every node of a tree.
 
 The output in front of a node is what the row has emitted (root included) and the draft tokens on
 the path to the node, its own included; the root itself is already counted in `output_counts`.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.batch import DraftTree
-from jspec.core.state import SamplingRows
+from jspec.core.state import SamplingRows, Seen
 
 
 def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:
@@ -39,25 +39,42 @@ def penalize(
     rows: SamplingRows,
     *,
     token_ids: Int[Array, "V"],
-    output_counts: Int[Array, "B V"],
+    seen: Seen,
     tokens_on_path: Int[Array, "B N S"],
     num_output: Int[Array, "B N"],
 ) -> Float[Array, "B N V"]:
-    """logits minus the penalties, and -inf for stop ids while the output is too short.
+    """logits after repetition, frequency and presence penalty, then with the bias; -inf for stop
+    ids while the output is too short.
 
     token_ids: the target id of each column (one vocabulary shard). num_output: tokens emitted
-    before the one that is chosen at this node.
+    before the one that is chosen at this node. A row that asks for none of this keeps its bits.
     """
-    counts = output_counts[:, None, :]
+    counts = seen.output_counts[:, None, :]
     for level in range(tokens_on_path.shape[-1]):
         counts = counts + (token_ids == tokens_on_path[..., level, None])
+    repetition = rows.repetition_penalty[:, None, None]
+    is_known = (counts > 0) | (seen.prompt_marks[:, None, :] > 0)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(is_known, repeated, logits)
     frequency = rows.frequency_penalty[:, None, None] * counts.astype(jnp.float32)
     presence = rows.presence_penalty[:, None, None] * (counts > 0)
+    bias = bias_of(rows, token_ids=token_ids)[:, None, :]
     too_short = num_output < rows.min_new_tokens[:, None]
     is_stop = jnp.zeros((logits.shape[0], 1, token_ids.shape[0]), bool)
     for i in range(rows.stop_ids.shape[-1]):
         is_stop = is_stop | (token_ids == rows.stop_ids[:, None, i, None])
-    return jnp.where(too_short[..., None] & is_stop, -jnp.inf, logits - frequency - presence)
+    penalized = logits - frequency - presence + bias
+    return jnp.where(too_short[..., None] & is_stop, -jnp.inf, penalized)
+
+
+def bias_of(rows: SamplingRows, *, token_ids: Int[Array, "V"]) -> Float[Array, "B V"]:
+    """logit_bias of each column; ids outside this vocabulary shard are dropped."""
+    num_rows, num_ids = rows.temperature.shape[0], token_ids.shape[0]
+    column = rows.logit_bias[..., 0] - token_ids[0]
+    column = jnp.where((column >= 0) & (column < num_ids), column, num_ids)
+    value = jax.lax.bitcast_convert_type(rows.logit_bias[..., 1], jnp.float32)
+    row = jnp.arange(num_rows)[:, None]
+    return jnp.zeros((num_rows, num_ids), jnp.float32).at[row, column].set(value, mode="drop")
 
 
 def count_emitted(
@@ -69,8 +86,42 @@ def count_emitted(
     first_id: jax.Array | int,
 ) -> Int[Array, "slots V"]:
     """output_counts[slot, id] += 1 where valid; ids outside this vocabulary shard are dropped."""
-    num_ids = output_counts.shape[1]
+    at = _places(output_counts, slots, token_ids, valid, first_id=first_id)
+    return output_counts.at[at].add(1, mode="drop")
+
+
+def see_filled(
+    seen: Seen,
+    slots: Int[Array, "n"],
+    token_ids: Int[Array, "n"],
+    valid: jax.Array,
+    *,
+    is_prompt: jax.Array,
+    first_id: jax.Array | int,
+) -> Seen:
+    """Tokens that a prefill writes: the prompt's are marked, those after it (of a row that was
+    retracted) counted. Ids outside this vocabulary shard are dropped."""
+    marks = seen.prompt_marks
+    at = _places(marks, slots, token_ids, valid & is_prompt, first_id=first_id)
+    is_output = valid & ~is_prompt
+    return Seen(
+        output_counts=count_emitted(
+            seen.output_counts, slots, token_ids, is_output, first_id=first_id
+        ),
+        prompt_marks=marks.at[at].set(1, mode="drop"),
+    )
+
+
+def _places(
+    by_id: jax.Array,
+    slots: jax.Array,
+    token_ids: jax.Array,
+    valid: jax.Array,
+    *,
+    first_id: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """(slot, column) of each id; one past the end, where it is dropped, for what is not here."""
+    num_ids = by_id.shape[1]
     local = token_ids - first_id
     inside = valid & (local >= 0) & (local < num_ids)
-    column = jnp.where(inside, local, num_ids)  # one past the end: dropped, never wrapped
-    return output_counts.at[jnp.where(inside, slots, 0), column].add(1, mode="drop")
+    return jnp.where(inside, slots, 0), jnp.where(inside, local, num_ids)

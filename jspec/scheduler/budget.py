@@ -82,13 +82,24 @@ def check_batch(
                 f"request_id is {request.request_id!r}; expected one that is not in use"
             )
         names.add(request.request_id)
-        clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
+        check_request(limits, request)
     check_number(limits, len(requests))
     if num_queued + len(requests) > limits.max_queued_requests:
         raise QueueFullError(
             f"{num_queued} requests are waiting and {len(requests)} came; expected at most "
             f"max_queued_requests {limits.max_queued_requests} together"
         )
+
+
+def check_request(limits: ServeLimits, request: Request) -> int:
+    """Its max_new_tokens, clipped (`clip_max_new_tokens`). Raises RequestError for what can never
+    run here, for its length or because no program does it."""
+    if request.sampling.return_logprob and not limits.logprobs:
+        raise RequestError(
+            "return_logprob is true; expected false, since the engine was started with "
+            "disable_logprobs"
+        )
+    return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
@@ -104,8 +115,8 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
     """max_new_tokens, bounded by what the whole pool can hold; None: the default, bounded by both.
 
     A sequence that reaches the bound finishes with "length". At least 1, because the prefill
-    alone emits one token and needs no scratch. As SGLang does: what was asked for beyond the
-    context is an error, what was not asked for is clipped, and a small pool clips both.
+    alone emits one token and needs no scratch; 0 stays 0. As SGLang does: what was asked for
+    beyond the context is an error, what was not asked for is clipped, and a small pool clips both.
 
     Raises:
         RequestError: the prompt is empty, leaves no room for a token or for max_new_tokens in the
@@ -114,9 +125,11 @@ def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: in
     """
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")
-    if prompt_len >= limits.context_length:
+    emits_nothing = max_new_tokens == 0
+    if prompt_len >= limits.context_length + emits_nothing:
+        expected = "at most" if emits_nothing else "fewer than"
         raise RequestError(
-            f"the prompt has {prompt_len} tokens; expected fewer than the context length "
+            f"the prompt has {prompt_len} tokens; expected {expected} the context length "
             f"{limits.context_length}"
         )
     if prompt_len > limits.max_total_tokens:

@@ -87,7 +87,7 @@ class FullPages:
         # Not by name, which the next request may have too.
         asked = sequence.arrival, sequence.num_tokens, self._cache.version
         if self._found is None or self._found[0] != asked:
-            last = self._cache.match(self._namespace(sequence), sequence.fill_ids)
+            last = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
             self._found = asked, Hit(last)
         last = self._found[1].last
         in_use = 0 if last is None else sum(node.num_users > 0 for node in last.path())
@@ -101,7 +101,7 @@ class FullPages:
         if not self._is_caching:
             return False
         page_size, namespace = self._limits.page_size, self._namespace(sequence)
-        fill_ids, have = sequence.fill_ids, hit.num_pages
+        fill_ids, have = sequence.sharable_ids, hit.num_pages
         most = (len(fill_ids) - 1) // page_size
         for writer in writers:
             if writer.namespace != namespace:

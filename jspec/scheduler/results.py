@@ -71,7 +71,11 @@ class RoundReader:
     def read_round(self, flight: Flight, of_round: RoundResult) -> list[Piece]:
         """A piece for each row that emitted and has not ended before."""
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
-        is_live = ~self._table.ended[slots] & (counts > 0)
+        is_live = ~self._table.ended[slots]
+        if of_round.logprobs is not None:  # a prompt's come with chunks that emit nothing, too
+            for i in np.flatnonzero(is_live).tolist():
+                flight.tenancies[i].sequence.logprobs.take(flight.plan, i, of_round)
+        is_live &= counts > 0
         pieces: list[Piece] = []
         if flight.plan.kind is StepKind.DECODE:
             goes_on = is_live & self._table.goes_on(slots, counts, ids)

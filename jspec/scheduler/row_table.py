@@ -72,15 +72,16 @@ class RowTable:
         left: int,
         last: int,
         stop_ids: tuple[int, ...] = (),
-        cuts: bool = False,
+        is_cut: bool = False,
         is_featured: bool = False,
     ) -> None:
-        """Begins a row that nothing in flight names. cuts: its text may end it."""
+        """Begins a row that nothing in flight names. is_cut: more
+        than its ids is to be looked at: its text may end it, or it has log-probabilities."""
         self.is_featured[slot] = is_featured
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
-        self.is_plain[slot] = not cuts and len(stop_ids) <= MAX_STOP_IDS
+        self.is_plain[slot] = not is_cut and len(stop_ids) <= MAX_STOP_IDS
         self.stop_ids[slot] = NO_ID
         if self.is_plain[slot]:
             self.stop_ids[slot, : len(stop_ids)] = stop_ids

@@ -108,9 +108,7 @@ class Scheduler:
         name = request.request_id
         if name in self._sequences:
             raise RequestError(f"request_id is {name!r}; expected one that is not in use")
-        max_new_tokens = budget.clip_max_new_tokens(
-            self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
-        )
+        max_new_tokens = budget.check_request(self._limits, request)
         if len(self._waiting) >= self._limits.max_queued_requests:
             raise QueueFullError(
                 f"{len(self._waiting)} requests are waiting; expected fewer than "

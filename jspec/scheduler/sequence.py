@@ -22,6 +22,7 @@ from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
+from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.transcript import Piece, Transcript
 
@@ -68,7 +69,7 @@ class Tenancy:
             left=sequence.num_tokens_left,
             last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
             stop_ids=request.stop_ids,
-            cuts=sequence.text_stream is not None,
+            is_cut=sequence.text_stream is not None or request.sampling.return_logprob,
             is_featured=len(sequence.features) > 0,
         )
         return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
@@ -176,9 +177,11 @@ class Sequence:
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
+    logprobs: SequenceLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
+        self.logprobs = SequenceLogprobs(self.request)
 
     @classmethod
     def begin(
@@ -191,7 +194,7 @@ class Sequence:
         spec: SpeculativeConfig,
     ) -> Sequence:
         """A new one. With stop strings its text is made where it is cut, else by its reader."""
-        cuts = bool(request.sampling.stop)
+        cuts = bool(request.sampling.stop or request.sampling.stop_regex)
         return cls(
             request=request,
             arrival=arrival,
@@ -247,6 +250,15 @@ class Sequence:
         tenancy, self.former_ids = self.held_tenancy, self.emitted_ids
         self.tenancy = None
         return tenancy
+
+    @property
+    def sharable_ids(self) -> tuple[int, ...]:
+        """The part of the fill that may come out of the prefix cache, all but its last token.
+
+        A prompt token of which a log-probability is asked for is preceded by one that is run.
+        """
+        computed_from = self.logprobs.computed_from
+        return self.fill_ids if computed_from is None else self.fill_ids[: computed_from + 1]
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cuts one round's ids once and appends what is left to the output.
@@ -314,6 +326,8 @@ class Sequence:
             num_retractions=self.num_retractions,
             cached_tokens=self.cached_tokens,
             weight_version=self.weight_version,
+            logprobs=self.logprobs.of_ids(len(cut.ids)),
+            prompt_logprobs=self.logprobs.of_prompt(),
         )
 
     def abort(self, why: str) -> Piece:

@@ -46,6 +46,15 @@ class SchedulerStats:
         """Share of all prompt tokens that were found in the prefix cache."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
+    def to_json(self) -> dict[str, Any]:
+        """What is live of SGLang's internal_states."""
+        return {
+            "avg_spec_accept_length": self.counters.acceptance_length,
+            "num_running_reqs": self.num_running,
+            "num_queue_reqs": self.num_queued,
+            "num_leaked_pages": self.num_leaked_pages,
+        }
+
 
 @dataclass(slots=True, kw_only=True)
 class Totals:

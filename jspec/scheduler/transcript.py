@@ -16,9 +16,11 @@ from jspec.core.protocols import TextStream
 from jspec.core.request import (
     DEFAULT_VERSION,
     FinishReason,
+    PromptToken,
     Request,
     SpecCounters,
     StreamChunk,
+    TokenLogprob,
 )
 
 
@@ -39,6 +41,8 @@ class Piece(NamedTuple):
     num_retractions: int = 0
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -79,6 +83,8 @@ class Transcript:
             cached_tokens=piece.cached_tokens,
             weight_version=piece.weight_version,
             counters=self._tally.counters,
+            logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
         )
 
     def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:

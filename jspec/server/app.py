@@ -126,6 +126,7 @@ class Endpoints:
             group=call.group,
             return_spec_tokens=call.return_spec_tokens,
             received=received,
+            return_text_in_logprobs=call.return_text_in_logprobs,
         )
         is_list = call.is_list or len(work.folds) > 1
         if call.stream:

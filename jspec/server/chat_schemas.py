@@ -6,7 +6,7 @@ It renders no template, does not tokenize and asks no engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
@@ -27,9 +27,11 @@ from jspec.server.openai_schemas import (
     COMPLETION_HINTS,
     NEUTRAL_OPENAI,
     SAMPLING_NAMES,
+    TOP_LOGPROBS,
     AnswerOptions,
     answer_options,
     sampling_of,
+    with_logprobs,
 )
 from jspec.text.chat_messages import Message, check_messages
 
@@ -39,6 +41,8 @@ CHAT_FIELDS = (
     | {
         "messages",
         "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
         "add_generation_prompt",
         "continue_final_message",
         "chat_template_kwargs",
@@ -46,8 +50,6 @@ CHAT_FIELDS = (
 )
 NEUTRAL_CHAT: Neutral = {
     **NEUTRAL_OPENAI,
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -63,6 +65,7 @@ NEUTRAL_CHAT: Neutral = {
     "documents": (None, []),
     "web_search_options": (None,),
     "echo": (None, False),
+    "best_of": (None, 1),
     "add_special_tokens": (None, False),
 }
 CHAT_HINTS: Hints = {
@@ -111,6 +114,15 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
     )
     messages = check_messages(values.get("messages"))
     sampling = sampling_of(_with_one_length(values), defaults)
+    asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")
+    if num_top is not None:
+        TOP_LOGPROBS.check("top_logprobs", num_top)
+        if num_top and not asks:
+            raise RequestError(
+                f"top_logprobs is {num_top} without logprobs; expected logprobs true"
+            )
+    if asks:
+        sampling = with_logprobs(sampling, num_top or 0, of_prompt=False)
     continues = get_bool(values, "continue_final_message")
     given = values.get("add_generation_prompt")
     adds = (not continues) if given is None else get_bool(values, "add_generation_prompt")
@@ -127,7 +139,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             "continue_final_message": continues,
             "variables": None if kwargs is None else as_object(kwargs, "chat_template_kwargs"),
         },
-        options=answer_options(values),
+        options=replace(answer_options(values), logprobs=asks),
         rid=None if values.get("rid") is None else check_rid(values["rid"]),
     )
 

@@ -16,19 +16,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jspec.core.errors import shown
-from jspec.server import openai_schemas
+from jspec.core.request import PromptToken
+from jspec.server import openai_answers
 from jspec.server.chat_schemas import parse_chat
 from jspec.server.http import read_json
+from jspec.server.openai_answers import AnswerHead, AnswerShape, ChatShape, TextShape
 from jspec.server.openai_schemas import (
-    AnswerHead,
     AnswerOptions,
-    AnswerShape,
-    ChatShape,
-    TextShape,
+    CompletionCall,
+    openai_names,
     parse_completion,
 )
 from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
+from jspec.text.token_texts import TokenTexts
 
 
 class OpenAIEndpoints:
@@ -53,17 +54,34 @@ class OpenAIEndpoints:
         """POST /v1/completions."""
         call = parse_completion(await self._read(request), self.service.engine.sampling_defaults)
         self._check_name(call.options.model)
-        with openai_schemas.openai_names():
+        texts = self._texts(call.options)
+        echoes = self._echoes(call) if call.options.echo else ()
+        with openai_names():
             work = await self.service.submit(call.prompts, group=call.group)
-        return await self._answer(request, call.options, work, TextShape())
+        answer = _Answer(call.options, work, TextShape(), texts, echoes)
+        return await self._answer(request, answer)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         call = parse_chat(await self._read(request), self.service.engine.sampling_defaults)
         self._check_name(call.options.model)
-        with openai_schemas.openai_names():
+        texts = self._texts(call.options)
+        with openai_names():
             work = await self.service.submit([await self.service.chat_prompt(call)], group=call.rid)
-        return await self._answer(request, call.options, work, ChatShape())
+        return await self._answer(request, _Answer(call.options, work, ChatShape(), texts))
+
+    def _texts(self, options: AnswerOptions) -> TokenTexts | None:
+        """What log-probabilities call tokens; asked for before anything is queued."""
+        return self.service.engine.token_texts if options.logprobs else None
+
+    def _echoes(self, call: CompletionCall) -> tuple[str, ...]:
+        """The text of each prompt."""
+        return tuple(
+            self.service.engine.tokenizer.decode(prompt.input_ids or ())
+            if prompt.text is None
+            else prompt.text
+            for prompt in call.prompts
+        )
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and name not in self.service.model_names:
@@ -72,9 +90,8 @@ class OpenAIEndpoints:
                 f"model is {shown(name)}; expected one of {list(self.service.model_names)}",
             )
 
-    async def _answer(
-        self, request: Request, options: AnswerOptions, work: Work, shape: AnswerShape
-    ) -> Response:
+    async def _answer(self, request: Request, answer: _Answer) -> Response:
+        options, work, shape = answer.options, answer.work, answer.shape
         head = AnswerHead(
             answer_id=f"{shape.prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -82,24 +99,26 @@ class OpenAIEndpoints:
             object_name=shape.stream_object_name if options.stream else shape.object_name,
         )
         if options.stream:
-            return _stream(options, head, work, shape)
+            return _stream(answer, head)
         await work.finish(request.receive)
         choices = []
         for index, fold in enumerate(work.folds):
             completion = fold.completion
-            choice = shape.choice(index, completion.text, completion.finish)
+            text = answer.echo(index) + completion.text
+            choice = shape.choice(index, text, completion.finish)
+            choice["logprobs"] = answer.logprobs(index, first_id=0)
             if options.return_meta_info:
                 choice["meta_info"] = fold.to_json()["meta_info"]
             choices.append(choice)
         body = head.to_json(choices)
-        body["usage"] = openai_schemas.usage_of(work.completions(), work.prompt_idxs)
+        body["usage"] = openai_answers.usage_of(work.completions(), work.prompt_idxs)
         if options.return_spec_tokens_details:
             body["sglext"] = {"spec_tokens_details": _details(work)}
         return JSONResponse(body)
 
     def _card(self) -> dict[str, Any]:
         engine = self.service.engine
-        return openai_schemas.model_card(
+        return openai_answers.model_card(
             self.service.model_name,
             created=int(self.service.started),
             root=engine.args.model_path or self.service.model_name,
@@ -117,18 +136,56 @@ class OpenAIEndpoints:
 
 
 def _details(work: Work) -> Any:
-    details = openai_schemas.spec_details(work.completions())
+    details = openai_answers.spec_details(work.completions())
     return details if len(details) > 1 else details[0]
 
 
-def _stream(options: AnswerOptions, head: AnswerHead, work: Work, shape: AnswerShape) -> Response:
+class _Answer:
+    """What is answered, and how. texts: of tokens, if log-probabilities are asked for. echoes: the
+    text of each prompt, if answers begin with it."""
+
+    def __init__(
+        self,
+        options: AnswerOptions,
+        work: Work,
+        shape: AnswerShape,
+        texts: TokenTexts | None,
+        echoes: tuple[str, ...] = (),
+    ) -> None:
+        self.options, self.work, self.shape = options, work, shape
+        self._texts, self._echoes = texts, echoes
+        self._offsets = [0] * len(work.folds)  # characters of the tokens that were told of
+
+    def echo(self, index: int) -> str:
+        """What stands before the text of a sequence."""
+        return self._echoes[self.work.prompt_idxs[index]] if self._echoes else ""
+
+    def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
+        """Of a sequence's tokens from here on; of its prompt's before the first, if they were
+        asked for. None where nothing was. Call it once for each token, in order."""
+        if self._texts is None:
+            return None
+        completion = self.work.folds[index].completion
+        ids, known = completion.output_ids[first_id:], completion.logprobs[first_id:]
+        tokens: list[PromptToken] = [] if first_id else list(completion.prompt_logprobs)
+        tokens += zip(ids, known, strict=True)
+        found = self.shape.logprobs(tokens, self._texts, offset=self._offsets[index])
+        self._offsets[index] += sum(len(self._texts.text(token_id)) for token_id, _ in tokens)
+        return found
+
+
+def _stream(answer: _Answer, head: AnswerHead) -> Response:
+    options, work, shape = answer.options, answer.work, answer.shape
     begun: set[int] = set()  # sequences of which something was sent
 
     def event(index: int, fold: SequenceFold) -> dict[str, Any] | None:
+        first_id, is_first = fold.num_taken_ids, index not in begun
         text, finish = fold.take_text(), fold.completion.finish
-        if not text and finish is None:
+        text = answer.echo(index) + text if is_first else text
+        if not (text or finish is not None or options.logprobs):
             return None  # ids whose text is held back: nothing that this shape could say
-        choice = shape.delta(index, text, finish, is_first=index not in begun)
+        choice = shape.delta(index, text, finish, is_first=is_first)
+        choice["logprobs"] = answer.logprobs(index, first_id=first_id)
         begun.add(index)
         if options.return_meta_info and finish is not None:
             choice["meta_info"] = fold.to_json()["meta_info"]
@@ -140,7 +197,7 @@ def _stream(options: AnswerOptions, head: AnswerHead, work: Work, shape: AnswerS
             return None
         body = head.to_json([])
         if options.include_usage:
-            body["usage"] = openai_schemas.usage_of(work.completions(), work.prompt_idxs)
+            body["usage"] = openai_answers.usage_of(work.completions(), work.prompt_idxs)
         if options.return_spec_tokens_details:
             body["sglext"] = {"spec_tokens_details": _details(work)}
         return body

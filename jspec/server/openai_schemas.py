@@ -7,14 +7,18 @@ It does not tokenize and it asks no engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jspec.core.errors import RequestError
-from jspec.core.request import SAMPLING_FIELDS, FinishReason, SamplingParams
-from jspec.core.response import Completion, spec_fields
+from jspec.core.request import (
+    MAX_TOP_LOGPROBS,
+    SAMPLING_FIELDS,
+    SamplingParams,
+)
+from jspec.core.sampling_fields import Integer
 from jspec.server.fields import (
     NO_DEFAULTS,
     Hints,
@@ -46,9 +50,12 @@ ANSWER_FIELDS = frozenset(
         "return_spec_tokens_details",
     }
 )
-COMPLETION_FIELDS = frozenset(SAMPLING_NAMES) | ANSWER_FIELDS | {"prompt"}
+COMPLETION_FIELDS = (
+    frozenset(SAMPLING_NAMES) | ANSWER_FIELDS | {"prompt", "best_of", "echo", "logprobs"}
+)
+TOP_LOGPROBS = Integer(0, MAX_TOP_LOGPROBS)
 NEUTRAL_OPENAI: Neutral = {
-    **NEUTRAL_SAMPLING,
+    **{name: values for name, values in NEUTRAL_SAMPLING.items() if name != "best_of"},
     "response_format": (None, {"type": "text"}),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
@@ -64,12 +71,18 @@ NEUTRAL_OPENAI: Neutral = {
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
+    "data_parallel_rank": (None,),
+    "kv_transfer_params": (None,),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "add_special_tokens": (None, True),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+    "metadata": (None, {}),
+    "prompt_cache_key": (None,),
 }
 NEUTRAL_COMPLETION: Neutral = {
     **NEUTRAL_OPENAI,
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (None,),
     "suffix": (None, ""),
 }
 COMPLETION_HINTS: Hints = {
@@ -84,13 +97,18 @@ COMPLETION_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How a call is answered; model is the name that the client used, if any."""
+    """How a call is answered; model is the name that the client used, if any.
+
+    echo: the text begins with the prompt's.
+    """
 
     stream: bool
     include_usage: bool
     return_meta_info: bool
     return_spec_tokens_details: bool
     model: str | None
+    logprobs: bool = False
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +130,14 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         neutral=NEUTRAL_COMPLETION,
         hints=COMPLETION_HINTS,
     )
-    options = answer_options(values)
+    num_top, echo = values.get("logprobs"), get_bool(values, "echo")
+    options = replace(answer_options(values), logprobs=num_top is not None, echo=echo)
     rid = None if values.get("rid") is None else check_rid(values["rid"])
     sampling = sampling_of({"max_tokens": DEFAULT_MAX_TOKENS, **_given(values)}, defaults)
+    _check_best_of(values.get("best_of"), sampling.n)
+    if num_top is not None:
+        TOP_LOGPROBS.check("logprobs", num_top)
+        sampling = with_logprobs(sampling, num_top, of_prompt=echo)
     sources = _sources(values.get("prompt"))
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     return CompletionCall(
@@ -125,6 +148,25 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         options=options,
         group=rid,
     )
+
+
+def with_logprobs(sampling: SamplingParams, num_top: int, *, of_prompt: bool) -> SamplingParams:
+    """The same, asking for log-probabilities as OpenAI's clients do."""
+    return replace(
+        sampling,
+        return_logprob=True,
+        top_logprobs_num=num_top,
+        logprob_start_len=0 if of_prompt else -1,
+    )
+
+
+def _check_best_of(best_of: object, n: int) -> None:
+    """All choices are answered: none is made to be thrown away."""
+    if best_of is None:
+        return
+    Integer(1, expected=f"n, which is {n}, or leave it out").check("best_of", best_of)
+    if best_of != n:
+        raise RequestError(f"best_of is {best_of}; expected n, which is {n}, or leave it out")
 
 
 def _given(values: JsonObject) -> dict[str, Any]:
@@ -197,151 +239,3 @@ def _include_usage(values: JsonObject) -> bool:
         neutral={"continuous_usage_stats": (False,), "include_obfuscation": (False,)},
     )
     return get_bool(checked, "include_usage")
-
-
-class AnswerShape(Protocol):
-    """What tells a completion's answer from a chat's. prefix: of ids; the names are of `object`."""
-
-    prefix: str
-    object_name: str
-    stream_object_name: str
-
-    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """One element of `choices`."""
-        ...
-
-    def delta(
-        self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
-    ) -> dict[str, Any]:
-        """One element of an event's `choices`: what is new. is_first: of its sequence."""
-        ...
-
-
-class TextShape:
-    """/v1/completions."""
-
-    prefix = "cmpl"
-    object_name = stream_object_name = "text_completion"
-
-    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape."""
-        return {"index": index, "text": text, "logprobs": None, **_ending(finish)}
-
-    def delta(
-        self,
-        index: int,
-        text: str,
-        finish: FinishReason | None,
-        *,
-        is_first: bool,
-    ) -> dict[str, Any]:
-        """See AnswerShape."""
-        del is_first
-        return self.choice(index, text, finish)
-
-
-class ChatShape:
-    """/v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    object_name = "chat.completion"
-    stream_object_name = "chat.completion.chunk"
-
-    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """See AnswerShape."""
-        message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
-        return {"index": index, "message": message, "logprobs": None, **_ending(finish)}
-
-    def delta(
-        self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
-    ) -> dict[str, Any]:
-        """See AnswerShape; the first delta of a sequence has the role."""
-        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if text or is_first:
-            delta["content"] = text
-        return {"index": index, "delta": delta, "logprobs": None, **_ending(finish)}
-
-
-def _ending(finish: FinishReason | None) -> dict[str, Any]:
-    """SGLang's matched_stop says what ended it."""
-    return {
-        "finish_reason": None if finish is None else finish.kind.value,
-        "matched_stop": None if finish is None else finish.matched,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
-    """What every object of one answer begins with. created: seconds since the epoch."""
-
-    answer_id: str
-    created: int
-    model: str
-    object_name: str
-
-    def to_json(self, choices: Sequence[JsonObject]) -> dict[str, Any]:
-        return {
-            "id": self.answer_id,
-            "object": self.object_name,
-            "created": self.created,
-            "model": self.model,
-            "choices": list(choices),
-        }
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object; a prompt counts once, however many choices it has.
-
-    Details are there if any of the prompt was cached, as SGLang has it.
-    """
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
-    }
-
-
-def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> dict[str, Any]:
-    """The usage of a whole answer; prompt_idxs says which prompt each completion is of."""
-    pairs = tuple(zip(prompt_idxs, completions, strict=True))
-    first = dict(reversed(pairs))
-    return usage(
-        sum(c.prompt_tokens for c in first.values()),
-        sum(len(c.output_ids) for c in completions),
-        sum(c.cached_tokens for c in first.values()),
-    )
-
-
-def spec_details(completions: Sequence[Completion]) -> list[dict[str, Any] | None]:
-    """SGLang's spec_tokens_details, one a choice; None where nothing was verified."""
-    names = (
-        "spec_accept_rate",
-        "spec_accept_length",
-        "spec_num_correct_drafts",
-        "spec_num_proposed_drafts",
-        "spec_verify_ct",
-        "spec_correct_drafts_histogram",
-    )
-    details: list[dict[str, Any] | None] = []
-    for completion in completions:
-        counters = completion.counters
-        if not counters.verify_ct:
-            details.append(None)
-            continue
-        values = spec_fields(counters, completion_tokens=len(completion.output_ids))
-        details.append({name: values[name] for name in names})
-    return details
-
-
-def model_card(name: str, *, created: int, root: str, max_model_len: int) -> dict[str, Any]:
-    """One element of GET /v1/models."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "jspec",
-        "root": root,
-        "parent": None,
-        "max_model_len": max_model_len,
-    }

@@ -6,7 +6,7 @@ It knows field names and neutral values; it does not tokenize and it asks no eng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
@@ -27,8 +27,19 @@ from jspec.server.fields import (
     without_neutral,
 )
 
+# Sampling parameters that stand beside the prompts, one value for all or a list of one each.
+LOGPROB_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 GENERATE_FIELDS = frozenset(
-    {"text", "input_ids", "sampling_params", "rid", "stream", "return_spec_tokens"}
+    {
+        "text",
+        "input_ids",
+        "sampling_params",
+        "rid",
+        "stream",
+        "return_spec_tokens",
+        "return_text_in_logprobs",
+        *LOGPROB_FIELDS,
+    }
 )
 NEUTRAL_GENERATE: Neutral = {
     "input_embeds": (None,),
@@ -36,11 +47,6 @@ NEUTRAL_GENERATE: Neutral = {
     "video_data": (None, []),
     "audio_data": (None, []),
     "modalities": (None, []),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "log_metrics": (True,),
@@ -60,8 +66,6 @@ NEUTRAL_GENERATE: Neutral = {
 }
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING_FIELDS)
 NEUTRAL_SAMPLING: Neutral = {
-    "repetition_penalty": (1.0,),
-    "stop_regex": (None, "", []),
     "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
@@ -80,7 +84,10 @@ NEUTRAL_SAMPLING: Neutral = {
     "guided_regex": (None,),
     "guided_choice": (None, []),
     "guided_grammar": (None,),
-    "logit_bias": (None, {}),
+    "best_of": (1,),
+    "structured_outputs": (None,),
+    "logits_processors": (None, []),
+    "vllm_xargs": (None, {}),
     "custom_params": (None, {}),
 }
 # OpenAI's names for what is called otherwise here.
@@ -116,6 +123,7 @@ class GenerateCall:
     is_list: bool
     stream: bool
     return_spec_tokens: bool
+    return_text_in_logprobs: bool
     group: str | None = None
 
 
@@ -130,6 +138,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     sampling = _sampling(
         values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
     )
+    sampling = _with_logprobs(values, sampling, is_list=is_list)
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
     rid = values.get("rid")
     return GenerateCall(
@@ -140,6 +149,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
         is_list=is_list,
         stream=get_bool(values, "stream"),
         return_spec_tokens=get_bool(values, "return_spec_tokens"),
+        return_text_in_logprobs=get_bool(values, "return_text_in_logprobs"),
         group=rid if is_list and isinstance(rid, str) else None,
     )
 
@@ -177,6 +187,30 @@ def _sampling(
             raise RequestError(f"sampling_params is a list of {len(value)}; expected {expected}")
         return [sampling_params(item, defaults) for item in value]
     return [sampling_params(value, defaults)] * num_prompts
+
+
+def _with_logprobs(
+    values: JsonObject, sampling: list[SamplingParams], *, is_list: bool
+) -> list[SamplingParams]:
+    """LOGPROB_FIELDS as parts of each prompt's sampling. Raises RequestError."""
+    by_prompt: list[dict[str, Any]] = [{} for _ in sampling]
+    for parameter in SAMPLING_FIELDS:
+        name = parameter.name
+        value = values.get(name) if name in LOGPROB_FIELDS else None
+        if value is None:
+            continue
+        deep = isinstance(parameter.default, tuple)  # a list is one prompt's, lists are each one's
+        is_each = isinstance(value, list) and (not deep or any(isinstance(x, list) for x in value))
+        if is_each and (not is_list or len(value) != len(sampling)):
+            expected = f"one, or a list of {len(sampling)}" if is_list else "one"
+            raise RequestError(f"{name} is a list of {len(value)}; expected {expected}")
+        for own, each in zip(by_prompt, value if is_each else [value] * len(sampling), strict=True):
+            if each is not None:
+                own[name] = parameter.read(each)
+    return [
+        replace(params, **own) if own else params
+        for params, own in zip(sampling, by_prompt, strict=True)
+    ]
 
 
 def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:

@@ -19,7 +19,7 @@ from starlette.types import Receive
 from jspec.api import Engine
 from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
-from jspec.core.response import Completion
+from jspec.core.response import Completion, LogprobForm
 from jspec.engine.profiling import Profiler
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
@@ -148,6 +148,7 @@ class Service:
         group: str | None = None,
         return_spec_tokens: bool = False,
         received: float | None = None,
+        return_text_in_logprobs: bool = False,
     ) -> Work:
         """Takes all prompts of a call or none. received: time.monotonic() of its first byte.
 
@@ -160,6 +161,7 @@ class Service:
         num_sequences = sum(prompt.sampling.n for prompt in prompts)
         budget.check_number(self.engine.limits, num_sequences)
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
+        token_text = self.engine.token_texts.text if return_text_in_logprobs else None
         num_chars = sum(
             len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
         )
@@ -199,6 +201,7 @@ class Service:
                 else SpecTokenTracker(
                     tokenizer, skip_special_tokens=request.sampling.skip_special_tokens
                 ),
+                logprobs=LogprobForm.of(request.sampling, token_text=token_text),
             )
             for _, request in indexed
         )

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.core.errors import JspecError
 from jspec.core.request import StreamChunk
-from jspec.core.response import Completion, spec_fields
+from jspec.core.response import Completion, LogprobForm, spec_fields
 from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.server.event_json import EventJson, encode_event
 from jspec.server.http import ClientGoneError, error_body, status_of, unless_gone
@@ -49,6 +49,7 @@ class SequenceFold:
         clock: RequestClock,
         tracker: SpecTokenTracker | None = None,
         trace: RequestTrace | None = None,
+        logprobs: LogprobForm | None = None,
     ) -> None:
         self._json: EventJson | None = None
         self._clock = clock
@@ -57,7 +58,7 @@ class SequenceFold:
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
         self._num_ids, self._num_spec = 0, 0
-        self.completion = Completion(request_id)
+        self.completion = Completion(request_id, logprobs=logprobs)
 
     def add(self, chunk: StreamChunk) -> None:
         if self._trace is not None and chunk.new_ids:
@@ -86,6 +87,11 @@ class SequenceFold:
         return len(self.completion.output_ids) - self._num_ids
 
     @property
+    def num_taken_ids(self) -> int:
+        """Ids before the last `take` or `take_text`."""
+        return self._num_ids
+
+    @property
     def is_finished(self) -> bool:
         return self.completion.finish is not None
 
@@ -108,7 +114,7 @@ class SequenceFold:
 
     def take_event(self, *, incremental: bool, index: int | None) -> bytes:
         """`take` as an event, at the cost of what is new. All calls with the same arguments."""
-        if self._tracker is not None:
+        if self._tracker is not None or self.completion.logprob_form is not None:
             body = self.take(incremental=incremental)
             return encode_event(body if index is None else {"index": index, **body})
         if self._json is None:
@@ -129,7 +135,7 @@ class SequenceFold:
         body: dict[str, Any] = {
             "text": text,
             "output_ids": completion.output_ids[first_id:],
-            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed),
+            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed, first_id=first_id),
         }
         if self._tracker is not None:
             body["spec_tokens"] = self._spec_tokens[first_piece:]

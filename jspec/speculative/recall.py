@@ -1,10 +1,11 @@
 """What a row must know of its cached tokens, although no forward runs over them.
 
 A row that begins behind a cached prefix (scheduler/pages.py) computes nothing for it: its KV is
-there. But what derives from the ids themselves is by slot, and was another row's: how often each id
-was emitted, for penalties, after a retraction; what a drafter keeps of ids, as NGRAM's history. It
-is built from the whole fill, by this step, before the prefill step that admits the row. Rows that
-have no use for it skip it (engine/transfer.py), so it costs nothing where it is not needed.
+there. But what derives from the ids themselves is by slot, and was another row's: for penalties,
+which ids the prompt has and, after a retraction, how often each was emitted; what a drafter keeps
+of ids, as NGRAM's history. It is built from the whole fill, by this step, before the prefill step
+that admits the row. Rows that have no use for it skip it (engine/transfer.py), so it costs nothing
+where it is not needed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core.batch import Features, RecallBatch
-from jspec.core.state import EngineState, put_rows, take_rows
+from jspec.core.state import EngineState, empty_seen, put_rows, take_rows
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
-from jspec.sampling.penalties import count_emitted
+from jspec.sampling.penalties import see_filled
 from jspec.speculative.drafter import Emitted
 from jspec.speculative.step import StepProgram
 from jspec.speculative.target import Params
@@ -28,18 +29,19 @@ def recall_step(
 ) -> tuple[EngineState, Int[Array, "1 1"]]:
     """Tells each row of ids that stand in it and are cached. Emits nothing: the output is a zero.
 
-    The counts of a row begin with its first piece. A drafter that keeps ids is told by `advance`,
+    What a row has seen begins with its first piece. A drafter that keeps ids is told by `advance`,
     as of a prompt's chunk, but without features.
     """
     rows, num_ids = state.rows, batch.token_ids.shape[0]
     index = index_queries(batch.cu_q_lens, num_ids, queries_per_row=None)
     positions = jnp.take(batch.starts, index.row_idx, mode="clip") + index.within
     begun = jnp.where(batch.is_first > 0, batch.slots, 0)
-    counts = count_emitted(
-        rows.output_counts.at[begun].set(0, mode="promise_in_bounds"),
+    seen = see_filled(
+        empty_seen(rows.seen, begun),
         jnp.take(batch.slots, index.row_idx, mode="clip"),
         batch.token_ids,
-        index.valid & (positions >= jnp.take(batch.prompt_lens, index.row_idx, mode="clip")),
+        index.valid,
+        is_prompt=positions < jnp.take(batch.prompt_lens, index.row_idx, mode="clip"),
         first_id=program.target.token_ids()[0],
     )
     draft_kv, draft = state.draft_kv, state.draft
@@ -67,6 +69,6 @@ def recall_step(
         kv=state.kv,
         draft_kv=draft_kv,
         draft=draft,
-        rows=dataclasses.replace(rows, output_counts=counts),
+        rows=dataclasses.replace(rows, seen=seen),
     )
     return after, jnp.zeros((1, 1), jnp.int32)

@@ -19,24 +19,31 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.batch import DecodeBatch, PrefillBatch, Verified, pack_output
+from jspec.core.batch import DecodeBatch, PrefillBatch, pack_output
 from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.layout import output_columns
-from jspec.core.state import EngineState, RowState, SamplingRows, put_rows, take_rows
+from jspec.core.state import (
+    EngineState,
+    SamplingRows,
+    Seen,
+    put_rows,
+    take_rows,
+)
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
-from jspec.sampling.penalties import count_emitted, penalize
-from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by
+from jspec.sampling.penalties import count_emitted, penalize, see_filled
+from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
+from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
+from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
 from jspec.speculative.verify import (
     choose_at_nodes,
@@ -85,10 +92,10 @@ def speculative_step(
     """One verification for each row of the batch.
 
     params: {"target": ..., "draft": ...}. Returns the next state and, packed for one transfer,
-    `core.layout.output_columns` of each row: i32[B, 1 + M].
+    `core.layout.output_columns` of each row: i32[B, 1 + M], or more with log-probabilities.
     """
     spec, target = program.spec, program.target
-    state = _grant_pages(state, batch.grants, batch.window_grants)
+    state = grant_pages(state, batch.grants, batch.window_grants)
     slots = batch.slots
     rows = RowsInStep(
         root_ids=take_rows(state.rows.root_ids, slots),
@@ -116,11 +123,7 @@ def speculative_step(
         spec=spec,
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
         filtered=Feature.FILTERS in program.features,
-        output_counts=(
-            take_rows(state.rows.output_counts, slots)
-            if Feature.PENALTIES in program.features
-            else None
-        ),
+        seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
     )
     groups = target.cache_groups
     kv, verified = settle(
@@ -128,14 +131,21 @@ def speculative_step(
     )
     emitted = emitted_by(verified, rows)
     draft_kv, draft = program.drafter.advance(params["draft"], draft_kv, draft, emitted)
-    after = _advance_rows(program, state.rows, slots, verified, rows.seq_lens)
+    is_counted = Feature.PENALTIES in program.features
+    after = advance_rows(
+        state.rows,
+        slots,
+        verified,
+        seq_lens=rows.seq_lens,
+        counted_from=target.token_ids()[0] if is_counted else None,
+    )
     next_state = EngineState(
         kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, slots, draft), rows=after
     )
-    return next_state, pack_output(
-        output_columns(spec.max_emitted),
-        {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids},
-    )
+    output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
+    if Feature.LOGPROBS in program.features:
+        output |= emitted_logprobs(target, logits, verified, rows.sampling)
+    return next_state, pack_output(output_columns(spec.max_emitted, program.features), output)
 
 
 def speculative_rounds(
@@ -166,23 +176,24 @@ def prefill_step(
     """KV of one chunk of each row, in target and draft; the root behind a final chunk.
 
     Returns the next state and `core.layout.output_columns` of each row, i32[R, 2]: one id, the
-    root, is emitted behind a final chunk.
+    root, is emitted behind a final chunk. With log-probabilities there are R + T wider rows.
     """
     target = program.target
-    state = _admit(state, batch)
+    state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
     hidden, aux, kv = target.forward(
         params["target"], batch.token_ids, state.kv, rows, queries_per_row=None
     )
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
-    counts = _count_resumed(target, state, batch, rows, prompt_lens=prompt_lens)
+    seen = _see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    logits = target_logits_at(target, params["target"], hidden, last)
     roots = _sample_roots(
         target,
-        target_logits_at(target, params["target"], hidden, last),
+        logits,
         sampling,
-        counts=take_rows(counts, batch.slots),
+        seen=take_rows(seen, batch.slots),
         prompt_lens=prompt_lens,
         ends=ends,
         features=program.features,
@@ -203,14 +214,29 @@ def prefill_step(
         params["draft"], state.draft_kv, take_rows(state.draft, batch.slots), emitted
     )
     first_id = target.token_ids()[0]
-    counts = count_emitted(counts, batch.slots, roots, is_final, first_id=first_id)
-    after = _start_rows(state.rows, batch.slots, roots=roots, ends=ends, counts=counts)
+    counts = count_emitted(seen.output_counts, batch.slots, roots, is_final, first_id=first_id)
+    seen = dataclasses.replace(seen, output_counts=counts)
+    after = start_rows(state.rows, batch.slots, roots=roots, ends=ends, seen=seen)
     next_state = EngineState(
         kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, batch.slots, draft), rows=after
     )
-    return next_state, pack_output(
-        output_columns(1), {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
+    output = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
+    columns = output_columns(1, program.features)
+    if Feature.LOGPROBS not in program.features:
+        return next_state, pack_output(columns, output)
+    output |= root_logprobs(target, logits, roots, sampling)
+    of_prompts = prompt_logprobs(
+        target,
+        params["target"],
+        hidden,
+        following_ids(emitted),
+        sampling,
+        index=index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None),
+        positions=rows.q_positions,
+        prompt_lens=prompt_lens,
     )
+    packed = pack_output(columns, output), pack_output(columns, of_prompts)
+    return next_state, jnp.concatenate(packed, axis=0)
 
 
 def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:
@@ -226,23 +252,24 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
     )
 
 
-def _count_resumed(
+def _see_chunks(
     target: Target,
     state: EngineState,
     batch: PrefillBatch,
     rows: AttentionRows,
     *,
     prompt_lens: jax.Array,
-) -> jax.Array:
-    """output_counts with the tokens behind the prompt: a row that was retracted reads its own."""
+) -> Seen:
+    """`seen` with the chunks' tokens; those behind the prompt are of a row that was retracted."""
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     slots = jnp.take(batch.slots, index.row_idx, mode="clip")
     prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
-    return count_emitted(
-        state.rows.output_counts,
+    return see_filled(
+        state.rows.seen,
         slots,
         batch.token_ids,
-        index.valid & (rows.q_positions >= prompt),
+        index.valid,
+        is_prompt=rows.q_positions < prompt,
         first_id=target.token_ids()[0],
     )
 
@@ -259,7 +286,7 @@ def _sample_roots(
     logits: jax.Array,
     sampling: SamplingRows,
     *,
-    counts: jax.Array,
+    seen: Seen,
     prompt_lens: jax.Array,
     ends: jax.Array,
     features: StepFeatures,
@@ -271,7 +298,7 @@ def _sample_roots(
             logits,
             sampling,
             token_ids=token_ids,
-            output_counts=counts,
+            seen=seen,
             tokens_on_path=no_tree(sampling),
             num_output=(ends - prompt_lens)[:, None],
         )
@@ -285,92 +312,3 @@ def _sample_roots(
         ops=Ops(),
     )
     return chosen[:, 0]
-
-
-def _grant_pages(
-    state: EngineState, grants: jax.Array, window_grants: jax.Array | None
-) -> EngineState:
-    """page_table[slot, index] = page for each grant; padding grants write 0 to the dummy row."""
-    table = _granted(state.rows.page_table, grants)
-    return _grant_windows(_with_rows(state, page_table=table), window_grants)
-
-
-def _grant_windows(state: EngineState, window_grants: jax.Array | None) -> EngineState:
-    """The same in the tables of the window spaces, whose order is that of their windows."""
-    if window_grants is None:
-        return state
-    tables = state.rows.window_tables
-    granted = {w: _granted(tables[w], window_grants[i]) for i, w in enumerate(sorted(tables))}
-    return _with_rows(state, window_tables=granted)
-
-
-def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
-    slot, index, page = grants[:, 0], grants[:, 1], grants[:, 2]
-    return table.at[slot, index].set(page, mode="promise_in_bounds")
-
-
-def _admit(state: EngineState, batch: PrefillBatch) -> EngineState:
-    """Writes whole new rows; a chunk that brings none writes to the dummy slot.
-
-    In a window space a row begins with no pages; those of each chunk come with it. The counts of a
-    row with a cached prefix are `recall_step`'s.
-    """
-    to = batch.admitted
-    uncounted = jnp.where(batch.starts == 0, to, 0)
-    rows = state.rows
-    none = {window: jnp.zeros_like(batch.page_table) for window in rows.window_tables}
-    state = _with_rows(
-        state,
-        prompt_lens=put_rows(rows.prompt_lens, to, batch.prompt_lens),
-        page_table=put_rows(rows.page_table, to, batch.page_table),
-        window_tables=put_rows(rows.window_tables, to, none),
-        sampling=put_rows(rows.sampling, to, batch.sampling),
-        output_counts=rows.output_counts.at[uncounted].set(0, mode="promise_in_bounds"),
-    )
-    return _grant_windows(state, batch.window_grants)
-
-
-def _advance_rows(
-    program: StepProgram,
-    rows: RowState,
-    slots: jax.Array,
-    verified: Verified,
-    seq_lens: jax.Array,
-) -> RowState:
-    """The bonus token is the next root; L grows by what was emitted."""
-    live = slots > 0
-    counts = rows.output_counts
-    if Feature.PENALTIES in program.features:
-        most = verified.emitted_ids.shape[1]
-        valid = jnp.arange(most) <= verified.num_accepted[:, None]
-        counts = count_emitted(
-            counts,
-            jnp.broadcast_to(slots[:, None], verified.emitted_ids.shape),
-            verified.emitted_ids,
-            valid & live[:, None],
-            first_id=program.target.token_ids()[0],
-        )
-    grown = seq_lens + verified.num_accepted + 1
-    return dataclasses.replace(
-        rows,
-        root_ids=put_rows(rows.root_ids, slots, jnp.where(live, verified.bonus_ids, 0)),
-        seq_lens=put_rows(rows.seq_lens, slots, jnp.where(live, grown, 0)),
-        output_counts=counts,
-    )
-
-
-def _start_rows(
-    rows: RowState, slots: jax.Array, *, roots: jax.Array, ends: jax.Array, counts: jax.Array
-) -> RowState:
-    """Behind a chunk: L is its end, the root what was sampled there (0 if more chunks come)."""
-    live = slots > 0
-    return dataclasses.replace(
-        rows,
-        root_ids=put_rows(rows.root_ids, slots, jnp.where(live, roots, 0)),
-        seq_lens=put_rows(rows.seq_lens, slots, jnp.where(live, ends, 0)),
-        output_counts=counts,
-    )
-
-
-def _with_rows(state: EngineState, **changes: Any) -> EngineState:
-    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, **changes))

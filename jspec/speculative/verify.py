@@ -20,7 +20,7 @@ from jspec.core import noise, shapes
 from jspec.core.batch import DraftTree, Features, Verified
 from jspec.core.cache_groups import CacheGroup, windows_of_layers
 from jspec.core.config import SpeculativeConfig
-from jspec.core.state import SamplingRows
+from jspec.core.state import SamplingRows, Seen
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
@@ -83,20 +83,20 @@ def choose_at_nodes(
     spec: SpeculativeConfig,
     prompt_lens: Int[Array, "B"],
     filtered: bool,
-    output_counts: Int[Array, "B V"] | None,
+    seen: Seen | None,
 ) -> Int[Array, "B N"]:
     """The target's token at every node. filtered: with top-k, top-p and min-p.
 
-    output_counts: None leaves out the penalties and the minimum length.
+    seen: None leaves out penalties, bias and the minimum length.
     """
     positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()
-    if output_counts is not None:
+    if seen is not None:
         logits = penalize(
             logits,
             rows.sampling,
             token_ids=token_ids,
-            output_counts=output_counts,
+            seen=seen,
             tokens_on_path=path_tokens(tree, num_levels=spec.num_steps),
             num_output=positions - prompt_lens[:, None],
         )

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jspec.core.errors import RequestError
 from jspec.core.request import MAX_SEED, Request, SamplingParams, choice_seed
@@ -21,6 +21,19 @@ from jspec.text.tokenizer import Tokenizer
 
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
 Params = Mapping[str, Any] | SamplingParams | None
+
+
+class LogprobOptions(TypedDict, total=False):
+    """Sampling parameters that SGLang's `generate` takes beside the others, for all prompts.
+
+    return_text_in_logprobs: each entry has its token's text.
+    """
+
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int]
+    return_text_in_logprobs: bool
 
 
 class Intake:
@@ -51,7 +64,8 @@ class Intake:
         self._random_seed = random_seed
         self._arrivals = itertools.count()
         self._names = itertools.count()
-        self._latest: tuple[tuple[str, ...], StopAutomaton] = ((), StopAutomaton.from_strings(()))
+        self._latest: tuple[tuple[tuple[str, ...], tuple[str, ...]], StopAutomaton]
+        self._latest = ((), ()), StopAutomaton.from_strings(())
 
     def requests(
         self,
@@ -67,13 +81,17 @@ class Intake:
         extra_key: requests with different ones share no cached prefix.
         """
         sampling = self.sampling(sampling_params)
-        ids = self._prompt_ids(prompt, input_ids)
+        ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        if self._tokenizer is None and sampling.stop:
-            raise RequestError(f"stop is {sampling.stop!r}; {NO_TOKENIZER} stop_token_ids")
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        self._check_ids("token_ids_logprob", sampling.token_ids_logprob)
+        texts = sampling.stop or sampling.stop_regex
+        if self._tokenizer is None and texts:
+            name = "stop" if sampling.stop else "stop_regex"
+            raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
         name = request_id if request_id is not None else f"jspec-{next(self._names)}"
         seed = self._seed(sampling)
-        automaton = self._automaton(sampling.stop)
+        automaton = self._automaton(sampling.stop, sampling.stop_regex)
         return tuple(
             Request(
                 request_id=name if i == 0 else f"{name}-{i}",
@@ -87,6 +105,13 @@ class Intake:
             for i in range(sampling.n)
         )
 
+    def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
+        named: dict[str, Any] = {**logprobs}
+        named.pop("return_text_in_logprobs", None)
+        if "token_ids_logprob" in named:
+            named["token_ids_logprob"] = tuple(named["token_ids_logprob"] or ())
+        return replace(self.sampling(given), **named)
+
     def sampling(self, given: Params) -> SamplingParams:
         """Checked parameters: SamplingParams as they are, a mapping over the defaults."""
         if isinstance(given, SamplingParams):
@@ -98,6 +123,7 @@ class Intake:
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[Request], bool]:
         """All Requests of a call, and whether it asked for exactly one sequence."""
         prompts: list[dict[str, Any]]
@@ -119,6 +145,8 @@ class Intake:
             params = list(sampling_params)
         else:
             params = [sampling_params] * len(prompts)
+        if logprobs:
+            params = [self._with_logprobs(own, **logprobs) for own in params]
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
@@ -169,12 +197,18 @@ class Intake:
             sampling = replace(sampling, max_new_tokens=most)
         return ids, sampling
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The ids of a prompt. Raises RequestError for one that cannot fit the context."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, emits_nothing: bool = False
+    ) -> tuple[int, ...]:
+        """The ids of a prompt. Raises RequestError for one that cannot fit the context.
+
+        emits_nothing: no token comes after it, so it may fill the context.
+        """
         if self._tokenizer is None:
             raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
         longest = self._tokenizer.max_chars_per_token
-        most = None if longest is None else longest * (self._context_length - 1)
+        fewer_than = self._context_length + emits_nothing
+        most = None if longest is None else longest * (fewer_than - 1)
         if most is not None and len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text)} characters; expected at most {most}: a token stands "
@@ -182,27 +216,29 @@ class Intake:
                 f"{self._context_length}"
             )
         ids = self._tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, fewer_than=self._context_length
+            text, add_special_tokens=add_special_tokens, fewer_than=fewer_than
         )
         if not ids:
             raise RequestError("the prompt is empty; expected at least one token")
         return ids
 
-    def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
+    def _automaton(self, stop: tuple[str, ...], regexes: tuple[str, ...]) -> StopAutomaton:
         """One for all choices of a prompt, and for all prompts of a call that stop alike."""
         latest, automaton = self._latest  # one read: other threads make requests too
-        if latest != stop:
-            automaton = StopAutomaton.from_strings(stop)
-            self._latest = stop, automaton
+        if latest != (stop, regexes):
+            automaton = StopAutomaton.from_strings(stop, regexes)
+            self._latest = (stop, regexes), automaton
         return automaton
 
-    def _prompt_ids(self, prompt: str | None, input_ids: Sequence[int] | None) -> tuple[int, ...]:
+    def _prompt_ids(
+        self, prompt: str | None, input_ids: Sequence[int] | None, *, emits_nothing: bool
+    ) -> tuple[int, ...]:
         if (prompt is None) == (input_ids is None):
             raise RequestError("expected exactly one of prompt (text) and input_ids")
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
-            return self.encode(prompt)
+            return self.encode(prompt, emits_nothing=emits_nothing)
         assert input_ids is not None
         self._check_ids("input_ids", input_ids)
         return tuple(input_ids)

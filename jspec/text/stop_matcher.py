@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jspec.core.errors import RequestError
+from jspec.text.stop_regex import StopPattern, stop_pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +26,19 @@ class StopAutomaton:
 
     Stop strings "END" and "ND!": after "xEND" the state is "END", completed is "END", and
     num_held is 2, since "ND" may still become "ND!" where "END" is not allowed to stop.
+    patterns: regular expressions that end the text as well.
     """
 
     children: tuple[dict[str, int], ...]
     fallback: tuple[int, ...]
     completed: tuple[str | None, ...]
     num_held: tuple[int, ...]
+    patterns: tuple[StopPattern, ...] = ()
 
     @classmethod
-    def from_strings(cls, stop: Sequence[str]) -> StopAutomaton:
-        """Builds the automaton in time linear in the strings. Raises RequestError for an empty one.
+    def from_strings(cls, stop: Sequence[str], regexes: Sequence[str] = ()) -> StopAutomaton:
+        """Builds the automaton in time linear in the strings. Raises RequestError for an empty one,
+        and for a regular expression that is none.
 
         Without strings it has only state 0 and never completes anything.
         """
@@ -59,6 +63,7 @@ class StopAutomaton:
             fallback=tuple(fallback),
             completed=tuple(completed),
             num_held=tuple(num_held),
+            patterns=tuple(map(stop_pattern, regexes)),
         )
 
     def advance(self, state: int, char: str) -> int:
@@ -91,14 +96,19 @@ def _link(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchStep:
-    """text: what can no longer be part of a stop string; matched: the one completed, trimmed."""
+    """text: what can no longer be part of a stop string; matched: the one completed, trimmed, or
+    the regular expression that matched. trimmed: what the text lost by that; a match of a regular
+    expression stays in it, so that nothing has to be held back for one.
+    """
 
     text: str
     matched: str | None = None
+    trimmed: str = ""
 
 
 class StopMatcher:
-    """One sequence's search. Law: the pieces given out add up to the text before the stop string.
+    """One sequence's search. Law: the pieces given out add up to the text before the stop string,
+    or through the first place where a match of a regular expression ends.
 
     The stop string whose last character comes first wins; of several that end on the same
     character, the longest. How the text is cut into pushes makes no difference.
@@ -108,6 +118,7 @@ class StopMatcher:
         self._automaton = automaton
         self._state = 0
         self._held = ""
+        self._places = [pattern.first for pattern in automaton.patterns]
 
     @property
     def held(self) -> str:
@@ -117,11 +128,13 @@ class StopMatcher:
     @property
     def has_strings(self) -> bool:
         """Whether there is anything to match."""
-        return bool(self._automaton.children[0])
+        return bool(self._automaton.children[0] or self._automaton.patterns)
 
     def passes(self, text: str) -> bool:
         """Whether `text` can be given out as it is and changes nothing: no stop string has begun,
-        and none begins in it."""
+        and none begins in it. A regular expression reads every character."""
+        if self._automaton.patterns:
+            return False
         return not self._state and self._automaton.children[0].keys().isdisjoint(text)
 
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
@@ -131,7 +144,7 @@ class StopMatcher:
         one that begins in it and is completed later, when allowed, still counts.
         """
         automaton = self._automaton
-        if not automaton.children[0]:
+        if not (automaton.children[0] or automaton.patterns):
             return MatchStep(text=text)
         text_so_far = self._held + text
         num_old = len(self._held)
@@ -142,10 +155,23 @@ class StopMatcher:
                 self._held = ""
                 # held "xE", text "ND!", matched "END" at char_idx 1: 2 + 1 + 1 - 3 keeps "x".
                 num_kept = num_old + char_idx + 1 - len(matched)
-                return MatchStep(text=text_so_far[:num_kept], matched=matched)
+                return MatchStep(text=text_so_far[:num_kept], matched=matched, trimmed=matched)
+            pattern = self._advance(char) if automaton.patterns else None
+            if pattern is not None and allow_stop:
+                self._held = ""
+                return MatchStep(text=text_so_far[: num_old + char_idx + 1], matched=pattern)
         num_final = len(text_so_far) - automaton.num_held[self._state]
         self._held = text_so_far[num_final:]
         return MatchStep(text=text_so_far[:num_final])
+
+    def _advance(self, char: str) -> str | None:
+        """The first of the regular expressions of which a match ends with this character."""
+        ended = None
+        for i, pattern in enumerate(self._automaton.patterns):
+            self._places[i], ends = pattern.advance(self._places[i], char)
+            if ends and ended is None:
+                ended = pattern.pattern
+        return ended
 
     def flush(self) -> str:
         """The text held back, which nothing can complete any more."""

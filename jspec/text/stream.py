@@ -1,6 +1,6 @@
 """One sequence's text as ids arrive: the detokenizer and the stop matcher in series.
 
-Implements `TextStream` of the protocols. It knows nothing about requests, steps or EOS: the
+Implements `TextStream` of the protocols. Streams know nothing about steps or EOS: the
 scheduler says which ids to push, and which of them may end the text.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jspec.core.protocols import TextCut
+from jspec.core.protocols import TextCut, TextStream
+from jspec.core.request import Request
 from jspec.text.detokenizer import new_detokenizer
 from jspec.text.stop_matcher import StopAutomaton, StopMatcher
 from jspec.text.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ class TokenizedStream:
             final.append(step.text)
             if step.matched is not None:
                 self._matched = step.matched
-                final.append(step.matched if self._no_stop_trim else "")
+                final.append(step.trimmed if self._no_stop_trim else "")
                 return TextCut(num_ids=num_ids, text="".join(final), matched=step.matched)
         return TextCut(num_ids=len(ids), text="".join(final))
 
@@ -104,5 +105,19 @@ class TokenizedStream:
         self._flushed = True
         step = self._matcher.push(self._detokenizer.flush(), allow_stop=self._allow_stop)
         self._matched = step.matched
-        kept = step.matched if self._no_stop_trim and step.matched is not None else ""
+        kept = step.trimmed if self._no_stop_trim else ""
         return step.text + kept + self._matcher.flush()
+
+
+def stream_of(tokenizer: Tokenizer | None, request: Request) -> TextStream:
+    """The text of one request; without a tokenizer there is none."""
+    if tokenizer is None:
+        return IdsOnlyStream()
+    params = request.sampling
+    automaton: StopAutomaton | None = request.stop_matching
+    return TokenizedStream(
+        tokenizer,
+        stop=automaton or StopAutomaton.from_strings(params.stop, params.stop_regex),
+        skip_special_tokens=params.skip_special_tokens,
+        no_stop_trim=params.no_stop_trim,
+    )

@@ -27,7 +27,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an integer of at least 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; expected an integer"),
         ({"max_new_tokens": True}, "max_new_tokens is True; expected an integer"),
         (
@@ -66,7 +66,16 @@ NAN, INF = float("nan"), float("inf")
         ({"n": 0}, "n is 0"),
         ({"n": 129}, "n is 129"),
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
-        ({"logit_bias": {}}, "unknown field 'logit_bias'; expected one of"),
+        ({"logit_biases": {}}, "unknown field 'logit_biases'; did you mean 'logit_bias'?"),
+        ({"logit_bias": [5]}, r"logit_bias is \[5\]; expected an object of token ids and numbers"),
+        ({"logit_bias": {"a": 1}}, "logit_bias names 'a'; expected a token id"),
+        ({"logit_bias": {"5": 101}}, "logit_bias of token 5 is 101; expected a number from -100"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias names a token id twice"),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias has 301 items; expected"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0; expected a number in \(0, 2\]"),
+        ({"top_logprobs_num": 21}, "top_logprobs_num is 21; expected an integer of at least 0 and"),
+        ({"token_ids_logprob": list(range(33))}, "token_ids_logprob has 33 items; expected at"),
+        ({"logprob_start_len": -2}, "logprob_start_len is -2; expected an integer of at least -1"),
     ],
 )
 def test_bad_values_name_the_field(values: dict[str, Any], message: str) -> None:

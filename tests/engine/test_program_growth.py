@@ -320,6 +320,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, An
         "max_total_tokens": 128,
         "dtype": "float32",
         "compile_at_start": "first",
+        "disable_logprobs": True,
         "compilation_cache_dir": str(folder / "programs"),
     }
     jax.config.update("jax_compilation_cache_dir", directory)

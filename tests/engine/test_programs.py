@@ -94,6 +94,7 @@ def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimit
         prefill_buckets=prefill,
         prefill_rows=2,
         prefix_cache=True,
+        logprobs=True,
     )
 
 
@@ -119,25 +120,27 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
     assert later_programs(limits, every) == ()
 
 
-def test_of_22_programs_six_come_first_and_a_cpu_waits_for_all() -> None:
+def test_of_24_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
     assert [str(key) for key in first_programs(H200)] == [
         "prefill T=8192 all",
         "decode B=48 all",
         "decode B=1",
         "decode B=48",
-        "prefill T=128 all",
+        "prefill T=128 sampling",
+        "prefill T=8192 sampling",
         "recall T=64",
     ]
     assert programs_at_start(H200, "first") == first_programs(H200)
     assert programs_at_start(H200, "all") == program_keys(H200)
-    assert len(program_keys(H200)) == 22
+    assert len(program_keys(H200)) == 24
     assert len(step_programs(CPU)) == FEW_PROGRAMS
     assert programs_at_start(CPU, "all") == program_keys(CPU)
     assert programs_at_start(CPU, "first") == first_programs(CPU)
     assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [
         "decode B=4",
-        "decode B=1 all",
-        "decode B=4 all",
+        "decode B=1 sampling",
+        "decode B=4 sampling",
+        "decode B=8 sampling",
     ]
 
 
@@ -186,4 +189,13 @@ def test_features_read_alike_in_every_process() -> None:
         for seed in ("1", "2", "3")
     }
     assert texts == {repr((ALL, PLAIN, list(ALL))) + "\n"}
-    assert [str(features) for features in SUBSETS] == ["plain", "filters", "penalties", "all"]
+    assert [str(features) for features in SUBSETS] == [
+        "plain",
+        "filters",
+        "penalties",
+        "logprobs",
+        "sampling",
+        "filters+logprobs",
+        "penalties+logprobs",
+        "all",
+    ]

@@ -64,6 +64,7 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
         "model_path": str(pair.target_path),
         "max_running_requests": 1,
         "chunked_prefill_size": 8,
+        "disable_logprobs": True,
         "max_total_tokens": 64,
         "dtype": "float32",
         "compilation_cache_dir": str(folder / "programs"),

@@ -107,7 +107,7 @@ def test_several_rounds_compile_for_a_tpu_and_copy_nothing() -> None:
         model="small",
         topology="v5e:2x2",
         shape="3/1/4",
-        program="decode B=64 all",
+        program="decode B=64 sampling",
         page_size=16,
         rounds=3,
     )

@@ -11,7 +11,7 @@ import pytest
 
 from jspec.core.batch import DecodeBatch, PrefillBatch, prefill_batch
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
-from jspec.core.features import ALL, PLAIN
+from jspec.core.features import PLAIN, SAMPLING
 from jspec.core.plan import (
     Admission,
     PageGrant,
@@ -41,7 +41,7 @@ LIMITS = ServeLimits(
 DECODE = StepPlan(
     step=7,
     kind=StepKind.DECODE,
-    features=ALL,
+    features=SAMPLING,
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
     grants=(PageGrant(4, 3, 17), PageGrant(1, 0, 31)),
 )
@@ -103,9 +103,9 @@ def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
 @pytest.mark.parametrize(
     ("plan", "key"),
     [
-        (DECODE, (StepKind.DECODE, 4, ALL)),
+        (DECODE, (StepKind.DECODE, 4, SAMPLING)),
         (replace(DECODE, rows=DECODE.rows[:2], features=PLAIN), (StepKind.DECODE, 2, PLAIN)),
-        (PREFILL, (StepKind.PREFILL, 8, ALL)),
+        (PREFILL, (StepKind.PREFILL, 8, SAMPLING)),
     ],
 )
 def test_the_smallest_program_that_holds_the_plan(plan: StepPlan, key: ProgramKey) -> None:
@@ -185,8 +185,12 @@ def test_padding_rows_sample_greedily_without_filters() -> None:
         "min_p": 0,
         "frequency_penalty": 0,
         "presence_penalty": 0,
+        "repetition_penalty": 1,
+        "logit_bias": V,
         "seed": 0,
         "stop_ids": V,
+        "logprob_start": 2**31 - 1,
+        "logprob_ids": V,
     }
 
 
@@ -206,7 +210,7 @@ def test_stop_ids_are_masked_only_under_a_minimum_length() -> None:
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_program_of_another_size_is_refused(plan: StepPlan) -> None:
     """More rows or tokens than the program's bucket never wrap or fall off silently."""
-    small = ProgramKey(plan.kind, 1, ALL)
+    small = ProgramKey(plan.kind, 1, SAMPLING)
     with pytest.raises(ValueError, match="broadcast"):
         pack(plan, small, LIMITS, vocab_size=V)
 

@@ -3,6 +3,7 @@ run where there is a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import noise
-from jspec.core.state import SamplingRows
+from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.sample import gpu as sample_gpu
@@ -195,16 +196,13 @@ def test_the_nodes_of_a_batch_row_share_its_temperature_and_seed() -> None:
 
 def rows_of(top_k: list[int]) -> SamplingRows:
     """One row greedy, one at 1.3."""
-    return SamplingRows(
+    return dataclasses.replace(
+        empty_sampling(2, vocab_size=512),
         seed=jnp.asarray([[1, 2], [3, 4]], jnp.uint32),
         temperature=jnp.asarray([0.0, 1.3], jnp.float32),
         top_k=jnp.asarray(top_k, jnp.int32),
         top_p=jnp.asarray([0.9, 1.0], jnp.float32),
         min_p=jnp.zeros(2, jnp.float32),
-        frequency_penalty=jnp.zeros(2, jnp.float32),
-        presence_penalty=jnp.zeros(2, jnp.float32),
-        min_new_tokens=jnp.zeros(2, jnp.int32),
-        stop_ids=jnp.full((2, 16), 512, jnp.int32),
     )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from jspec.core import shapes
 from jspec.core.batch import DraftTree
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.core.state import SamplingRows, Seen, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.ops import Ops
@@ -163,7 +163,7 @@ def choose_behind(
         jnp.asarray(TABLE)[tree.tokens],
         rows,
         token_ids=ids,
-        output_counts=counts,
+        seen=Seen(output_counts=counts, prompt_marks=jnp.zeros_like(counts, jnp.int8)),
         tokens_on_path=path_tokens(tree, num_levels=num_levels),
         num_output=positions,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.state import SamplingRows
+from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
@@ -30,18 +31,14 @@ def rows_of(
     min_p: float = 0.0,
 ) -> SamplingRows:
     n = len(seeds)
-    zeros = jnp.zeros(n, jnp.float32)
     words = np.stack((seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)), axis=1)
-    return SamplingRows(
+    return dataclasses.replace(
+        empty_sampling(n, vocab_size=V),
         seed=jnp.asarray(words.astype(np.uint32)),
         temperature=jnp.full(n, temperature, jnp.float32),
         top_k=jnp.full(n, top_k, jnp.int32),
         top_p=jnp.full(n, top_p, jnp.float32),
         min_p=jnp.full(n, min_p, jnp.float32),
-        frequency_penalty=zeros,
-        presence_penalty=zeros,
-        min_new_tokens=zeros.astype(jnp.int32),
-        stop_ids=jnp.full((n, 1), V, jnp.int32),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.state import SamplingRows
+from jspec.core.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.sampling.filters import threshold
 
@@ -25,16 +26,13 @@ NOTHING: Filters = (V, 1.0, 0.0)
 def sampling_rows(filters: list[Filters]) -> SamplingRows:
     top_k, top_p, min_p = (np.array(column) for column in zip(*filters, strict=True))
     zeros = jnp.zeros(len(filters), jnp.float32)
-    return SamplingRows(
+    return dataclasses.replace(
+        empty_sampling(len(filters), vocab_size=V),
         seed=jnp.zeros((len(filters), 2), jnp.uint32),
         temperature=zeros,
         top_k=jnp.asarray(top_k, jnp.int32),
         top_p=jnp.asarray(top_p, jnp.float32),
         min_p=jnp.asarray(min_p, jnp.float32),
-        frequency_penalty=zeros,
-        presence_penalty=zeros,
-        min_new_tokens=zeros.astype(jnp.int32),
-        stop_ids=jnp.full((len(filters), 1), V, jnp.int32),
     )
 
 

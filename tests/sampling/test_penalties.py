@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.core.batch import DraftTree
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.core.request import MAX_BIASES
+from jspec.core.state import SamplingRows, Seen, empty_sampling
 from jspec.sampling.penalties import count_emitted, path_tokens, penalize
 
 B, N, V, LEVELS = 2, 7, 5, 4
@@ -50,15 +51,24 @@ def path_of(parents: list[int], node: int) -> list[int]:
     return path
 
 
+BIAS_OF_4 = np.array([4, np.float32(1.5).view(np.int32)])
+
+
+def seen_of(counts: jax.Array) -> Seen:
+    """Every other id is in the prompt."""
+    marks = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int8) % 2, (B, V))
+    return Seen(output_counts=counts, prompt_marks=marks)
+
+
 @jax.jit
 def _penalized(
-    logits: jax.Array, rows: SamplingRows, tree: DraftTree, counts: jax.Array, num: jax.Array
+    logits: jax.Array, rows: SamplingRows, tree: DraftTree, seen: Seen, num: jax.Array
 ) -> jax.Array:
     return penalize(
         logits,
         rows,
         token_ids=jnp.arange(V, dtype=jnp.int32),
-        output_counts=counts,
+        seen=seen,
         tokens_on_path=path_tokens(tree, num_levels=LEVELS),
         num_output=num,
     )
@@ -75,6 +85,9 @@ rows_of_trees = st.lists(
         penalty,
         st.lists(ids, max_size=2),  # stop ids
         st.integers(0, 10),  # min_new_tokens
+        st.sampled_from([0.5, 1.0, 1.7]),  # repetition
+        st.lists(ids, max_size=2),  # the prompt
+        st.dictionaries(ids, st.sampled_from([-100.0, -0.5, 3.0]), max_size=3),
     ),
     min_size=B,
     max_size=B,
@@ -86,22 +99,34 @@ rows_of_trees = st.lists(
 def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: ignore[type-arg]
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(B, N, V)).astype(np.float32)
-    parents, tokens, emitted, frequency, presence, stops, least = zip(*cases, strict=True)
+    columns = zip(*cases, strict=True)
+    parents, tokens, emitted, frequency, presence, stops, least, repetition, prompts, biases = (
+        columns
+    )
     tree = tree_of(list(tokens), list(parents))
     counts = np.zeros((B, V), np.int32)
     stop_ids = np.full((B, 16), PADDING, np.int32)
+    marks = np.zeros((B, V), np.int8)
+    bias_pairs = np.full((B, MAX_BIASES, 2), PADDING, np.int32)
     expected = logits.astype(np.float64)
     num_output = np.zeros((B, N), np.int32)
     for b in range(B):
         output = [*emitted[b], tokens[b][0]]  # the root was emitted, and is counted once
         np.add.at(counts[b], output, 1)
         stop_ids[b, : len(stops[b])] = stops[b]
+        marks[b, prompts[b]] = 1
+        for i, (token_id, bias) in enumerate(biases[b].items()):
+            bias_pairs[b, i] = token_id, np.float32(bias).view(np.int32)
         for n in range(N):
             before = output + [tokens[b][i] for i in path_of(parents[b], n)]
             num_output[b, n] = len(before)
             for v in range(V):
                 occurrences = before.count(v)
+                if occurrences or v in prompts[b]:
+                    is_positive = expected[b, n, v] > 0
+                    expected[b, n, v] *= 1 / repetition[b] if is_positive else repetition[b]
                 expected[b, n, v] -= frequency[b] * occurrences + presence[b] * (occurrences > 0)
+                expected[b, n, v] += biases[b].get(v, 0.0)
                 if v in stops[b] and len(before) < least[b]:
                     expected[b, n, v] = -np.inf
     rows = SamplingRows(
@@ -111,10 +136,16 @@ def test_every_node_sees_its_own_path(cases: list[tuple]) -> None:  # type: igno
             "presence_penalty": jnp.asarray(presence, jnp.float32),
             "min_new_tokens": jnp.asarray(least, jnp.int32),
             "stop_ids": jnp.asarray(stop_ids),
+            "repetition_penalty": jnp.asarray(repetition, jnp.float32),
+            "logit_bias": jnp.asarray(bias_pairs),
         }
     )
     result = _penalized(
-        jnp.asarray(logits), rows, tree, jnp.asarray(counts), jnp.asarray(num_output)
+        jnp.asarray(logits),
+        rows,
+        tree,
+        Seen(output_counts=jnp.asarray(counts), prompt_marks=jnp.asarray(marks)),
+        jnp.asarray(num_output),
     )
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
@@ -133,8 +164,8 @@ def test_no_penalty_leaves_every_bit_alone() -> None:
     rows = empty_sampling(B, vocab_size=V)
     rows = SamplingRows(**{**vars(rows), "min_new_tokens": jnp.full(B, 100, jnp.int32)})
     tree = tree_of([[1] * N] * B, [[-1, *range(4), 0, 0]] * B)
-    counts = jnp.full((B, V), 1000, jnp.int32)
-    result = _penalized(jnp.asarray(logits), rows, tree, counts, jnp.zeros((B, N), jnp.int32))
+    seen = seen_of(jnp.full((B, V), 1000, jnp.int32))
+    result = _penalized(jnp.asarray(logits), rows, tree, seen, jnp.zeros((B, N), jnp.int32))
     np.testing.assert_array_equal(result, logits)
 
 
@@ -146,19 +177,21 @@ def test_a_shard_penalizes_its_own_columns() -> None:
             **vars(empty_sampling(B, vocab_size=V)),
             "frequency_penalty": jnp.full(B, 0.5),
             "min_new_tokens": jnp.full(B, 9, jnp.int32),
+            "repetition_penalty": jnp.asarray([0.5, 2.0]),
+            "logit_bias": jnp.full((B, MAX_BIASES, 2), V, jnp.int32).at[:, 0, :].set(BIAS_OF_4),
             "stop_ids": jnp.asarray([[4, V], [0, V]], jnp.int32),
         }
     )
     tree = tree_of([[0, 1, 2, 3, 4, 3, 3]] * B, [[-1, 0, 1, 2, 2, 3, 0]] * B)
-    counts = jnp.asarray(rng.integers(0, 3, (B, V)), jnp.int32)
+    seen = seen_of(jnp.asarray(rng.integers(0, 3, (B, V)), jnp.int32))
     logits = jnp.asarray(rng.normal(size=(B, N, V)), jnp.float32)
     num = jnp.full((B, N), 5, jnp.int32)
-    whole = _penalized(logits, rows, tree, counts, num)
+    whole = _penalized(logits, rows, tree, seen, num)
     part = jax.jit(penalize)(
         logits[:, :, 3:],
         rows,
         token_ids=jnp.arange(3, V, dtype=jnp.int32),
-        output_counts=counts[:, 3:],
+        seen=jax.tree.map(lambda x: x[:, 3:], seen),
         tokens_on_path=path_tokens(tree, num_levels=LEVELS),
         num_output=num,
     )

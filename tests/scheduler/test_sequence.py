@@ -277,4 +277,6 @@ def test_the_chunk_reports_the_cut() -> None:
             "full_verify_ct": 0,
             "full_num_emitted": 0,
         },
+        "logprobs": (),
+        "prompt_logprobs": (),
     }

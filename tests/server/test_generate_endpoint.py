@@ -93,6 +93,7 @@ def test_speculation_changes_nothing(  # C5
         "speculative_algorithm": "NONE",
         "speculative_draft_model_path": None,
         "max_running_requests": 1,
+        "disable_logprobs": True,
     }
     with Engine(**plain_arguments) as plain:
         expected = plain.generate(PROMPTS, params)

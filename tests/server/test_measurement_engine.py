@@ -26,6 +26,7 @@ def measured(tiny_pair: TinyPair, engine_arguments: dict[str, Any]) -> Iterator[
     arguments = {
         **engine_arguments,
         "max_running_requests": 1,
+        "disable_logprobs": True,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "tokenizer_path": None,

@@ -9,11 +9,10 @@ import pytest
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, StreamChunk
 from jspec.core.response import Completion
+from jspec.server.openai_answers import spec_details, usage_of
 from jspec.server.openai_schemas import (
     NEUTRAL_COMPLETION,
     parse_completion,
-    spec_details,
-    usage_of,
 )
 
 
@@ -82,7 +81,7 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
         ({"prompt": []}, "prompt is []"),
         ({"prompt": [1, "x"]}, "prompt holds 'x'"),
         ({"prompt": ["x", 1]}, "prompt is 1; expected text"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0; expected"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens is -1; expected"),
         (
             {"prompt": "x", "min_tokens": 20},
             "min_tokens is 20; expected at most max_tokens, which is 16",
@@ -95,9 +94,12 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
         ({"text": "x"}, "unknown field 'text'; did you mean 'prompt'?"),
         ({"messages": []}, "did you mean 'prompt'?"),
         ({"prompt": "x", "model": 3}, "model is 3"),
-        ({"prompt": "x", "echo": True}, "echo is true, which is not implemented"),
-        ({"prompt": "x", "best_of": 2}, "best_of is 2, which is not implemented"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias is"),
+        ({"prompt": "x", "echo": 1}, "echo is 1; expected true or false"),
+        ({"prompt": "x", "best_of": 2}, "best_of is 2; expected n, which is 1, or leave it out"),
+        ({"prompt": "x", "best_of": "2"}, "best_of is '2'; expected n, which is 1"),
+        ({"prompt": "x", "logit_bias": {"5": "1"}}, "logit_bias of token 5 is '1'"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs is 21; expected an integer of at least 0 and"),
+        ({"prompt": "x", "logprobs": True}, "logprobs is True; expected an integer"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "expected stream true"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": 1}}, "unknown field 'usage'"),
         ({"prompt": "x", "stream": True, "stream_options": []}, "stream_options is []"),

@@ -88,6 +88,7 @@ def test_an_error_of_the_engine_speaks_of_the_clients_names(client: httpx.Client
 def test_the_default_length_ends_at_the_context(engine_arguments: dict[str, Any]) -> None:
     arguments = {
         **engine_arguments,
+        "disable_logprobs": True,
         "speculative_algorithm": "NONE",
         "speculative_draft_model_path": None,
         "max_running_requests": 1,
@@ -107,6 +108,7 @@ def test_a_length_cut_by_the_pool_is_said_once(
 ) -> None:
     arguments = {
         **engine_arguments,
+        "disable_logprobs": True,
         "speculative_algorithm": "NONE",
         "speculative_draft_model_path": None,
         "max_running_requests": 1,

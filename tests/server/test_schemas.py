@@ -75,10 +75,32 @@ def test_neutral_sampling_values_pass_and_others_do_not(name: str) -> None:
 
 
 def test_neutral_values_of_a_list_request() -> None:
-    body = {"text": ["x", "y"], "return_logprob": [False, False], "lora_path": [None, None]}
+    body = {"text": ["x", "y"], "log_metrics": [True, True], "lora_path": [None, None]}
     assert len(parse_generate(body).prompts) == 2
-    with pytest.raises(RequestError, match="return_logprob"):
-        parse_generate({**body, "return_logprob": [False, True]})
+    with pytest.raises(RequestError, match="log_metrics"):
+        parse_generate({**body, "log_metrics": [True, False]})
+
+
+def test_log_probabilities_stand_beside_the_prompts() -> None:
+    body = {
+        "text": ["x", "y"],
+        "sampling_params": {"temperature": 0},
+        "return_logprob": [True, False],
+        "logprob_start_len": 3,
+        "top_logprobs_num": [None, 2],
+        "token_ids_logprob": [[1, 2], None],
+    }
+    first, second = parse_generate(body).prompts
+    assert first.sampling == SamplingParams(
+        temperature=0, return_logprob=True, logprob_start_len=3, token_ids_logprob=(1, 2)
+    )
+    assert second.sampling == SamplingParams(temperature=0, logprob_start_len=3, top_logprobs_num=2)
+    (one,) = parse_generate({"text": "x", "token_ids_logprob": [5, 6]}).prompts
+    assert one.sampling.token_ids_logprob == (5, 6)
+    with pytest.raises(RequestError, match="return_logprob is a list of 1; expected one, or a li"):
+        parse_generate({**body, "return_logprob": [True]})
+    with pytest.raises(RequestError, match=r"top_logprobs_num is a list of 2; expected one$"):
+        parse_generate({"text": "x", "top_logprobs_num": [1, 2]})
 
 
 @pytest.mark.parametrize("depth", [3, 450, 900])
@@ -91,7 +113,9 @@ def test_lists_in_lists_are_not_neutral(depth: int) -> None:
 
 
 def test_zero_and_false_are_not_the_same() -> None:
-    with pytest.raises(RequestError, match="return_logprob is 0, which"):
+    with pytest.raises(RequestError, match="background is 0, which"):
+        parse_generate({"text": "x", "background": 0})
+    with pytest.raises(RequestError, match="return_logprob is 0; expected true or false"):
         parse_generate({"text": "x", "return_logprob": 0})
 
 
@@ -116,7 +140,7 @@ BAD: list[tuple[Any, str]] = [
     ({"text": "x", "max_tokens": 9}, "did you mean 'max_new_tokens' in sampling_params?"),
     ({"text": "x", "seed": 9}, "did you mean 'sampling_seed' in sampling_params?"),
     ({"prompt": "x"}, "unknown field 'prompt'; did you mean 'text'?"),
-    ({"text": "x", "return_logprobs": True}, "did you mean 'return_logprob', which is not impl"),
+    ({"text": "x", "return_logprobs": True}, "did you mean 'return_logprob'?"),
     ({"text": "x", "sampling_params": {"max_tokens": 9}}, "did you mean 'max_new_tokens'?"),
     ({"text": "x", "sampling_params": {"seed": 9}}, "did you mean 'sampling_seed'?"),
     ({"text": "x", "sampling_params": {"stream": True}}, "unknown field 'stream'; expected one of"),
@@ -137,7 +161,7 @@ BAD: list[tuple[Any, str]] = [
     ({"text": "x", "sampling_params": {"top_p": 0}}, "top_p is 0"),
     ({"text": "x", "sampling_params": {"top_k": -2}}, "top_k is -2"),
     ({"text": "x", "sampling_params": {"no_stop_trim": 1}}, "no_stop_trim is 1; expected true"),
-    ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
+    ({"text": "x", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens is -1"),
     ({"text": "x", "sampling_params": {"max_new_tokens": 1e3}}, "max_new_tokens is 1000.0"),
     (
         {"text": "x", "sampling_params": {"min_new_tokens": 200}},

@@ -20,10 +20,19 @@ import numpy as np
 
 from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.features import ALL, StepFeatures
+from jspec.core.features import ALL, SAMPLING, StepFeatures
 from jspec.core.model_spec import ModelSpec
 from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
+from jspec.core.request import (
+    FinishKind,
+    PromptToken,
+    Request,
+    SamplingParams,
+    SpecCounters,
+    StreamChunk,
+    TokenLogprob,
+)
+from jspec.core.response import Completion
 from jspec.engine.compilation import compile_all
 from jspec.engine.loading import place
 from jspec.engine.programs import program_keys, recall_programs
@@ -43,8 +52,10 @@ from jspec.speculative.step import StepProgram
 from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
 from jspec.testing.fake_text import FakeTextStream
 from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
+from tests.models.dense_forward import dense_forward
 
 NUM_SLOTS = 8
+DENSE_WIDTH = 64
 CONTEXT = 320
 DIAL_ACCEPTANCE = 0.8
 NGRAM_MIN_MATCH, NGRAM_MAX_MATCH = 2, 6
@@ -140,7 +151,7 @@ def build(
     dial: bool = True,
     shards: int = 1,
     params: tuple[Params, Params] | None = None,
-    variants: tuple[StepFeatures, ...] = (StepFeatures(), ALL),
+    variants: tuple[StepFeatures, ...] = (StepFeatures(), SAMPLING),
     num_rounds: int = 1,
     ops: Ops | None = None,
     make: Callable[[Ops, Shard], Drafter] | None = None,
@@ -177,6 +188,7 @@ def build(
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
+    limits = dataclasses.replace(limits, logprobs=ALL in variants)
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
     executables = compile_all(
@@ -188,7 +200,7 @@ def build(
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.kind is StepKind.PREFILL or key.features in variants
+            if key.features in variants or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
@@ -250,6 +262,8 @@ class Served:
     """
 
     ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    prompt_logprobs: tuple[tuple[PromptToken, ...], ...]
     per_request: tuple[SpecCounters, ...]
     counters: SpecCounters
     num_leaked_pages: int
@@ -292,13 +306,11 @@ async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
     loop = EngineLoop(scheduler, view, trace=trace)
     streams = [loop.submit(request) for request in requests]
 
-    async def drain(i: int) -> tuple[tuple[int, ...], SpecCounters]:
-        ids: tuple[int, ...] = ()
-        counters = SpecCounters()
+    async def drain(i: int) -> Completion:
+        completion = Completion(requests[i].request_id)
         async for chunk in streams[i]:
-            ids += chunk.new_ids
-            counters = chunk.counters
-        return ids, counters
+            completion.add(chunk)
+        return completion
 
     drained = await asyncio.gather(*(drain(i) for i in range(len(requests))))
     while scheduler.stats.num_steps_in_flight:
@@ -323,8 +335,10 @@ async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
             for _, result in decodes
             for of_round in result.rounds
         ),
-        ids=tuple(ids for ids, _ in drained),
-        per_request=tuple(counters for _, counters in drained),
+        ids=tuple(tuple(completion.output_ids) for completion in drained),
+        logprobs=tuple(tuple(completion.logprobs) for completion in drained),
+        prompt_logprobs=tuple(tuple(completion.prompt_logprobs) for completion in drained),
+        per_request=tuple(completion.counters for completion in drained),
         counters=stats.counters,
         num_leaked_pages=stats.num_leaked_pages,
         num_free_pages=stats.num_free_pages,
@@ -366,6 +380,19 @@ def engine(spec: tuple[int, int, int], page_size: int, *, features: StepFeatures
 @functools.cache
 def plain_engine() -> Compiled:
     return build(PLAIN, page_size=16)
+
+
+@functools.cache
+def _dense() -> Callable[[jax.Array], jax.Array]:
+    params = tiny_params()[0]
+    return jax.jit(lambda ids: dense_forward(TARGET, params, ids, aux_layer_ids=())[0])
+
+
+def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
+    """f32[T, V] of TARGET after each of at most DENSE_WIDTH ids: no pages, chunks or batches."""
+    padded = np.zeros(DENSE_WIDTH, np.int32)
+    padded[: len(ids)] = ids
+    return np.asarray(_dense()(jnp.asarray(padded)))[: len(ids)]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.features import ALL, StepFeatures
+from jspec.core.features import SAMPLING, StepFeatures
 from jspec.core.request import Request
 from jspec.testing.dial_drafter import dial_rank
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
@@ -132,7 +132,7 @@ def check(case: Case, num_tokens: int = TOKENS_PER_CASE) -> None:
     expected = [plain_ids(request) for request in requests]
     needed = requests[0].sampling.features
     served = serve(
-        engine(case.spec, case.page_size, features=ALL if needed else StepFeatures()),
+        engine(case.spec, case.page_size, features=SAMPLING if needed else StepFeatures()),
         requests,
         chunk_size=case.chunk,
         overlap_depth=case.depth,

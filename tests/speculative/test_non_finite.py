@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.features import ALL
+from jspec.core.features import SAMPLING
 from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
@@ -45,7 +45,7 @@ def poisoned_tables() -> tuple[Any, Any]:
     def poison(table: jax.Array) -> jax.Array:
         return table.at[IS_NAN].set(jnp.nan).at[IS_INF, 3].set(jnp.inf)
 
-    params = engine(TREE, PAGE, features=ALL).params
+    params = engine(TREE, PAGE, features=SAMPLING).params
     return poison(params["target"]["embed"]["table"]), poison(
         params["draft"]["head"]["embed"]["table"]
     )
@@ -96,7 +96,7 @@ def test_a_prompt_that_overflows_changes_no_text_but_its_own(token: int) -> None
     assert len(set(texts[0])) > 5
     assert list(serve(poisoned(plain_engine()), requests).ids) == texts
     dial = dial_of(requests, texts)
-    served = serve(poisoned(engine(TREE, PAGE, features=ALL)), requests, dial=dial)
+    served = serve(poisoned(engine(TREE, PAGE, features=SAMPLING)), requests, dial=dial)
     assert list(served.ids) == texts
     assert all(served.counters.accept_histogram)
 
@@ -107,7 +107,7 @@ def test_a_guess_that_overflows_changes_no_text(decoy: int) -> None:
     requests = [request_with(i, None, temperature=float(i % 2)) for i in range(3)]
     texts = [alone(request) for request in requests]
     dial = dial_of(requests, texts, decoy=decoy)
-    served = serve(poisoned(engine(TREE, PAGE, features=ALL)), requests, dial=dial)
+    served = serve(poisoned(engine(TREE, PAGE, features=SAMPLING)), requests, dial=dial)
     assert list(served.ids) == texts
     assert all(served.counters.accept_histogram)
 
@@ -117,7 +117,7 @@ def test_pages_are_reused_behind_a_tenant_that_overflowed() -> None:
     requests = [request_with(1, IS_NAN), request_with(2, None), request_with(3, None)]
     texts = [alone(request) for request in requests]
     served = serve(
-        poisoned(engine(TREE, PAGE, features=ALL)),
+        poisoned(engine(TREE, PAGE, features=SAMPLING)),
         requests,
         num_slots=1,
         num_pages=2,

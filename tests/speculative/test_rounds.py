@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.core.features import ALL, StepFeatures
+from jspec.core.features import SAMPLING, StepFeatures
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
 from jspec.scheduler.loop import EngineLoop
@@ -43,7 +43,7 @@ def chain_engine(num_rounds: int = ROUNDS) -> Compiled:
 
 @functools.cache
 def tree_engine() -> Compiled:
-    return build(spec_of(*TREE), page_size=PAGE, variants=(ALL,), num_rounds=ROUNDS)
+    return build(spec_of(*TREE), page_size=PAGE, variants=(SAMPLING,), num_rounds=ROUNDS)
 
 
 def six_requests(**sampling: Any) -> list[Request]:

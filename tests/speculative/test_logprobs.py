@@ -1,0 +1,254 @@
+"""Log-probabilities equal those of one dense forward over the whole text, whatever was drafted.
+
+The reference runs the model without pages, chunks, batches or shards, and takes log_softmax in
+float64. Other rows of the same batches ask for other things, or for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.config import Algorithm
+from jspec.core.features import ALL, PLAIN, StepFeatures
+from jspec.core.plan import StepKind
+from jspec.core.request import PromptToken, Request, TokenLogprob
+from jspec.engine.compilation import ProgramShape, lower
+from jspec.engine.programs import ProgramKey
+from jspec.engine.runner import init_state
+from jspec.layers.linear import Shard
+from jspec.models.checkpoint import load_target, save_target
+from jspec.models.decoder import Params
+from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
+from jspec.sampling.logprobs import Logprobs, logprobs_of
+from jspec.speculative import logprobs as step_logprobs
+from tests.speculative.engines import (
+    DRAFT,
+    TARGET,
+    Compiled,
+    ViewRunner,
+    build,
+    dense_logits,
+    dial_for,
+    make_request,
+    mesh_of,
+    plain_ids,
+    serve,
+    serve_view,
+    spec_of,
+    tiny_params,
+    with_prefix_cache,
+)
+
+TOLERANCE = 1e-4
+WATCHED = (3, 300, 7)
+# (prompt length, sampling): the second asks for nothing, the others for different parts.
+ASKED: tuple[tuple[int, dict[str, Any]], ...] = (
+    (19, {"logprob_start_len": 0, "top_logprobs_num": 5, "token_ids_logprob": WATCHED}),
+    (11, {"return_logprob": False}),
+    (23, {"logprob_start_len": 17, "temperature": 0.0, "top_logprobs_num": 20}),
+    (9, {"top_k": 8, "frequency_penalty": 1.5, "repetition_penalty": 1.3}),
+    (13, {"logprob_start_len": 30, "logit_bias": ((5, 4.0), (9, -100.0)), "min_p": 0.02}),
+    (30, {"logprob_start_len": 1, "max_new_tokens": 0, "top_logprobs_num": 2}),
+)
+SHAPES = {
+    "plain": spec_of(0, 1, 1),
+    "chain": spec_of(3, 1, 4),
+    "tree": spec_of(3, 2, 6),
+    "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
+}
+
+
+def requests() -> list[Request]:
+    return [
+        make_request(
+            i,
+            prompt_len=length,
+            seed=70 + i,
+            **{"max_new_tokens": 12, "return_logprob": True} | own,
+        )
+        for i, (length, own) in enumerate(ASKED)
+    ]
+
+
+@functools.cache
+def params_for(shards: int) -> tuple[Params, Params]:
+    """tiny_params, laid out for so many shards: what reading a checkpoint does."""
+    target, head = tiny_params()
+    with tempfile.TemporaryDirectory() as directory:
+        paths = Path(directory, "target"), Path(directory, "draft")
+        save_target(paths[0], TARGET, target, dtype=np.float32)
+        save_eagle3(paths[1], DRAFT, head, dtype=np.float32, include_embed=True)
+        dealt = load_target(paths[0], TARGET, dtype=np.float32, shards=shards)
+        return dealt, load_eagle3(
+            paths[1], DRAFT, target_params=dealt, dtype=np.float32, shards=shards
+        )
+
+
+@functools.cache
+def compiled(name: str, shards: int = 1) -> Compiled:
+    """The dial drafts, and is mostly right."""
+    return build(
+        SHAPES[name], page_size=4, variants=(ALL,), shards=shards, params=params_for(shards)
+    )
+
+
+@functools.cache
+def rescored(ids: tuple[int, ...]) -> np.ndarray:
+    """f64[T, V]: log-probabilities of the token after each of ids."""
+    exact = dense_logits(ids).astype(np.float64)
+    top = exact.max(axis=-1, keepdims=True)
+    return exact - top - np.log(np.exp(exact - top).sum(axis=-1, keepdims=True))
+
+
+def without_logprobs(request: Request) -> tuple[int, ...]:
+    """What plain decoding gives that is asked for nothing."""
+    sampling = dataclasses.replace(request.sampling, return_logprob=False)
+    return plain_ids(dataclasses.replace(request, sampling=sampling))
+
+
+def check_token(
+    known: TokenLogprob | None, token_id: int, expected: np.ndarray, request: Request
+) -> None:
+    """known is what `expected`, f64[V], says of token_id."""
+    assert known is not None
+    sampling = request.sampling
+    assert known.logprob == pytest.approx(expected[token_id], abs=TOLERANCE)
+    assert len(known.top) == sampling.top_logprobs_num
+    best = np.sort(expected)[::-1][: len(known.top)]
+    np.testing.assert_allclose([value for value, _ in known.top], best, atol=TOLERANCE)
+    of_ids = expected[[token for _, token in known.top]]
+    np.testing.assert_allclose([value for value, _ in known.top], of_ids, atol=TOLERANCE)
+    watched = expected[list(sampling.token_ids_logprob)]
+    np.testing.assert_allclose(known.watched, watched, atol=TOLERANCE)
+
+
+def check_all(
+    request: Request,
+    ids: tuple[int, ...],
+    of_output: tuple[TokenLogprob, ...],
+    of_prompt: tuple[PromptToken, ...],
+) -> None:
+    sampling, prompt = request.sampling, request.prompt_ids
+    if not sampling.return_logprob:
+        assert (of_output, of_prompt) == ((), ())
+        return
+    expected = rescored(prompt + ids)
+    assert len(of_output) == len(ids)
+    for i, known in enumerate(of_output):
+        check_token(known, ids[i], expected[len(prompt) + i - 1], request)
+    start = sampling.logprob_start_len if sampling.logprob_start_len >= 0 else len(prompt)
+    assert [token_id for token_id, _ in of_prompt] == list(prompt[start:])
+    for position, (token_id, of_token) in enumerate(of_prompt, start=start):
+        if position == 0:
+            assert of_token is None
+        else:
+            check_token(of_token, token_id, expected[position - 1], request)
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "chunk_size", "depth"),
+    [
+        pytest.param("plain", 1, 8, 1, marks=pytest.mark.slow),
+        pytest.param("chain", 1, 7, 2, marks=pytest.mark.slow),
+        pytest.param("chain", 2, 32, 0, marks=pytest.mark.slow),
+        ("tree", 2, 7, 1),
+        pytest.param("ngram", 1, 8, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_they_equal_a_dense_forward(name: str, shards: int, chunk_size: int, depth: int) -> None:
+    asked = requests()
+    dial = None
+    if SHAPES[name].algorithm is Algorithm.EAGLE3:
+        dial = dial_for(asked, [without_logprobs(request) for request in asked])
+    engine = compiled(name, shards)
+    served = serve(engine, asked, chunk_size=chunk_size, overlap_depth=depth, dial=dial)
+    assert served.num_leaked_pages == 0
+    assert dial is None or max(map(max, filter(None, served.accepted))) >= 2
+    for i, request in enumerate(asked):
+        assert served.ids[i] == without_logprobs(request)
+        check_all(request, served.ids[i], served.logprobs[i], served.prompt_logprobs[i])
+    assert served.ids[-1] == ()
+
+
+def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
+    """The same prompts again: what is found in the cache ends in time."""
+    engine = with_prefix_cache(compiled("tree", 2))
+    asked = requests()
+    view = ViewRunner(engine.runner(), dataclasses.replace(engine.limits, prefill_buckets=(8,)))
+    for wave in range(2):
+        again = [dataclasses.replace(r, request_id=f"{r.request_id}.{wave}") for r in asked]
+        served = asyncio.run(serve_view(view, again))
+        for i, request in enumerate(asked):
+            assert served.ids[i] == without_logprobs(request)
+            check_all(request, served.ids[i], served.logprobs[i], served.prompt_logprobs[i])
+    assert not served.num_leaked_pages
+
+
+def test_shards_agree_with_the_whole_bit_by_bit_on_ids() -> None:
+    """The lowest id comes first among equals, also across shards; a short vocabulary is padded."""
+    logits = np.random.default_rng(5).integers(0, 4, (3, 48)).astype(np.float32)
+    chosen = jnp.asarray([0, 25, 47])
+    watched = jnp.asarray([[24, 48, 1], [2, 3, -1], [47, 47, 47]])
+
+    def reduced(logits: jax.Array, first: jax.Array, shard: Shard) -> Logprobs:
+        ids = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
+        return logprobs_of(logits, chosen, watched, token_ids=ids, shard=shard)
+
+    whole = reduced(jnp.asarray(logits), jnp.int32(0), Shard())
+    parts = jax.vmap(functools.partial(reduced, shard=Shard(2, "tensor")), axis_name="tensor")(
+        jnp.asarray(logits).reshape(3, 2, 24).swapaxes(0, 1), jnp.asarray([0, 24], jnp.int32)
+    )
+    for name, array in vars(whole).items():
+        for part in getattr(parts, name):
+            np.testing.assert_allclose(part, array, rtol=1e-6)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(whole.top_ids, order)
+    assert whole.watched_logprobs[0, 1] == 0.0
+    short = reduced(jnp.asarray(logits[:, :6]), jnp.int32(0), Shard())
+    assert np.isneginf(short.top_logprobs[:, 6:]).all()
+
+
+def text_of(features: StepFeatures) -> str:
+    """The lowered decode program of the tree."""
+    engine = compiled("tree", 2)
+    shape = ProgramShape.of(ProgramKey(StepKind.DECODE, 8, features), engine.limits)
+    program = dataclasses.replace(engine.program, features=features)
+    state = init_state(program, engine.limits, shards=2, kv_dtype=jnp.float32)
+    return lower(shape, program, mesh=mesh_of(2), params=engine.params, state=state).as_text()
+
+
+def test_programs_without_the_feature_do_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their text is the same if what reduces is not even there, and holds none of its shapes."""
+    plain, full = text_of(PLAIN), text_of(ALL)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("called")
+
+    monkeypatch.setattr("jspec.speculative.step.emitted_logprobs", never)
+    assert text_of(PLAIN) == plain
+    with pytest.raises(AssertionError, match="called"):
+        text_of(ALL)
+    assert "x20xf32" in full
+    assert "x20xf32" not in plain
+
+
+def test_no_array_is_as_large_as_the_logits_but_them() -> None:
+    """Nothing of [B, M, V] or [T, V]: what reduces sees a depth, or a slice of a prompt."""
+    assert step_logprobs.SLICE == 64
+    engine = compiled("tree", 2)
+    slots, nodes, width = 8, engine.limits.spec.num_draft_tokens, TARGET.vocab_size // 2
+    most = engine.limits.spec.max_emitted
+    text = text_of(ALL)
+    assert f"tensor<{slots}x{nodes}x{width}xf32>" in text
+    assert f"tensor<{slots}x{most}x{width}xf32>" not in text
+    assert f"tensor<{most}x{slots}x{width}xf32>" not in text
