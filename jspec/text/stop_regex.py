@@ -47,7 +47,7 @@ class Chars:
         return found != self.is_negated
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Position:
     """One place of an automaton: a step over a character, a free choice, or the text's beginning.
 
@@ -134,11 +134,13 @@ class _Parser:
     def error(self, reason: str) -> RequestError:
         return RequestError(f"stop_regex holds {shown(self._pattern)}, which {reason}")
 
-    def add(self, **known: object) -> int:
+    def add(
+        self, to: Sequence[int] = (), *, chars: Chars | None = None, is_begin: bool = False
+    ) -> int:
         """A new place. Raises RequestError when there are too many."""
         if len(self.positions) >= MAX_POSITIONS:
             raise self.error(f"is too large; expected at most {MAX_POSITIONS} places")
-        self.positions.append(Position(**known))  # type: ignore[arg-type]
+        self.positions.append(Position(to=list(to), chars=chars, is_begin=is_begin))
         return len(self.positions) - 1
 
     def parse(self) -> Part:
@@ -249,8 +251,8 @@ class _Parser:
             return self._place(chars=Chars(line_end, is_negated=True))
         return self._place(chars=self._char())
 
-    def _place(self, **known: object) -> Part:
-        place = self.add(**known)
+    def _place(self, *, chars: Chars | None = None, is_begin: bool = False) -> Part:
+        place = self.add(chars=chars, is_begin=is_begin)
         return place, [place]
 
     def _char(self) -> Chars:

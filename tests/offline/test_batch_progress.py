@@ -13,10 +13,20 @@ from jspec.offline.batch_progress import BatchProgress
 from jspec.scheduler.stats import SchedulerStats
 
 
+class Screen(io.StringIO):
+    """Text that claims to be a terminal, or not to be one."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_it_says_how_far_how_fast_and_how_long(is_terminal: bool) -> None:
-    screen = io.StringIO()
-    screen.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    screen = Screen(is_terminal=is_terminal)
     counters = SpecCounters(verify_ct=100, num_accepted=181, num_proposed=300)
     stats = cast(SchedulerStats, SimpleNamespace(num_emitted=2400, counters=counters))
     times = iter(float(second) for second in range(0, 1000, 6))

@@ -68,8 +68,11 @@ def test_an_error_of_a_visit_is_its_callers_and_the_loop_goes_on() -> None:
     async def main() -> None:
         loop = make_loop(small_limits())
 
+        def fail() -> None:
+            int("x")
+
         async def visit(on_engine_thread: OnThread) -> None:
-            await on_engine_thread(lambda: int("x"))  # type: ignore[arg-type]
+            await on_engine_thread(fail)
 
         with pytest.raises(ValueError, match="invalid literal"):
             await loop.between_steps(visit)

@@ -49,7 +49,7 @@ def test_only_rows_that_surely_go_on_go_on() -> None:
     table = seated()
     table.seat(2, fill=5, left=3, last=40)  # takes 3 and ends
     table.seat(3, fill=5, left=20, last=40, stop_ids=(9, 8))
-    table.seat(4, fill=5, left=20, last=40, cuts=True)  # its text may end it
+    table.seat(4, fill=5, left=20, last=40, is_cut=True)  # its text may end it
     ids, counts = np.array([[1, 9, 3, 0]] * 4), np.array([3, 3, 3, 3])
     assert table.goes_on(SLOTS, counts, ids).tolist() == [True, False, False, False]
     assert table.goes_on(SLOTS, counts - 1, ids + 10).tolist() == [True, True, True, False]

@@ -328,7 +328,7 @@ def test_a_plan_has_the_features_of_all_its_rows_and_no_others() -> None:
         if str(plan.features) not in seen:
             seen.append(str(plan.features))
         bench.collect()
-    assert seen == ["all", "penalties", "plain"]
+    assert seen == ["sampling", "penalties", "plain"]
 
 
 def result(step: int, *rounds: tuple[tuple[int, ...], ...]) -> StepResult:

@@ -185,7 +185,6 @@ def test_stop_strings_and_stop_tokens(client: httpx.Client) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"text": "x", "return_logprob": True}, "return_logprob is true, which is not implemented"),
     ({"text": "x", "lora_path": "a"}, "lora_path is 'a', which is not implemented"),
     ({"text": "x", "samplingparams": {}}, "did you mean 'sampling_params'?"),
     ({"text": ""}, "the prompt is empty"),
