@@ -135,7 +135,7 @@ class _Parser:
         return RequestError(f"stop_regex holds {shown(self._pattern)}, which {reason}")
 
     def add(
-        self, to: Sequence[int] = (), *, chars: Chars | None = None, is_begin: bool = False
+        self, to: Iterable[int] = (), *, chars: Chars | None = None, is_begin: bool = False
     ) -> int:
         """A new place. Raises RequestError when there are too many."""
         if len(self.positions) >= MAX_POSITIONS:
