@@ -239,7 +239,10 @@ class MtpConfig:
     chained: layer s reads what layer s - 1 made of the same row; else all read the target's hidden.
     hidden_first: of [hidden; embedding], which a layer fuses; else the embedding comes first.
     reads_normed: the target's hidden is the one after its final norm; else the residual before it.
-    feeds_normed: chained, a layer hands on its output after its own final norm; else before it.
+    recurrent: there is one layer, and every level runs it again: it reads its own output of the
+        level before, over what the levels before cached.
+    feeds_normed: chained or recurrent, a layer hands on its output after its own final norm; else
+        before it.
     own_heads: every layer has an lm_head; else all use the target's.
     zeroes_first: the embedding of the row at position 0 is zero.
     """
@@ -247,15 +250,40 @@ class MtpConfig:
     model: ModelSpec
     target_num_layers: int
     chained: bool = False
+    recurrent: bool = False
     hidden_first: bool = False
     reads_normed: bool = True
     feeds_normed: bool = False
     own_heads: bool = False
     zeroes_first: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.recurrent:
+            return
+        if self.chained or self.num_layers != 1:
+            raise ConfigError(
+                f"layers for multi-token prediction are recurrent, {self.num_layers}, and chained "
+                f"is {self.chained}; expected one layer that is not chained"
+            )
+        if (window := self.layer.one_layer.attention.window) is not None:
+            raise ConfigError(
+                f"a layer for multi-token prediction has a window of {window}; expected none for "
+                f"one that every level runs again"
+            )
+
     @property
     def num_layers(self) -> int:
         return self.model.num_layers
+
+    @property
+    def layer(self) -> ModelSpec:
+        """`model`, under the name that a drafter asks any head for."""
+        return self.model
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """What is captured of the target; none where its last hidden is read."""
+        return () if self.reads_normed else (self.target_num_layers,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,7 @@ def load_models(
         draft_path=None if paths.draft is None else str(paths.draft),
         max_position=spec.max_position,
         head_dims=head_dims_of((spec, *source.specs)),
+        algorithm=source.algorithm,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
     return _place_models(config, spec, source, mesh=mesh, families=families)

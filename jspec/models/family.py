@@ -152,6 +152,16 @@ def refuse_quantized(fields: Fields) -> None:
     fields.refuse("quantization_config", allowed=(), why="these quantized weights are not served")
 
 
+def check_one_mtp_layer(fields: Fields) -> None:
+    """ConfigError unless there is one layer for multi-token prediction, which every level runs."""
+    name = "num_nextn_predict_layers"
+    if fields.get(name) != 1:
+        raise ConfigError(
+            f"{fields.path}: {name} is {shown(fields.get(name))}; expected 1: this family drafts "
+            f"with one layer for multi-token prediction, which every step runs again"
+        )
+
+
 def eos_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.get("eos_token_id")
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jspec.core.model_spec import MtpConfig
 from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
-from jspec.models.params import Init, ParamSpec, ParamTable, prefixed
+from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +67,10 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
             own.append(lm_head(E, V, tied=False, name=f"{names.head}.weight"))
         table += prefixed(own, path=("layers", i), stored=names.of_layer(i))
     return tuple(table)
+
+
+def draft_ids(vocab_size: int) -> ParamSpec:
+    """The target's id of each column of lm_head, for a drafter that asks for it: all ids."""
+    return ParamSpec(
+        path=("draft_ids",), shape=(vocab_size,), split=Split.OUT, init=Init.IDS, is_integer=True
+    )

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.models.eagle3_reference import HeadReference
+
 F64 = npt.NDArray[np.float64]
 
 
@@ -132,6 +134,39 @@ class MtpReference:
         return found
 
     def logits(self, layer: int, out: F64) -> F64:
+        return self.norm(out, self.weight(layer, "final_layernorm")) @ self.head(layer).T
+
+    def head(self, layer: int) -> F64:
         own = f"{self.prefix.format(layer)}shared_head.output.weight"
-        head = self.tensors[own if self.own_heads else "head.weight"].astype(np.float64)
-        return self.norm(out, self.weight(layer, "final_layernorm")) @ head.T
+        return self.tensors[own if self.own_heads else "head.weight"].astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentReference(HeadReference):
+    """Layer 0 run again for every level, on its own output: every row anew from the start."""
+
+    inner: MtpReference
+
+    @classmethod
+    def of(cls, inner: MtpReference) -> RecurrentReference:
+        return cls(
+            tensors=inner.tensors,
+            head_dim=inner.head_dim,
+            eps=inner.eps,
+            theta=inner.theta,
+            inner=inner,
+        )
+
+    def fuse(self, given: npt.NDArray[Any]) -> F64:
+        return given.astype(np.float64)
+
+    def run(self, tokens: list[int], hidden: F64) -> F64:
+        out = self.inner.block(0, self.inner.fused(0, tokens, hidden))
+        if not self.inner.feeds_normed:
+            return out
+        return self.inner.norm(out, self.inner.weight(0, "final_layernorm"))
+
+    def logits(self, carried: F64) -> F64:
+        if not self.inner.feeds_normed:
+            return self.inner.logits(0, carried)
+        return carried @ self.inner.head(0).T
