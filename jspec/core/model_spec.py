@@ -26,6 +26,8 @@ class AttentionSpec:
     scale: of the scores; None is head_dim ** -0.5.
     v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
     rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
+    head_gate: what a head gives is multiplied by the sigmoid of a number of its own, which a
+    projection makes of the layer's normed input.
     """
 
     num_heads: int  # H
@@ -41,6 +43,7 @@ class AttentionSpec:
     v_dim: int | None = None
     value_scale: float = 1.0
     rotary_dim: int | None = None
+    head_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -75,10 +78,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated MLP, silu(gate) * up (SwiGLU)."""
+    """A gated MLP, silu(gate) * up (SwiGLU). limit: silu(gate) is at most that, up within it."""
 
     inner: int  # intermediate_size
     bias: bool = False
+    limit: float | None = None
 
 
 class Routing(enum.Enum):
@@ -95,12 +99,16 @@ class Gate(enum.Enum):
     """What an expert does with its gate and up columns."""
 
     SILU = "silu(gate) * up"
+    SILU_WITHIN_7 = "silu(gate), at most 7, times up within 7"
     CLAMPED = "gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of gated MLPs: each token runs through top_k of num_experts."""
+    """A mixture of gated MLPs: each token runs through top_k of num_experts.
+
+    shared: one more MLP, which every token runs through, added to theirs.
+    """
 
     num_experts: int
     top_k: int
@@ -109,6 +117,7 @@ class MoESpec:
     gate: Gate = Gate.SILU
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # of the chosen experts' weights
+    shared: DenseSpec | None = None
 
     @property
     def has_correction(self) -> bool:

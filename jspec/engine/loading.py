@@ -245,6 +245,8 @@ def check_divisible(spec: ModelSpec, *, shards: int) -> None:
             sizes["intermediate_size"] = layer.ffn.inner
         if isinstance(layer.ffn, MoESpec):
             sizes["moe_intermediate_size"] = layer.ffn.inner
+            if layer.ffn.shared is not None:
+                sizes["the shared expert's width"] = layer.ffn.shared.inner
         _check_divides(sizes, layer.attention.num_kv_heads, shards=shards)
 
 

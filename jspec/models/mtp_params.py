@@ -6,10 +6,18 @@ Host data, as `params` is: a family says here how its files call the parts of a 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jspec.core.model_spec import MtpConfig
-from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
+from jspec.models.layer_params import (
+    attention_params,
+    ffn_params,
+    lm_head,
+    norm,
+    product,
+    zero_centred,
+)
 from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 
 
@@ -17,8 +25,8 @@ from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 class MtpNames:
     """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
 
-    first: the number of layer 0. Names of weights stand without their ".weight". head: of a layer
-    with its own lm_head.
+    first: the number of layer 0. Names of weights stand without their ".weight"; of several, a file
+    has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -28,8 +36,9 @@ class MtpNames:
     fuse: str = "eh_proj"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
-    norm: str = "final_layernorm"
-    head: str = "shared_head.output"
+    norm: tuple[str, ...] = ("final_layernorm",)
+    head: tuple[str, ...] = ("shared_head.output",)
+    zero_centred: bool = False
     sinks: tuple[str, ...] = ("sinks",)
 
     def of_layer(self, layer: int) -> str:
@@ -61,12 +70,20 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
             *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
             norm("post_norm", names.post_norm, E),
             *ffn_params(layer.ffn, size=E),
-            norm("norm", names.norm, E),
+            _either(norm("norm", name, E) for name in names.norm),
         ]
         if config.own_heads:
-            own.append(lm_head(E, V, tied=False, name=f"{names.head}.weight"))
+            heads = (f"{name}.weight" for name in names.head)
+            own.append(_either(lm_head(E, V, tied=False, name=name) for name in heads))
+        own = list(zero_centred(own)) if names.zero_centred else own
         table += prefixed(own, path=("layers", i), stored=names.of_layer(i))
     return tuple(table)
+
+
+def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
+    """One weight under any of its names."""
+    first, *others = specs
+    return replace(first, layouts=(*first.layouts, *(x.layouts[0] for x in others)))
 
 
 def draft_ids(vocab_size: int) -> ParamSpec:

@@ -64,7 +64,7 @@ class Part:
     this shape (one an expert). codec: how a stack [X, out, in] is packed; `name` is then what its
     tensors' names begin with, `shape` the unpacked one's. units: equal blocks of the output axis
     that are dealt to shards, whole. repeats: fewer units than shards may be dealt too, each to
-    several shards.
+    several shards. plus: what is held is the stored number and this, of a vector AS_HELD.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Part:
     form: Form = Form.OUT_IN
     stack: int = 0
     codec: Codec | None = None
+    plus: float = 0.0
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -103,6 +104,7 @@ class ParamSpec:
 
     tied_to: where the checkpoint has no tensor for it, it is this weight, transposed.
     optional: zeros where the checkpoint has no tensor for it.
+    is_float32: held so whatever the others' dtype is.
     by_columns: a backend that reads weights along their inputs lays it out as [out, in] in memory.
     """
 
@@ -114,6 +116,7 @@ class ParamSpec:
     tied_to: Path | None = None
     by_columns: bool = False
     is_integer: bool = False
+    is_float32: bool = False
     optional: bool = False
 
     def physical_shape(self, shards: int) -> Shape:

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
-from jspec.models.families import gpt_oss, llama, mimo, mimo_v2, mistral, qwen2, qwen3, qwen3_moe
+from jspec.models.families import (
+    gpt_oss,
+    llama,
+    mimo,
+    mimo_v2,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    step3p5,
+)
 from jspec.models.family import Family
 from jspec.models.params import ParamTable
 
@@ -20,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
     mimo.FAMILY,
     mimo_v2.FAMILY,
+    step3p5.FAMILY,
 )
 
 # Architectures that are known and refused, with what of them is missing.

@@ -48,6 +48,7 @@ VARIANTS = [
     "qwen3_moe_mixed",
     "mistral",
     "gpt_oss",
+    "step3p5",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 
@@ -108,11 +109,21 @@ def test_the_dense_forward_equals_transformers(variant: str) -> None:
     assert_equals_transformers(variant, *outputs)
 
 
+@pytest.mark.slow
+def test_step_writes_what_transformers_writes() -> None:
+    """200 ids, each the best one behind all before it, far beyond the windows."""
+    spec, params = loaded("step3p5")
+    ids = np.load(GOLDEN / "step3p5" / "outputs.npz")["greedy"]
+    logits, _, _ = dense_forward(spec, params, ids[:-1], aux_layer_ids=(), attend_of=attend_of)
+    assert np.asarray(logits).argmax(axis=-1).tolist() == ids[1:].tolist()
+    assert len(ids) == 201
+
+
 def attend_to_all(spec: AttentionSpec) -> Attend:
     return attend_of(dataclasses.replace(spec, window=None))
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["qwen2", "mistral", "gpt_oss", "step3p5"])
 def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
     """So that a window left out is seen, from the ninth token on."""
     spec, params = loaded(variant)

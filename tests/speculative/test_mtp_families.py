@@ -200,7 +200,7 @@ def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference
             "enorm": names.embed_norm,
             "hnorm": names.hidden_norm,
             "eh_proj": names.fuse,
-            "final_layernorm": names.norm,
+            "final_layernorm": names.norm[0],
             "post_attention_layernorm": names.post_norm,
         },
     )
