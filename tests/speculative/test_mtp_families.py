@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import Algorithm
+from jspec.core.config import Algorithm, RopeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError, JspecError
 from jspec.core.json_files import Fields
-from jspec.core.model_spec import DenseSpec, MoESpec, MtpConfig
+from jspec.core.model_spec import DenseSpec, Gate, MoESpec, MtpConfig
 from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
@@ -41,12 +41,14 @@ from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
 from tests.models.mtp_reference import MtpReference, RecurrentReference
 from tests.models.random_params import assert_same
+from tests.models.step_reference import StepLayers
 from tests.models.test_families import attend_of
 from tests.speculative.engines import Compiled, dial_for, make_request, serve
 from tests.speculative.mtp_checkpoints import (
     CONFIGS,
     MIMO_7B,
     MIMO_V2_FLASH,
+    STEP3P5_FLASH,
     STEPS,
     engine_of,
     layers_of,
@@ -185,9 +187,17 @@ def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference
     if "hybrid_layer_pattern" in fields:
         target = MimoV2Reference(config=fields, tensors=tensors)
         make = functools.partial(MimoV2Layers, target=target)
+    if "swiglu_limits" in fields:
+        first = fields["num_hidden_layers"]
+        limit = fields["swiglu_limits_shared"][first]
+        make = functools.partial(StepLayers, window=fields["sliding_window"], limit=limit)
+    of_layers = {name: value for name, value in tensors.items() if names.is_layers(name)}
+    for name, value in of_layers.items():  # counted from 0, as the reference does
+        layer = next(i for i in range(STEPS) if name.startswith(names.of_layer(i)))
+        tensors[f"own.{layer}.{name.removeprefix(names.of_layer(layer))}"] = value
     return make(
         tensors=tensors,
-        prefix=names.prefix,
+        prefix="own.{}.",
         head_dim=attention.head_dim,
         theta=attention.rope.theta,
         eps=config.model.rms_norm_eps,
@@ -201,6 +211,7 @@ def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference
             "hnorm": names.hidden_norm,
             "eh_proj": names.fuse,
             "final_layernorm": names.norm[0],
+            "shared_head.output": names.head[0],
             "post_attention_layernorm": names.post_norm,
         },
     )
@@ -264,6 +275,63 @@ def test_a_draft_that_is_not_there_is_refused(
         spoil(tmp_path)
     with pytest.raises(kind, match=message):
         load(tmp_path, **arguments)
+
+
+def test_step3p5_flash_as_published(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(STEP3P5_FLASH))
+    spec = load_model_spec(tmp_path)
+    full, sliding = spec.layers[0].attention, spec.layers[1].attention
+    assert (full.num_heads, sliding.num_heads, full.num_kv_heads) == (64, 96, 8)
+    assert (full.window, sliding.window) == (None, 512)
+    assert (full.rotary_dim, sliding.rotary_dim) == (64, None)
+    assert (full.rope.theta, full.rope.factor, sliding.rope) == (5e6, 2.0, RopeConfig(theta=1e4))
+    assert spec.layers[2].ffn == DenseSpec(inner=11264)
+    last = spec.layers[44].ffn
+    assert isinstance(last, MoESpec)
+    assert (last.gate, last.shared) == (Gate.SILU_WITHIN_7, DenseSpec(inner=1280, limit=16.0))
+    assert spec.layers[3].ffn == dataclasses.replace(
+        last, gate=Gate.SILU, shared=DenseSpec(inner=1280)
+    )
+    family = family_named("step3p5")
+    assert family.mtp is not None
+    layers = family.mtp.read(Fields(path, STEP3P5_FLASH), spec)
+    assert layers.model.layers == (spec.layers[1],) * 3
+    assert (layers.chained, layers.own_heads, layers.aux_layer_ids) == (True, True, (45,))
+    shapes = {own.path: own.shape for own in table_of(spec)}
+    assert shapes["layers", 1, "attention", "gate", "kernel"] == (4096, 96)
+    assert shapes["layers", 3, "moe", "experts", "down"] == (288, 1280, 4096)
+    path.write_text(json.dumps(family.to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limits": [5.0] * 48}, "swiglu_limits has 5.0 for layer 3; expected 0 or 7.0"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate is False; expected True"),
+        ({"sink": True}, "sink is True; expected False"),
+        ({"layer_types": ["full_attention"] * 9}, "layer_types has 9 entries; expected one for"),
+        ({"layer_types": ["linear_attention"] * 48}, "layer_types has 'linear_attention'"),
+        ({"yarn_only_types": None}, "rope_scaling is .* without yarn_only_types; expected the"),
+        ({"moe_layers_enum": "all"}, "moe_layers_enum is 'all'; expected numbers of layers"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+    ],
+)
+def test_variants_of_step3p5_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(STEP3P5_FLASH | changes))
+    with pytest.raises(JspecError, match=message):
+        load_model_spec(tmp_path)
+
+
+def test_experts_among_step3p5_s_own_layers_are_refused() -> None:
+    family = family_named("step3p5")
+    assert family.mtp is not None
+    fields = Fields(Path("config.json"), STEP3P5_FLASH | {"moe_layers_enum": "3,46"})
+    with pytest.raises(ConfigError, match="moe_layers_enum has 46, a layer for multi-token"):
+        family.mtp.read(fields, family.read(fields))
 
 
 def test_more_steps_than_layers_are_refused(mimo_v2: Path) -> None:
