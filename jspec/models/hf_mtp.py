@@ -21,7 +21,7 @@ from jspec.models.hf_weights import open_tensors
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import nested
-from jspec.models.registry import family_named
+from jspec.models.registry import DRAFTS, family_named
 from jspec.models.stored import ParamRead, Place, check_names, on_host, param_reads
 
 Params = dict[str, Any]
@@ -37,14 +37,16 @@ def load_mtp_config(
     not served, CheckpointError for a file that is unreadable or belongs to another target.
     """
     family = family_named(target.family, families)
-    if family.mtp is None:
+    fields = read_fields(path / "config.json")
+    mtp = DRAFTS.get(fields.architecture(), family.mtp)
+    if mtp is None:
         known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
         raise ConfigError(
             f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
-            f"for multi-token prediction; expected a family that does ({known})"
+            f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
+            f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-    fields = read_fields(path / "config.json")
-    config = family.mtp.read(fields, target)
+    config = mtp.read(fields, target)
     ours = config.model.vocab_size, config.model.hidden_size
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:
@@ -52,7 +54,7 @@ def load_mtp_config(
             f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
         )
     if config.recurrent:
-        return config, family.mtp.names(target)
+        return config, mtp.names(target)
     if num_layers > config.num_layers:
         raise ConfigError(
             f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
@@ -60,7 +62,7 @@ def load_mtp_config(
             f"({family.name}) runs again"
         )
     model = replace(config.model, layers=config.model.layers[:num_layers])
-    return replace(config, model=model), family.mtp.names(target)
+    return replace(config, model=model), mtp.names(target)
 
 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
 from jspec.models.families import (
+    glm4_moe,
     gpt_oss,
     llama,
     mimo,
@@ -18,7 +19,7 @@ from jspec.models.families import (
     qwen3_moe,
     step3p5,
 )
-from jspec.models.family import Family
+from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
 
 FAMILIES: tuple[Family, ...] = (
@@ -31,10 +32,18 @@ FAMILIES: tuple[Family, ...] = (
     mimo.FAMILY,
     mimo_v2.FAMILY,
     step3p5.FAMILY,
+    glm4_moe.FAMILY,
 )
+
+# Architectures of checkpoints that hold a layer for multi-token prediction and no target.
+DRAFTS: dict[str, MtpFamily] = {
+    "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
+    "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
+}
 
 # Architectures that are known and refused, with what of them is missing.
 NOT_BUILT: dict[str, str] = {
+    "DeepseekV3ForCausalLM": "latent attention and groups of experts (DeepSeek-V3)",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
     "KimiLinearForCausalLM": "delta attention (Kimi Linear)",
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",

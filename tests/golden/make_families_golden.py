@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MistralConfig,
@@ -123,6 +125,27 @@ def later_models() -> dict[str, PreTrainedModel]:
             )
         ),
     }
+
+
+def latest_models() -> dict[str, PreTrainedModel]:
+    """GLM-4.5: RoPE on half of each head, biases, norms of q and k, one dense layer, then mixtures
+    beside a shared expert.
+    """
+    torch.manual_seed(2)
+    config = Glm4MoeConfig(
+        **COMMON,
+        head_dim=8,
+        num_hidden_layers=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+    )
+    return {"glm4_moe": Glm4MoeForCausalLM(config)}
 
 
 STEP = {
@@ -257,6 +280,7 @@ def main() -> None:
     for made in (models, later_models):
         write(made())
     write_step()
+    write(latest_models())
 
 
 @torch.no_grad()

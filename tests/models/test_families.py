@@ -49,6 +49,7 @@ VARIANTS = [
     "mistral",
     "gpt_oss",
     "step3p5",
+    "glm4_moe",
 ]
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 
