@@ -272,6 +272,9 @@ def randomize(model: PreTrainedModel) -> None:
             value.normal_(std=0.3)
         else:
             value.normal_(std=value.shape[-1] ** -0.5)
+    for name, value in model.named_buffers():
+        if "correction_bias" in name:
+            value.normal_(std=0.3)
 
 
 @torch.no_grad()

@@ -105,9 +105,15 @@ class MtpReference:
         flat = mixed.swapaxes(0, 1).reshape(len(x), mixed.shape[0] * mixed.shape[2])
         x = x + flat @ self.weight(layer, "self_attn.o_proj").T
         normed = self.norm(x, self.weight(layer, "post_attention_layernorm"))
-        gate = normed @ self.weight(layer, "mlp.gate_proj").T
-        up = normed @ self.weight(layer, "mlp.up_proj").T
-        return x + self.inner(gate, up) @ self.weight(layer, "mlp.down_proj").T
+        return x + self.feed_forward(layer, normed)
+
+    def feed_forward(self, layer: int, normed: F64) -> F64:
+        return self.gated(layer, "mlp.", normed)
+
+    def gated(self, layer: int, name: str, x: F64) -> F64:
+        """One MLP."""
+        gate, up = (x @ self.weight(layer, f"{name}{part}_proj").T for part in ("gate", "up"))
+        return self.inner(gate, up) @ self.weight(layer, f"{name}down_proj").T
 
     def outputs(self, tokens: list[int], features: F64, *, num_layers: int) -> list[F64]:
         """Each layer's output over all rows that tokens t0.. and features f0.. give it.

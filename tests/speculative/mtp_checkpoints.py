@@ -224,10 +224,51 @@ TINY_STEP = {
     "swiglu_limits": [0.0, 7.0, 0.0, 0.0, 0.0],
     "swiglu_limits_shared": [0.0, 16.0, 0.5, 0.5, 0.5],
 }
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+TINY_GLM = {
+    **{name: value for name, value in TINY.items() if name != "max_window_layers"},
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
 CONFIGS = {
     "mimo": MIMO_7B | TINY,
     "mimo_v2": MIMO_V2_FLASH | TINY_V2,
     "step3p5": STEP3P5_FLASH | TINY_STEP,
+    "glm4_moe": GLM_4_5_AIR | TINY_GLM,
 }
 STEPS = 3  # as published, and the default
 

@@ -28,15 +28,18 @@ from jspec.core.model_spec import DenseSpec, Gate, MoESpec, MtpConfig
 from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Decoder
 from jspec.models.mtp import RecurrentHead
-from jspec.models.mtp_params import MtpNames
-from jspec.models.registry import family_named, table_of
+from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.placement import init_params
+from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.models.stored import stored_tensors
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
+from jspec.testing.tiny_models import tiny_tokenizer
 from tests.models.dense_forward import dense_forward
+from tests.models.glm_reference import GlmLayers
 from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
 from tests.models.mtp_reference import MtpReference, RecurrentReference
@@ -46,16 +49,25 @@ from tests.models.test_families import attend_of
 from tests.speculative.engines import Compiled, dial_for, make_request, serve
 from tests.speculative.mtp_checkpoints import (
     CONFIGS,
+    GLM_4_5_AIR,
     MIMO_7B,
     MIMO_V2_FLASH,
     STEP3P5_FLASH,
     STEPS,
+    TINY,
+    TINY_GLM,
+    drawn,
     engine_of,
     layers_of,
     load,
     write_checkpoint,
 )
 
+LLAMA = {
+    **{name: value for name, value in TINY.items() if name != "max_window_layers"},
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+}
 CHAIN, TREE = (STEPS, 1, STEPS + 1), (STEPS, 2, 2 * STEPS + 1)
 
 
@@ -177,20 +189,31 @@ def test_layers_compute_what_is_published(checkpoint: Path) -> None:
             given = head.handed_on(draft, layer, out)
 
 
-def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference:
+def reference_of(
+    path: Path, config: MtpConfig, names: MtpNames, *, target: Path | None = None
+) -> MtpReference:
+    """target: where embedding and lm_head are, if not in `path`."""
     tensors = dict(load_file(path / "model.safetensors"))
-    tensors["embed.weight"] = tensors["model.embed_tokens.weight"]
-    tensors["head.weight"] = tensors["lm_head.weight"]
+    of_target = tensors if target is None else load_file(target / "model.safetensors")
+    tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
+    tensors["head.weight"] = of_target["lm_head.weight"]
     attention = config.model.layers[0].attention
     fields = json.loads((path / "config.json").read_text())
     make: Callable[..., MtpReference] = MtpReference
     if "hybrid_layer_pattern" in fields:
-        target = MimoV2Reference(config=fields, tensors=tensors)
-        make = functools.partial(MimoV2Layers, target=target)
+        own = MimoV2Reference(config=fields, tensors=tensors)
+        make = functools.partial(MimoV2Layers, target=own)
     if "swiglu_limits" in fields:
         first = fields["num_hidden_layers"]
         limit = fields["swiglu_limits_shared"][first]
         make = functools.partial(StepLayers, window=fields["sliding_window"], limit=limit)
+    if "first_k_dense_replace" in fields:
+        make = functools.partial(
+            GlmLayers,
+            rotary=attention.rotary_dim or attention.head_dim,
+            top_k=fields["num_experts_per_tok"],
+            scale=fields["routed_scaling_factor"],
+        )
     of_layers = {name: value for name, value in tensors.items() if names.is_layers(name)}
     for name, value in of_layers.items():  # counted from 0, as the reference does
         layer = next(i for i in range(STEPS) if name.startswith(names.of_layer(i)))
@@ -303,6 +326,87 @@ def test_step3p5_flash_as_published(tmp_path: Path) -> None:
     assert shapes["layers", 3, "moe", "experts", "down"] == (288, 1280, 4096)
     path.write_text(json.dumps(family.to_json(spec)))
     assert load_model_spec(tmp_path) == spec
+
+
+def test_glm_4_5_as_published(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLM_4_5_AIR))
+    spec = load_model_spec(tmp_path)
+    attention = spec.layers[0].attention
+    assert (attention.rotary_dim, attention.qkv_bias, attention.qk_norm) == (64, True, False)
+    assert spec.layers[0].ffn == DenseSpec(inner=10944)
+    ffn = spec.layers[1].ffn
+    assert isinstance(ffn, MoESpec)
+    assert ffn.shared == DenseSpec(inner=1408)
+    family = family_named("glm4_moe")
+    assert family.mtp is not None
+    layer = family.mtp.read(Fields(path, GLM_4_5_AIR), spec)
+    assert layer.model.layers == spec.layers[1:2]
+    assert (layer.recurrent, layer.reads_normed, layer.feeds_normed) == (True, True, True)
+    assert family.mtp.names(spec).of_layer(0) == "model.layers.46."
+    path.write_text(json.dumps(family.to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+    path.write_text(json.dumps(GLM_4_5_AIR | {"n_group": 8}))
+    with pytest.raises(ConfigError, match="n_group is 8; expected 1: groups of experts"):
+        load_model_spec(tmp_path)
+
+
+def write_layer_alone(path: Path, **changes: Any) -> dict[str, Any]:
+    """A NextN layer without a target, dense, with what such exports repeat of the target's."""
+    config = GLM_4_5_AIR | TINY_GLM | {"n_routed_experts": None, "use_qk_norm": False}
+    config |= {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
+    config |= {"partial_rotary_factor": None, **changes}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    target = family_named("llama").read(Fields(path, LLAMA))
+    mtp = DRAFTS["DeepseekV3ForCausalLMNextN"]
+    layers = mtp.read(Fields(path / "config.json", config), target)
+    table = tuple(own for own in mtp_params(layers, mtp.names(target)) if own.layouts)
+    tensors = stored_tensors(table, drawn(table, seed=5), dtype=np.float32)
+    copy = np.zeros((320, 32), np.float32)
+    tensors |= {
+        f"model.layers.0.{name}.weight": copy for name in ("embed_tokens", "shared_head.head")
+    }
+    save_file(tensors, path / "model.safetensors")
+    return config
+
+
+def test_a_layer_of_its_own_drafts_for_a_dense_target(tmp_path: Path) -> None:
+    """DeepSeek-NextN's layout beside a Llama, by every law of a head."""
+    target, alone = tmp_path / "target", tmp_path / "alone"
+    spec = family_named("llama").read(Fields(tmp_path, LLAMA))
+    params = init_params(table_of(spec), seed=1)
+    save_target(target, spec, params, dtype=np.float32)
+    tiny_tokenizer().save(str(target / "tokenizer.json"))
+    write_layer_alone(alone)
+    models = load(target, speculative_draft_model_path=str(alone))
+    assert models.config.algorithm is Algorithm.NEXTN
+    head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
+    reference = reference_of(alone, head.config, head.names, target=target)
+    check_head(
+        RecurrentHead(head),
+        models.params["draft"],
+        RecurrentReference.of(reference),
+        vocab_size=320,
+        width=32,
+    )
+    with pytest.raises(ConfigError, match="family is 'llama', whose checkpoints bring no layers"):
+        load(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 512}, "kv_lora_rank is 512; expected no such key: latent attention"),
+        ({"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; expected 1"),
+    ],
+)
+def test_what_of_a_nextn_layer_is_not_served_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_layer_alone(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(
