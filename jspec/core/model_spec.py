@@ -16,6 +16,13 @@ from jspec.core.config import RopeConfig
 from jspec.core.errors import ConfigError
 
 
+class HeadGate(enum.Enum):
+    """What the output of attention is gated by."""
+
+    OF_HEADS = "one number a head"
+    OF_NUMBERS = "one number for each of a head's"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer.
@@ -26,8 +33,8 @@ class AttentionSpec:
     scale: of the scores; None is head_dim ** -0.5.
     v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
     rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
-    head_gate: what a head gives is multiplied by the sigmoid of a number of its own, which a
-    projection makes of the layer's normed input.
+    gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
+    normed input.
     """
 
     num_heads: int  # H
@@ -43,7 +50,7 @@ class AttentionSpec:
     v_dim: int | None = None
     value_scale: float = 1.0
     rotary_dim: int | None = None
-    head_gate: bool = False
+    gate: HeadGate | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

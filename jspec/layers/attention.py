@@ -44,7 +44,7 @@ def attention(
 
     params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
     every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`;
-    with gate, the columns of one shard's heads, each head's output is gated.
+    with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
     spec counts the heads of all shards; the shapes inside are one shard's.
     """
     num_heads = spec.num_heads // shard.size
@@ -58,7 +58,7 @@ def attention(
         mixed = mixed[..., : spec.value_dim]
     if "gate" in params:
         share = jax.nn.sigmoid(linear(params["gate"], x))
-        mixed = mixed * share.astype(mixed.dtype)[..., None]
+        mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
     return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
 
 

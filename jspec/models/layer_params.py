@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from jspec.core.model_spec import AttentionSpec, DenseSpec, FeedForward, ModelSpec, MoESpec
+from jspec.core.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    HeadGate,
+    ModelSpec,
+    MoESpec,
+)
 from jspec.models.params import (
     Form,
     Init,
@@ -97,7 +104,7 @@ def attention_params(
     """
     H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
-    table = [
+    table: list[ParamSpec] = [
         *product(
             ("qkv",),
             in_size,
@@ -115,8 +122,10 @@ def attention_params(
             bias_is_optional=True,  # some files of attention_bias have none on o_proj
         ),
     ]
-    if spec.head_gate:
+    if spec.gate is HeadGate.OF_HEADS:
         table += product(("gate",), in_size, (("g_proj", H, H),), split=Split.OUT)
+    if spec.gate is HeadGate.OF_NUMBERS:
+        table = _with_gate_in_queries(table, spec, in_size=in_size)
     if spec.qk_norm:
         table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
     if spec.sinks:
@@ -129,6 +138,29 @@ def attention_params(
             )
         )
     return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def _with_gate_in_queries(
+    table: list[ParamSpec], spec: AttentionSpec, *, in_size: int
+) -> list[ParamSpec]:
+    """Stored as one tensor: of each head its query's rows, then its gate's."""
+    H, D = spec.num_heads, spec.head_dim
+    query, gate = (
+        Part(
+            name="q_proj.weight",
+            shape=(2 * H * D, in_size),
+            size=H * D,
+            units=H,
+            first=first,
+            stride=2 * D,
+        )
+        for first in (0, D)
+    )
+    own = ParamSpec(
+        path=("gate", "kernel"), shape=(in_size, H * D), layouts=((gate,),), split=Split.OUT
+    )
+    qkv, *others = table
+    return [replace(qkv, layouts=((query, *qkv.layouts[0][1:]),)), *others, own]
 
 
 def dense_params(

@@ -27,6 +27,8 @@ class MtpNames:
 
     first: the number of layer 0. Names of weights stand without their ".weight"; of several, a file
     has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
+    around: in front of what stands around a layer (its two input norms, the fusion, its final norm
+    and head), where that is not what stands in front of the layer.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -39,6 +41,7 @@ class MtpNames:
     norm: tuple[str, ...] = ("final_layernorm",)
     head: tuple[str, ...] = ("shared_head.output",)
     zero_centred: bool = False
+    around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
 
     def of_layer(self, layer: int) -> str:
@@ -46,6 +49,8 @@ class MtpNames:
 
     def is_layers(self, name: str) -> bool:
         """Whether a stored name belongs to one of these layers, whichever."""
+        if self.around is not None and name.startswith(self.around):
+            return True
         before, behind = (re.escape(part) for part in self.prefix.split("{}"))
         found = re.match(f"{before}(\\d+){behind}", name)
         return found is not None and int(found[1]) >= self.first
@@ -62,21 +67,25 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
     if not config.own_heads:
         table.append(replace(lm_head(E, V, tied=False), layouts=()))
     for i, layer in enumerate(model.layers):
-        own = [
+        around = [
             norm("embed_norm", names.embed_norm, E),
             norm("hidden_norm", names.hidden_norm, E),
             *product(("fuse",), 2 * E, ((names.fuse, E, 1),)),
-            norm("input_norm", names.input_norm, E),
-            *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
-            norm("post_norm", names.post_norm, E),
-            *ffn_params(layer.ffn, size=E),
             _either(norm("norm", name, E) for name in names.norm),
         ]
         if config.own_heads:
             heads = (f"{name}.weight" for name in names.head)
-            own.append(_either(lm_head(E, V, tied=False, name=name) for name in heads))
-        own = list(zero_centred(own)) if names.zero_centred else own
-        table += prefixed(own, path=("layers", i), stored=names.of_layer(i))
+            around.append(_either(lm_head(E, V, tied=False, name=name) for name in heads))
+        own = [
+            norm("input_norm", names.input_norm, E),
+            *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
+            norm("post_norm", names.post_norm, E),
+            *ffn_params(layer.ffn, size=E),
+        ]
+        outer = names.of_layer(i) if names.around is None else names.around
+        for specs, stored in ((around, outer), (own, names.of_layer(i))):
+            centred = zero_centred(specs) if names.zero_centred else specs
+            table += prefixed(centred, path=("layers", i), stored=stored)
     return tuple(table)
 
 

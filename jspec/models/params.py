@@ -64,7 +64,9 @@ class Part:
     this shape (one an expert). codec: how a stack [X, out, in] is packed; `name` is then what its
     tensors' names begin with, `shape` the unpacked one's. units: equal blocks of the output axis
     that are dealt to shards, whole. repeats: fewer units than shards may be dealt too, each to
-    several shards. plus: what is held is the stored number and this, of a vector AS_HELD.
+    several shards. stride: stored rows from the begin of one unit to that of the next, where they
+    do not lie together; `first` is then of the first unit. plus: what is held is the stored
+    number and this, of a vector AS_HELD.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Part:
     repeats: bool = False
     first: int = 0
     step: int = 1
+    stride: int = 0
     form: Form = Form.OUT_IN
     stack: int = 0
     codec: Codec | None = None
@@ -92,8 +95,11 @@ class Part:
         return tuple(self.name.format(i) for i in range(self.stack)) if self.stack else (self.name,)
 
     @property
-    def rows(self) -> slice:
+    def rows(self) -> slice | list[int]:
         """Of the stored output axis, all units."""
+        if self.stride:
+            begins = range(self.first, self.first + self.units * self.stride, self.stride)
+            return [begin + row for begin in begins for row in range(self.size // self.units)]
         return slice(self.first, self.first + self.size * self.step, self.step)
 
 

@@ -17,6 +17,7 @@ from jspec.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     step3p5,
 )
 from jspec.models.family import Family, MtpFamily
@@ -39,6 +40,8 @@ FAMILIES: tuple[Family, ...] = (
 DRAFTS: dict[str, MtpFamily] = {
     "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
     "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
+    "Qwen3NextForCausalLMMTP": qwen3_next.ALONE,
+    "Qwen3_5ForCausalLMMTP": qwen3_next.ALONE,
 }
 
 # Architectures that are known and refused, with what of them is missing.

@@ -166,7 +166,8 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: np.dtype[Any], shar
 
 def _is_by_rows(part: Part) -> bool:
     """Whether its rows of the stored tensor are read block by block."""
-    return part.form is Form.OUT_IN and part.step == 1 and part.codec is None
+    is_together = part.step == 1 and not part.stride
+    return part.form is Form.OUT_IN and is_together and part.codec is None
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:

@@ -43,6 +43,7 @@ from tests.models.glm_reference import GlmLayers
 from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
 from tests.models.mtp_reference import MtpReference, RecurrentReference
+from tests.models.qwen3_next_reference import Qwen3NextLayers
 from tests.models.random_params import assert_same
 from tests.models.step_reference import StepLayers
 from tests.models.test_families import attend_of
@@ -209,15 +210,16 @@ def reference_of(
         make = functools.partial(StepLayers, window=fields["sliding_window"], limit=limit)
     if "first_k_dense_replace" in fields:
         make = functools.partial(
-            GlmLayers,
+            Qwen3NextLayers if names.around else GlmLayers,
             rotary=attention.rotary_dim or attention.head_dim,
             top_k=fields["num_experts_per_tok"],
             scale=fields["routed_scaling_factor"],
         )
     of_layers = {name: value for name, value in tensors.items() if names.is_layers(name)}
     for name, value in of_layers.items():  # counted from 0, as the reference does
-        layer = next(i for i in range(STEPS) if name.startswith(names.of_layer(i)))
-        tensors[f"own.{layer}.{name.removeprefix(names.of_layer(layer))}"] = value
+        layer = next((i for i in range(STEPS) if name.startswith(names.of_layer(i))), 0)
+        rest = name.removeprefix(names.of_layer(layer)).removeprefix(names.around or "")
+        tensors[f"own.{layer}.{rest}"] = value
     return make(
         tensors=tensors,
         prefix="own.{}.",
@@ -351,34 +353,41 @@ def test_glm_4_5_as_published(tmp_path: Path) -> None:
         load_model_spec(tmp_path)
 
 
-def write_layer_alone(path: Path, **changes: Any) -> dict[str, Any]:
-    """A NextN layer without a target, dense, with what such exports repeat of the target's."""
+DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
+
+
+def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
+    """A dense layer without a target, with what such exports repeat of the target's."""
     config = GLM_4_5_AIR | TINY_GLM | {"n_routed_experts": None, "use_qk_norm": False}
-    config |= {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
-    config |= {"partial_rotary_factor": None, **changes}
+    config |= {"architectures": [architecture], "num_hidden_layers": 1}
+    config |= {"partial_rotary_factor": 0.5 if architecture == QWEN else None, **changes}
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     target = family_named("llama").read(Fields(path, LLAMA))
-    mtp = DRAFTS["DeepseekV3ForCausalLMNextN"]
+    mtp = DRAFTS[architecture]
     layers = mtp.read(Fields(path / "config.json", config), target)
     table = tuple(own for own in mtp_params(layers, mtp.names(target)) if own.layouts)
     tensors = stored_tensors(table, drawn(table, seed=5), dtype=np.float32)
     copy = np.zeros((320, 32), np.float32)
-    tensors |= {
-        f"model.layers.0.{name}.weight": copy for name in ("embed_tokens", "shared_head.head")
-    }
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"model.layers.0.{name}.weight"] = copy
     save_file(tensors, path / "model.safetensors")
-    return config
 
 
-def test_a_layer_of_its_own_drafts_for_a_dense_target(tmp_path: Path) -> None:
-    """DeepSeek-NextN's layout beside a Llama, by every law of a head."""
-    target, alone = tmp_path / "target", tmp_path / "alone"
-    spec = family_named("llama").read(Fields(tmp_path, LLAMA))
-    params = init_params(table_of(spec), seed=1)
-    save_target(target, spec, params, dtype=np.float32)
+def write_pair(path: Path, architecture: str) -> tuple[Path, Path]:
+    """A Llama, and a layer of its own beside it."""
+    target, alone = path / "target", path / "alone"
+    spec = family_named("llama").read(Fields(path, LLAMA))
+    save_target(target, spec, init_params(table_of(spec), seed=1), dtype=np.float32)
     tiny_tokenizer().save(str(target / "tokenizer.json"))
-    write_layer_alone(alone)
+    write_layer_alone(alone, architecture)
+    return target, alone
+
+
+@pytest.mark.parametrize("architecture", [DEEPSEEK, QWEN])
+def test_a_layer_of_its_own_drafts_for_a_dense_target(architecture: str, tmp_path: Path) -> None:
+    """By every law of a head."""
+    target, alone = write_pair(tmp_path, architecture)
     models = load(target, speculative_draft_model_path=str(alone))
     assert models.config.algorithm is Algorithm.NEXTN
     head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
@@ -390,23 +399,42 @@ def test_a_layer_of_its_own_drafts_for_a_dense_target(tmp_path: Path) -> None:
         vocab_size=320,
         width=32,
     )
+    stored = load_file(alone / "model.safetensors")
+    table = tuple(own for own in head.table if own.layouts)
+    for name, value in stored_tensors(table, models.params["draft"], dtype=np.float32).items():
+        np.testing.assert_allclose(value, stored[name], rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="family is 'llama', whose checkpoints bring no layers"):
         load(target)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [DEEPSEEK, QWEN])
+def test_a_layer_of_its_own_changes_no_text(architecture: str, tmp_path: Path) -> None:
+    """A chain on one shard, a tree on two."""
+    target, alone = write_pair(tmp_path, architecture)
+    one = load(target, speculative_draft_model_path=str(alone))
+    two = load(target, shards=2, speculative_draft_model_path=str(alone))
+    plain = engine_of(one, (0, 1, 1))
+    for models, shape in ((one, CHAIN), (two, TREE)):
+        check_identity(plain, engine_of(models, shape))
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("architecture", "changes", "message"),
     [
-        ({"kv_lora_rank": 512}, "kv_lora_rank is 512; expected no such key: latent attention"),
-        ({"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; expected 1"),
+        (DEEPSEEK, {"kv_lora_rank": 512}, "kv_lora_rank is 512; expected no such key: latent"),
+        (DEEPSEEK, {"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
+        (DEEPSEEK, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; expected 1"),
+        (QWEN, {"num_experts": 512}, "num_experts is 512; expected 0: experts of such layers"),
+        (QWEN, {"attn_output_gate": False}, "attn_output_gate is False; expected True"),
+        (QWEN, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2; expected 1"),
     ],
 )
-def test_what_of_a_nextn_layer_is_not_served_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
+def test_what_of_a_layer_of_its_own_is_not_served_is_refused(
+    architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        write_layer_alone(tmp_path, **changes)
+        write_layer_alone(tmp_path, architecture, **changes)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from jspec.core.model_spec import (
     MtpConfig,
     Routing,
 )
-from jspec.core.rope_io import TABLES
 from jspec.models.family import (
     Family,
     MtpFamily,
@@ -36,6 +35,7 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
     refuse_quantized,
+    without_partial_rotary,
 )
 from jspec.models.mtp_params import MtpNames
 
@@ -58,7 +58,7 @@ def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
     fields.refuse("scoring_func", allowed=("sigmoid",), why="this family's router has sigmoids")
     fields.refuse("topk_method", allowed=("noaux_tc",), why="this family's router has a bias")
     return read_decoder(
-        _without_rotary(fields),
+        without_partial_rotary(fields, default=rotary)[0],
         family=FAMILY.name,
         attention=_attention(fields, rotary),
         ffn=lambda i: _feed_forward(fields, numbers[i]),
@@ -68,25 +68,13 @@ def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
     )
 
 
-def _without_rotary(fields: Fields) -> Fields:
-    """The fields without what is read here of RoPE: the part of a head that it turns."""
-    name = "partial_rotary_factor"
-    values = {key: value for key, value in fields.values.items() if key != name}
-    for table in TABLES:
-        if values.get(table) is not None:
-            kept = fields.table(table).values
-            values[table] = {key: value for key, value in kept.items() if key != name}
-    return Fields(fields.path, values)
-
-
 def _attention(fields: Fields, rotary: float) -> AttentionSpec:
+    plain, factor = without_partial_rotary(fields, default=rotary)
     spec = read_attention(
-        _without_rotary(fields),
+        plain,
         qk_norm=fields.flag("use_qk_norm", False),
         qkv_bias=fields.flag("attention_bias", False),
     )
-    name = "partial_rotary_factor"
-    factor = fields.table("rope_parameters").number(name, fields.number(name, rotary))
     turned = int(spec.head_dim * factor)
     return replace(spec, rotary_dim=None if turned == spec.head_dim else turned)
 

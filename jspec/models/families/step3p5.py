@@ -26,6 +26,7 @@ from jspec.core.model_spec import (
     DenseSpec,
     FeedForward,
     Gate,
+    HeadGate,
     LayerSpec,
     ModelSpec,
     MoESpec,
@@ -147,7 +148,7 @@ def _attention(fields: Fields, layer: int) -> AttentionSpec:
         window=fields.integer("sliding_window") if kind == SLIDING else None,
         qk_norm=True,
         rotary_dim=None if rotary == head_dim else rotary,
-        head_gate=True,
+        gate=HeadGate.OF_HEADS,
     )
 
 
