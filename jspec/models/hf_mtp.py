@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, ConfigError
@@ -17,11 +18,11 @@ from jspec.core.json_files import read_fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.family import Family
 from jspec.models.hf_weights import open_tensors
-from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import nested
-from jspec.models.registry import family_named
-from jspec.models.stored import Place, check_names, on_host, param_reads
+from jspec.models.registry import DRAFTS, family_named
+from jspec.models.stored import ParamRead, Place, check_names, on_host, param_reads
 
 Params = dict[str, Any]
 
@@ -29,33 +30,39 @@ Params = dict[str, Any]
 def load_mtp_config(
     path: Path, *, target: ModelSpec, families: tuple[Family, ...], num_layers: int
 ) -> tuple[MtpConfig, MtpNames]:
-    """The first num_layers layers that `path`/config.json has for its target, and their names.
+    """The first num_layers layers that `path`/config.json has for its target, or the one that is
+    run again for every level; and their names.
 
     Raises ConfigError for a family without such layers, for fewer of them, or for a variant that is
     not served, CheckpointError for a file that is unreadable or belongs to another target.
     """
     family = family_named(target.family, families)
-    if family.mtp is None:
+    fields = read_fields(path / "config.json")
+    mtp = DRAFTS.get(fields.architecture(), family.mtp)
+    if mtp is None:
         known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
         raise ConfigError(
             f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
-            f"for multi-token prediction; expected a family that does ({known})"
+            f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
+            f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-    fields = read_fields(path / "config.json")
-    config = family.mtp.read(fields, target)
+    config = mtp.read(fields, target)
     ours = config.model.vocab_size, config.model.hidden_size
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:
         raise CheckpointError(
             f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
         )
+    if config.recurrent:
+        return config, mtp.names(target)
     if num_layers > config.num_layers:
         raise ConfigError(
             f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
-            f"layers that {fields.path} has for it: one a step"
+            f"layers that {fields.path} has for it: one a step, none of which this family "
+            f"({family.name}) runs again"
         )
     model = replace(config.model, layers=config.model.layers[:num_layers])
-    return replace(config, model=model), family.mtp.names(target)
+    return replace(config, model=model), mtp.names(target)
 
 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
@@ -82,6 +89,10 @@ def load_mtp(
         table = _own_table(config, names)
         check_names(tensors, table, is_stray=lambda _: True)
         reads = param_reads(tensors, table, dtype=dtype, shards=shards)
+        if config.recurrent:
+            ids = np.arange(config.model.vocab_size, dtype=np.int32)
+            all_ids = draft_ids(config.model.vocab_size)
+            reads.append(ParamRead(spec=all_ids, host_bytes=ids.nbytes, read=lambda: ids))
         own = nested(place(reads).items())
     return own | {name: target_params[name] for name in shared(config)}
 

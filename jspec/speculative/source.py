@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
+from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
 from jspec.core.model_spec import ModelSpec
 from jspec.layers.linear import Shard
@@ -71,6 +72,7 @@ class DraftSource:
     specs: of the models that it runs; their attention must be served too.
     aux_layer_ids: what of the target is captured for it.
     shares: names of params that dummy weights take from the target's.
+    algorithm: what is in force, where the checkpoint decides that and not the arguments.
     """
 
     make: Callable[[Ops, Shard], Drafter]
@@ -78,6 +80,7 @@ class DraftSource:
     specs: tuple[ModelSpec, ...] = ()
     aux_layer_ids: tuple[int, ...] = ()
     shares: tuple[str, ...] = ()
+    algorithm: Algorithm | None = None
 
 
 ReadSource = Callable[[DraftRequest], DraftSource]
