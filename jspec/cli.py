@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `jspec generate`, `jspec flags`.
+"""The command line: `jspec serve`, `jspec generate`, `jspec train-draft`, `jspec flags`.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -34,6 +34,7 @@ USAGE = """usage: jspec COMMAND [flags]
 
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
+  train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "serve": run_serve,
         "generate": run_generate,
+        "train-draft": run_train_draft,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),
@@ -102,6 +104,14 @@ def run_serve(argv: Sequence[str]) -> int:
 
     serve(settings)
     return 0
+
+
+def run_train_draft(argv: Sequence[str]) -> int:
+    """`jspec train-draft`."""
+    with interruptible():
+        from jspec.cli_train_draft import run_train_draft as run
+
+    return run(argv)
 
 
 # generate

@@ -30,6 +30,7 @@ FLOORS: dict[str, int] = {
     "training": 6,
     "api": 7,
     "server": 8,
+    "cli_train_draft": 8,
     "cli": 9,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
