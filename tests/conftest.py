@@ -48,7 +48,7 @@ LONG = (
     "sampling/test_accept.py",
     "speculative/test_rounds.py",
     "models/test_families.py",
-    "training/test_ttt.py",
+    "training/test_draft_loss.py",
     "speculative/test_ngram.py",
     "server/test_other_endpoints.py",
     "speculative/test_distribution.py",
