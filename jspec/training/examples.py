@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,19 @@ class Reader:
     def read(self, path: Path) -> list[Example]:
         """The examples of a file. Raises ConfigError that names the file, the line and what it has;
         empty lines are passed over, a file without any other is an error."""
+        examples = self.read_lines(_lines(path), where=str(path))
+        if not examples:
+            raise ConfigError(f"{path} has no line; expected JSON, one example a line")
+        return examples
+
+    def read_lines(self, lines: Iterable[tuple[int, str]], *, where: str) -> list[Example]:
+        """The examples of numbered lines. Raises ConfigError that names the line."""
         examples = []
-        for number, line in _lines(path):
+        for number, line in lines:
             try:
                 examples.append(self.example(line))
             except (JspecError, json.JSONDecodeError) as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from error
-        if not examples:
-            raise ConfigError(f"{path} has no line; expected JSON, one example a line")
+                raise ConfigError(f"{where}, line {number}: {error}") from error
         return examples
 
     def example(self, line: str) -> Example:

@@ -91,7 +91,7 @@ def test_the_last_feature_reaches_no_earlier_row() -> None:
         np.testing.assert_array_equal(found[:, : LENGTH - 2], expected[:, : LENGTH - 2])
 
 
-@pytest.mark.parametrize("counted", [slice(None), slice(5, 9)])
+@pytest.mark.parametrize("counted", [slice(None), slice(2, 10)])
 def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted(counted: slice) -> None:
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
@@ -141,7 +141,7 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted(counted: slice)
 def test_the_overlap_of_a_perfect_draft_is_the_mass_of_the_draft_vocabulary() -> None:
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
-    batch = all_count(np.asarray(random_rows(2, LENGTH)))
+    batch = jax.tree.map(jnp.asarray, all_count(np.asarray(random_rows(2, LENGTH))))
     # Both models made constant: zero hidden states give uniform logits over either vocabulary.
     params = {**params, "norm": {"scale": params["norm"]["scale"] * 0.0}}
     scale = target_params["norm"]["scale"] * 0.0
@@ -163,7 +163,7 @@ def test_one_batch_can_be_learnt_to_the_last_depth() -> None:
     loop = LoopConfig(num_steps=400, peak_learning_rate=1e-2, weight_decay=0.0)
     step_fn = make_step(loss_of(target, head, num_depths=3), loop)
     state, frozen = init_state(params, loop), make_frozen(target_params, everything)
-    batch = all_count(np.asarray(random_rows(3, LENGTH)))
+    batch = jax.tree.map(jnp.asarray, all_count(np.asarray(random_rows(3, LENGTH))))
     state, first = step_fn(state, frozen, batch, jnp.float32(5e-3))
     metrics = first
     for step in range(1, loop.num_steps):
