@@ -6,7 +6,7 @@ loss, the batches, the loop and the export know this alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,12 +94,3 @@ def inner_size(target: ModelSpec) -> int:
     """The inner width of the target's own MLPs, or four times its width where it has none."""
     inner = (x.ffn.inner for x in target.layers if isinstance(x.ffn, DenseSpec))
     return next(inner, 4 * target.hidden_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """How `jspec serve` is told of a head: its algorithm, and most steps."""
-
-    algorithm: str
-    num_steps: int
-    multi_layer: bool = False
