@@ -17,6 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec import Engine, cli
+from jspec.engine.loading import BUNDLED
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.eagle1 import check_eagle1, load_eagle1_config
+from jspec.models.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.registry import FAMILIES
 from jspec.server.flags import FlagParser, add_flags, parse_flags
 from jspec.testing.tiny_models import write_tiny_pair
 
@@ -140,3 +145,12 @@ def test_what_is_asked_wrongly_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("jspec: error: ")
     assert message in error
+
+
+def test_the_small_heads_fit_the_bundled_target() -> None:
+    target = load_model_spec(BUNDLED / "target")
+    eagle, mtp = BUNDLED / "draft_eagle1", BUNDLED / "draft_mtp"
+    check_eagle1(eagle, load_eagle1_config(eagle, target=target))
+    config, names = load_mtp_config(mtp, target=target, families=FAMILIES, num_layers=3)
+    check_mtp(mtp, config, names)
+    assert sum(f.stat().st_size for folder in (eagle, mtp) for f in folder.iterdir()) < 5e6
