@@ -128,7 +128,9 @@ def measure(
         for i in range(len(prompts))
     ]
     results = engine.generate(input_ids=prompts, sampling_params=params)
-    pairs, looping, free = [], [], []
+    pairs: list[tuple[float, float]] = []
+    looping: list[tuple[float, float]] = []
+    free: list[tuple[float, float]] = []
     for result in results:
         meta = result["meta_info"]
         full = meta["spec_verify_ct"] - 1  # the last step is usually cut by max_new_tokens

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_the_pages_commands_lead_to_a_head_that_is_served(
     parser = FlagParser(prog="jspec serve", allow_abbrev=False)
     add_flags(parser)
     _, settings = parse_flags(parser, printed[2:])
-    small = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 512}
+    small: dict[str, Any] = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 512}
     asked = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     with Engine(**{**settings.engine, **small}) as engine:
         drafted = engine.generate("1 and 1?", asked)

@@ -29,7 +29,7 @@ from jspec.training.progress import Clock, show, speed
 
 Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
-Loss = Callable[[Params, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+Loss = Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
 Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are per depth
 
 
@@ -118,7 +118,7 @@ def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
 
 def make_step(
     loss: Loss, config: LoopConfig
-) -> Callable[[TrainState, Any, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The jitted step: (state, frozen, batch, learning rate) -> (state', metrics); donates state.
 
     `loss(params, frozen, batch, key)` gets a random key that depends on (seed, step) alone.
@@ -126,7 +126,7 @@ def make_step(
     transform = optimizer(config)
 
     def step_fn(
-        state: TrainState, frozen: Any, batch: jax.Array, rate: jax.Array
+        state: TrainState, frozen: Any, batch: Any, rate: jax.Array
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         grad_fn = jax.value_and_grad(loss, has_aux=True)

@@ -125,7 +125,8 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_p
     assert config == head.config
     params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
     for layer in range(DEPTHS):
-        paged = PagedHead(OneLayer(MtpHead(config, Ops(), names=names), layer), params)
+        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
+        paged = PagedHead(one, params)
         count = LENGTH - 1 - layer
         tokens, hidden = ids[layer + 1 :], np.asarray(features.aux[0, :count])
         _, _, logits = paged.run(paged.empty(), tokens, hidden, start=0, is_prompt=True)
