@@ -60,14 +60,12 @@ def main() -> None:
     parser.add_argument("--shared-noise-only", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
     args = parser.parse_args()
-    rows = [
-        row
-        for drafter in args.drafters
-        for shape in args.shapes
-        for noise in ((True,) if args.shared_noise_only else (True, False))
-        for row in measured(args, drafter=drafter, shape=shape, noise=noise)
-    ]
-    write_result(args.out, {"settings": settings(args), "rows": rows})
+    rows: list[dict[str, Any]] = []
+    for drafter in args.drafters:
+        for shape in args.shapes:
+            for noise in (True,) if args.shared_noise_only else (True, False):
+                rows += measured(args, drafter=drafter, shape=shape, noise=noise)
+                write_result(args.out, {"settings": settings(args), "rows": rows})
     print(table(rows))
 
 
