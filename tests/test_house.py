@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "server": 8,
     "offline": 9,
     "cli_batch": 10,
+    "cli_train_draft": 10,
     "cli": 11,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import LayerSpec, MtpConfig
+from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm
@@ -38,6 +39,27 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 
 
+def run_mtp_layer(
+    params: Params,
+    embedded: Float[Array, "*b E"],
+    hidden: Float[Array, "*b E"],
+    positions: Int[Array, "*b"],
+    attend: Attend,
+    *,
+    spec: LayerSpec,
+    hidden_first: bool,
+    settings: LayerSettings,
+) -> Float[Array, "*b E"]:
+    """A layer's output before its final norm."""
+    pair = [
+        norm(params["embed_norm"], embedded, eps=spec.eps),
+        norm(params["hidden_norm"], hidden, eps=spec.eps),
+    ]
+    x = linear(params["fuse"], jnp.concatenate(pair[::-1] if hidden_first else pair, axis=-1))
+    stream = Residual(x=x)
+    return run_layer(params, stream, positions, attend, spec=spec, settings=settings).sum()
+
+
 @partial(jax.jit, static_argnames=("spec", "hidden_first", "settings"), inline=False)
 def _paged_mtp_layer(
     params: Params,
@@ -51,14 +73,18 @@ def _paged_mtp_layer(
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
     """(the layer's output before its final norm, its pool with the new rows)."""
-    pair = [
-        norm(params["embed_norm"], embedded, eps=spec.eps),
-        norm(params["hidden_norm"], hidden, eps=spec.eps),
-    ]
-    x = linear(params["fuse"], jnp.concatenate(pair[::-1] if hidden_first else pair, axis=-1))
     attend = PagedAttend(pages, rows, spec.attention, settings)
-    out = run_layer(params, Residual(x=x), rows.q_positions, attend, spec=spec, settings=settings)
-    return out.sum(), attend.pages
+    out = run_mtp_layer(
+        params,
+        embedded,
+        hidden,
+        rows.q_positions,
+        attend,
+        spec=spec,
+        hidden_first=hidden_first,
+        settings=settings,
+    )
+    return out, attend.pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
     ("name", "shape"),
     [
         ("not_chained", TREE),
-        ("recurrent", TREE),
+        pytest.param("recurrent", TREE, marks=SLOW),
         pytest.param("recurrent", CHAIN, marks=SLOW),
         pytest.param("chained", CHAIN, marks=SLOW),
         pytest.param("hidden_first", (2, 3, 8), marks=SLOW),
