@@ -145,7 +145,7 @@ TINY_V2 = {
     "swa_v_head_dim": 8,
     "v_head_dim": 8,
 }
-STEP3P5_FLASH = {
+STEP3P5_FLASH: dict[str, Any] = {
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
     "att_impl_type": "GQA",

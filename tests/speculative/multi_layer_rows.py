@@ -86,7 +86,7 @@ def params_of(name: str) -> Params:
 
 @functools.cache
 def reference_of(name: str) -> MtpReference:
-    config, params = CONFIGS[name], params_of(name)
+    config, params = config_of(name), params_of(name)
     tensors = dict(stored_tensors(mtp_params(config), params, dtype=np.float32))
     tensors["embed.weight"] = np.asarray(params["embed"]["table"])
     if not config.own_heads:

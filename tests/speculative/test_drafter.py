@@ -137,7 +137,8 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
     emitted = chunks([3], [0, 1], [4])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(emitted))
     other = dataclasses.replace(emitted, queries_per_row=1)
-    assert jax.tree.structure(emitted) != jax.tree.structure(other)
+    structures: list[Any] = [jax.tree.structure(emitted), jax.tree.structure(other)]
+    assert structures[0] != structures[1]
 
 
 def drafters() -> dict[Algorithm, Drafter]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core import shapes
 from jspec.core.config import Algorithm
 from jspec.core.errors import ConfigError
 from jspec.core.features import StepFeatures
@@ -26,7 +27,7 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
 from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative import lag, multi_layer
+from jspec.speculative import multi_layer
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.testing.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
@@ -142,7 +143,7 @@ def off_by(delta: int) -> Any:
         pytest.param(multi_layer, "lag_behind", off_by(1), id="lag one more"),
         pytest.param(multi_layer, "lag_behind", off_by(-1), id="lag one less"),
         pytest.param(
-            lag.shapes,
+            shapes,
             "lagged_start",
             lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
             id="slot and RoPE",
