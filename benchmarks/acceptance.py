@@ -1,11 +1,17 @@
-"""Acceptance of the bundled pair on held-out modules, through the engine.
+"""Acceptance of the bundled target's drafts on held-out modules, through the engine.
 
     python -m benchmarks.acceptance [--prompts 100] [--out benchmarks/results/acceptance.json]
+    python -m benchmarks.acceptance --drafters EAGLE3 EAGLE NEXTN NGRAM STANDALONE \\
+        --shapes 3/1/4 3/4/12 --shared-noise-only
 
 100 prompts of 256 tokens, 128 generated; chain 3/1/4, chain 5/1/6, tree 4/4/16; temperature 0 and
 1; drafts ranked with shared noise and by plain top-k side by side. Acceptance length counts the
 bonus and leaves out prefill's token and the last, truncated step. The interval is a bootstrap over
 prompts. Looping outputs (more than half of the 8-grams seen before) are also reported apart.
+
+Of the drafters, EAGLE and NEXTN are the small heads beside the bundled pair. STANDALONE drafts with
+the target itself: no other model has its vocabulary, and what is below S + 1 there is no draft's
+fault.
 """
 
 from __future__ import annotations
@@ -17,41 +23,89 @@ from typing import Any
 from benchmarks.environment import write_result
 from benchmarks.heldout import bootstrap_interval, heldout_prompts, repeated_share
 from jspec import Engine
+from jspec.engine.loading import BUNDLED
 
-SHAPES = ((3, 1, 4), (5, 1, 6), (4, 4, 16))
+SHAPES = ("3/1/4", "5/1/6", "4/4/16")
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "EAGLE3": {},
+    "EAGLE": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(BUNDLED / "draft_eagle1"),
+    },
+    "NEXTN": {
+        "speculative_algorithm": "EAGLE",
+        "enable_multi_layer_eagle": True,
+        "speculative_draft_model_path": str(BUNDLED / "draft_mtp"),
+    },
+    "NGRAM": {"speculative_algorithm": "NGRAM"},
+    "STANDALONE": {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(BUNDLED / "target"),
+    },
+}
 LOOPING = 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["EAGLE3"])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="S/K/N")
+    parser.add_argument("--shared-noise-only", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for drafter in args.drafters:
+        for shape in args.shapes:
+            for noise in (True,) if args.shared_noise_only else (True, False):
+                rows += measured(args, drafter=drafter, shape=shape, noise=noise)
+                write_result(args.out, {"settings": settings(args), "rows": rows})
+    print(table(rows))
+
+
+def measured(
+    args: argparse.Namespace, *, drafter: str, shape: str, noise: bool
+) -> list[dict[str, Any]]:
+    """The cells of one engine: temperatures 0 and 1, or 1 alone without shared noise."""
+    steps, topk, nodes = (int(number) for number in shape.split("/"))
     rows = []
-    for steps, topk, nodes in SHAPES:
-        for noise in (True, False):
-            with Engine(
-                speculative_num_steps=steps,
-                speculative_eagle_topk=topk,
-                speculative_num_draft_tokens=nodes,
-                speculative_draft_noise=noise,
-                max_running_requests=args.batch,
-                dtype=args.dtype,
-                max_queued_requests=4 * args.prompts,
-            ) as engine:
-                prompts = heldout_prompts(
-                    engine.tokenizer, count=args.prompts, length=args.prompt_tokens
-                )
-                for temperature in (0.0, 1.0) if noise else (1.0,):
-                    row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
-                    row |= {"shape": f"{steps}/{topk}/{nodes}", "shared_noise": noise}
-                    rows.append(row)
-                    show(row)
-    write_result(args.out, {"settings": settings(args), "rows": rows})
+    with Engine(
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+        speculative_draft_noise=noise,
+        max_running_requests=args.batch,
+        dtype=args.dtype,
+        max_queued_requests=4 * args.prompts,
+        **DRAFTERS[drafter],
+    ) as engine:
+        prompts = heldout_prompts(engine.tokenizer, count=args.prompts, length=args.prompt_tokens)
+        for temperature in (0.0, 1.0) if noise else (1.0,):
+            row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
+            row |= {"drafter": drafter, "shape": shape, "shared_noise": noise}
+            rows.append(row)
+            show(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row a drafter and S/K/N, a column a temperature; shared noise alone."""
+    cells: dict[tuple[str, str], dict[float, str]] = {}
+    for row in rows:
+        if row["shared_noise"]:
+            low, high = row["interval_95"]
+            text = f"{row['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]"
+            cells.setdefault((row["drafter"], row["shape"]), {})[row["temperature"]] = text
+    lines = ["| Drafter | S/K/N | temperature 0 | temperature 1 |", "|---|---|---|---|"]
+    for (drafter, shape), found in cells.items():
+        lines.append(f"| `{drafter}` | {shape} | {found[0.0]} | {found[1.0]} |")
+    return "\n".join(lines)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,7 +126,9 @@ def measure(
         for i in range(len(prompts))
     ]
     results = engine.generate(input_ids=prompts, sampling_params=params)
-    pairs, looping, free = [], [], []
+    pairs: list[tuple[float, float]] = []
+    looping: list[tuple[float, float]] = []
+    free: list[tuple[float, float]] = []
     for result in results:
         meta = result["meta_info"]
         full = meta["spec_verify_ct"] - 1  # the last step is usually cut by max_new_tokens
@@ -112,7 +168,7 @@ def show(row: dict[str, Any]) -> None:
     low, high = row["interval_95"]
     noise = "shared noise" if row["shared_noise"] else "plain top-k"
     print(
-        f"{row['shape']:8} T={row['temperature']:g} {noise:13} "
+        f"{row['drafter']:10} {row['shape']:8} T={row['temperature']:g} {noise:13} "
         f"{row['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]  by depth "
         f"{row['agreement_by_depth']}  8-grams repeated {row['repeated_8gram_share']:.2f}, "
         f"looping {row['num_looping']} ({row['acceptance_length_looping']}), "

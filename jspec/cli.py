@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `jspec generate`, `jspec convert`, `jspec flags`.
+"""The command line: `jspec serve`, `generate`, `batch`, `convert`, `train-draft` and `flags`.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -38,6 +38,7 @@ USAGE = """usage: jspec COMMAND [flags]
   generate    complete a prompt in the terminal; jspec generate --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
+  train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "batch": run_batch_command,
         "convert": run_convert,
+        "train-draft": run_train_draft,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),
@@ -121,6 +123,14 @@ def named_model(argv: Sequence[str]) -> Sequence[str]:
         if word.split("=", 1)[0] in ("--model-path", "--model"):
             raise ConfigError(f"the model is {argv[0]!r} and {word!r}; expected one of them")
     return ["--model-path", *argv]
+
+
+def run_train_draft(argv: Sequence[str]) -> int:
+    """`jspec train-draft`."""
+    with interruptible():
+        from jspec.cli_train_draft import run_train_draft as run
+
+    return run(argv)
 
 
 # generate

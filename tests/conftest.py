@@ -49,7 +49,7 @@ LONG = (
     "sampling/test_accept.py",
     "speculative/test_rounds.py",
     "models/test_families.py",
-    "training/test_ttt.py",
+    "training/test_draft_loss.py",
     "speculative/test_drafter_laws.py",
     "speculative/test_ngram.py",
     "server/test_other_endpoints.py",

@@ -33,6 +33,7 @@ FLOORS: dict[str, int] = {
     "offline": 9,
     "cli_batch": 10,
     "cli_convert": 10,
+    "cli_train_draft": 10,
     "cli": 11,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them

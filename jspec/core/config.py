@@ -23,7 +23,9 @@ class Algorithm(enum.Enum):
     EAGLE3 = "EAGLE3"
     NGRAM = "NGRAM"
     STANDALONE = "STANDALONE"
-    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # there EAGLE with enable_multi_layer_eagle, or NEXTN
+    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run again for every level
+    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one a level; no flag's name: the
+    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, is
 
     @property
     def drafting(self) -> Drafting:
@@ -37,6 +39,7 @@ _DRAFTING = {
     Algorithm.EAGLE3: drafting.EAGLE,
     Algorithm.NGRAM: drafting.NGRAM,
     Algorithm.STANDALONE: drafting.STANDALONE,
+    Algorithm.NEXTN: drafting.NEXTN,
     Algorithm.MULTI_LAYER_EAGLE: drafting.MULTI_LAYER,
 }
 

@@ -7,7 +7,7 @@ the same constant, so that the two cannot differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jspec.core import shapes
 
@@ -97,6 +97,7 @@ EAGLE = Drafting(
     candidates="K + (S-1)*K*K",
     has_model=True,
 )
+NEXTN = replace(EAGLE, in_target=True)
 STANDALONE = Drafting(
     lookahead=0,
     propose_rows=_root_and_beams,

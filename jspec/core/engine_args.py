@@ -302,13 +302,16 @@ class EngineArgs:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm in force. Raises ConfigError for a name that is not implemented."""
+        """The algorithm asked for; a checkpoint's own layers decide between NEXTN and
+        MULTI_LAYER_EAGLE (`ResolvedConfig.algorithm`).
+
+        Raises ConfigError for a name that is not implemented.
+        """
         name = self.speculative_algorithm
         if name is None:
             return Algorithm.EAGLE3 if self.model_path is None else Algorithm.NONE
         known = {algorithm.value: algorithm for algorithm in Algorithm}
         multi_layer = known.pop(Algorithm.MULTI_LAYER_EAGLE.value)
-        known["NEXTN"] = multi_layer
         if self.enable_multi_layer_eagle:
             if name not in ("EAGLE", "NEXTN"):
                 raise ConfigError(

@@ -16,6 +16,13 @@ from jspec.core.config import RopeConfig
 from jspec.core.errors import ConfigError
 
 
+class HeadGate(enum.Enum):
+    """What the output of attention is gated by."""
+
+    OF_HEADS = "one number a head"
+    OF_NUMBERS = "one number for each of a head's"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention of one layer.
@@ -26,6 +33,8 @@ class AttentionSpec:
     scale: of the scores; None is head_dim ** -0.5.
     v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
     rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
+    gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
+    normed input.
     """
 
     num_heads: int  # H
@@ -41,6 +50,7 @@ class AttentionSpec:
     v_dim: int | None = None
     value_scale: float = 1.0
     rotary_dim: int | None = None
+    gate: HeadGate | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -75,10 +85,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """A gated MLP, silu(gate) * up (SwiGLU)."""
+    """A gated MLP, silu(gate) * up (SwiGLU). limit: silu(gate) is at most that, up within it."""
 
     inner: int  # intermediate_size
     bias: bool = False
+    limit: float | None = None
 
 
 class Routing(enum.Enum):
@@ -95,12 +106,16 @@ class Gate(enum.Enum):
     """What an expert does with its gate and up columns."""
 
     SILU = "silu(gate) * up"
+    SILU_WITHIN_7 = "silu(gate), at most 7, times up within 7"
     CLAMPED = "gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of gated MLPs: each token runs through top_k of num_experts."""
+    """A mixture of gated MLPs: each token runs through top_k of num_experts.
+
+    shared: one more MLP, which every token runs through, added to theirs.
+    """
 
     num_experts: int
     top_k: int
@@ -109,6 +124,7 @@ class MoESpec:
     gate: Gate = Gate.SILU
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # of the chosen experts' weights
+    shared: DenseSpec | None = None
 
     @property
     def has_correction(self) -> bool:
@@ -239,7 +255,10 @@ class MtpConfig:
     chained: layer s reads what layer s - 1 made of the same row; else all read the target's hidden.
     hidden_first: of [hidden; embedding], which a layer fuses; else the embedding comes first.
     reads_normed: the target's hidden is the one after its final norm; else the residual before it.
-    feeds_normed: chained, a layer hands on its output after its own final norm; else before it.
+    recurrent: there is one layer, and every level runs it again: it reads its own output of the
+        level before, over what the levels before cached.
+    feeds_normed: chained or recurrent, a layer hands on its output after its own final norm; else
+        before it.
     own_heads: every layer has an lm_head; else all use the target's.
     zeroes_first: the embedding of the row at position 0 is zero.
     """
@@ -247,15 +266,40 @@ class MtpConfig:
     model: ModelSpec
     target_num_layers: int
     chained: bool = False
+    recurrent: bool = False
     hidden_first: bool = False
     reads_normed: bool = True
     feeds_normed: bool = False
     own_heads: bool = False
     zeroes_first: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.recurrent:
+            return
+        if self.chained or self.num_layers != 1:
+            raise ConfigError(
+                f"layers for multi-token prediction are recurrent, {self.num_layers}, and chained "
+                f"is {self.chained}; expected one layer that is not chained"
+            )
+        if (window := self.layer.one_layer.attention.window) is not None:
+            raise ConfigError(
+                f"a layer for multi-token prediction has a window of {window}; expected none for "
+                f"one that every level runs again"
+            )
+
     @property
     def num_layers(self) -> int:
         return self.model.num_layers
+
+    @property
+    def layer(self) -> ModelSpec:
+        """`model`, under the name that a drafter asks any head for."""
+        return self.model
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """What is captured of the target; none where its last hidden is read."""
+        return () if self.reads_normed else (self.target_num_layers,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

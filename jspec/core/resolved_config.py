@@ -20,6 +20,8 @@ class ResolvedConfig(EngineArgs):
 
     tokenizer_path is a directory also if no tokenizer is wanted. compilation_cache_dir is "" where
     nothing is kept, also because nothing could be.
+    speculative_algorithm is the flag's name; drafts_as is the Algorithm in force, which may be the
+    checkpoint's to say.
     kernels: the bundle's name in `pallas_kernels.choose.OPS`. by_columns: whether weights lie by
         columns where its kernels can read them so.
     decode_buckets, prefill_buckets: B and T of the programs, ascending. prefill_rows: most rows of
@@ -37,6 +39,7 @@ class ResolvedConfig(EngineArgs):
     max_running_requests: int
     max_queued_requests: int
     chunked_prefill_size: int
+    drafts_as: str
     kernels: str
     by_columns: bool
     decode_buckets: tuple[int, ...]
@@ -53,8 +56,8 @@ class ResolvedConfig(EngineArgs):
 
     @property
     def algorithm(self) -> Algorithm:
-        """By its own name, which is not always the flag's."""
-        return Algorithm(self.speculative_algorithm)
+        """The one in force, whatever the flag calls it."""
+        return Algorithm(self.drafts_as)
 
     @property
     def speculative(self) -> SpeculativeConfig:

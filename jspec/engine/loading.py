@@ -126,6 +126,7 @@ def load_models(
         draft_path=None if paths.draft is None else str(paths.draft),
         max_position=spec.max_position,
         head_dims=head_dims_of((spec, *source.specs)),
+        algorithm=source.algorithm,
     )
     config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
     return _place_models(config, source, request, drafters[args.algorithm], mesh=mesh)
@@ -250,6 +251,8 @@ def check_divisible(spec: ModelSpec, *, shards: int) -> None:
             sizes["intermediate_size"] = layer.ffn.inner
         if isinstance(layer.ffn, MoESpec):
             sizes["moe_intermediate_size"] = layer.ffn.inner
+            if layer.ffn.shared is not None:
+                sizes["the shared expert's width"] = layer.ffn.shared.inner
         _check_divides(sizes, layer.attention.num_kv_heads, shards=shards)
 
 

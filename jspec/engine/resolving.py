@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jspec.core import shapes
+from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
@@ -33,6 +34,7 @@ class CheckpointFacts:
 
     model_path, tokenizer_path, draft_path: directories, as found; draft_path None: no draft model.
     max_position: tokens that the target can read. head_dims: of all models that run, target first.
+    algorithm: how the draft's layers draft, where the files decide it.
     """
 
     model_path: str
@@ -40,6 +42,7 @@ class CheckpointFacts:
     draft_path: str | None = None
     max_position: int
     head_dims: tuple[int, ...]
+    algorithm: Algorithm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,8 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "dtype": dtype,
         "attention_backend": "xla" if ops.name == "xla" else "pallas",
         "context_length": _context_length(args, checkpoint.max_position),
-        "speculative_algorithm": spec.algorithm.value,
+        "speculative_algorithm": args.speculative_algorithm or spec.algorithm.value,
+        "drafts_as": (checkpoint.algorithm or spec.algorithm).value,
         "speculative_num_steps": spec.num_steps,
         "speculative_eagle_topk": spec.topk,
         "speculative_num_draft_tokens": spec.num_draft_tokens,

@@ -43,7 +43,8 @@ def attention(
     """The projections of one layer around `attend`.
 
     params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
-    every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`.
+    every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`;
+    with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
     spec counts the heads of all shards; the shapes inside are one shard's.
     """
     num_heads = spec.num_heads // shard.size
@@ -55,6 +56,9 @@ def attention(
     mixed = attend(heads, rotation, params.get("sinks"))
     if spec.value_dim < spec.head_dim:
         mixed = mixed[..., : spec.value_dim]
+    if "gate" in params:
+        share = jax.nn.sigmoid(linear(params["gate"], x))
+        mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
     return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
 
 

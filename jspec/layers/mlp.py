@@ -22,14 +22,19 @@ def gated_mlp(
     shard: Shard,
     ops: Ops,
     of_prompts: bool = False,
+    limit: float | None = None,
 ) -> Float[Array, "*b E"]:
     """down(silu(gate(x)) * up(x)); gate_up holds, shard by shard, gate columns and then up columns.
 
-    of_prompts: whether the tokens are prompts' chunks, for `Ops.gated_product`.
+    of_prompts: whether the tokens are prompts' chunks, for `Ops.gated_product`. limit: silu(gate)
+    is at most that, up within it.
     """
-    if "bias" in params["gate_up"]:
+    if "bias" in params["gate_up"] or limit is not None:
         gate, up = jnp.split(linear(params["gate_up"], x), 2, axis=-1)
-        inner = jax.nn.silu(gate) * up
+        inner = jax.nn.silu(gate)
+        if limit is not None:
+            inner, up = jnp.minimum(inner, limit), jnp.clip(up, -limit, limit)
+        inner = inner * up
     else:
         inner = ops.gated_product(x, params["gate_up"]["kernel"], of_prompts=of_prompts)
     return linear(params["down"], inner, reduce=shard)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import MoESpec, Routing
-from jspec.layers.linear import Shard, linear
+from jspec.layers.linear import Shard, linear, logits_of
+from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.ops import Ops
 
@@ -23,12 +24,14 @@ def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """(experts of each token, best first; their weights in float32)."""
+    if spec.has_correction:  # as DeepSeek-V3's, scored in float32
+        logits = logits_of(x, params["kernel"])
+        logits = logits + params["bias"] if "bias" in params else logits
+        return _by_sigmoid(logits, params["correction"], spec=spec)
     logits = linear(params, x).astype(jnp.float32)
     if spec.routing is Routing.TOP_THEN_SOFTMAX:
         top, ids = jax.lax.top_k(logits, spec.top_k)
         return ids, jax.nn.softmax(top, axis=-1)
-    if spec.has_correction:
-        return _by_sigmoid(logits, params["correction"], spec=spec)
     weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), spec.top_k)
     if spec.routing is Routing.SOFTMAX_THEN_TOP_NORMALIZED:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -50,13 +53,19 @@ def _by_sigmoid(
 def mixture(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
 ) -> Float[Array, "T E"]:
-    """Each token through its top_k experts, weighted. params: router, experts."""
+    """Each token through its top_k experts, weighted, and through the shared one if there is one.
+
+    params: router, experts, shared.
+    """
     ids, weights = route(params["router"], x, spec=spec)
     experts = params["experts"]
     out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
     if "down_bias" in experts:  # once, after the sum over the shards
         bias = jnp.einsum("tke,tk->te", experts["down_bias"][ids].astype(jnp.float32), weights)
         out = out + bias.astype(out.dtype)
+    if spec.shared is not None:
+        limit = spec.shared.limit
+        out = out + gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
     return out
 
 
@@ -71,7 +80,7 @@ def mixture_of_sum(
     ops: Ops,
 ) -> Residual:
     """x + mixture(norm(x)) of the stream's sum x, the last sum left to whoever is next."""
-    if shard.size == 1 and isinstance(stream.delta, jax.Array):
+    if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array):
         fused = ops.mixture_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )

@@ -89,7 +89,12 @@ def feed_forward(
         flat = x.reshape(-1, x.shape[-1])
         return mixture(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
     return gated_mlp(
-        params["mlp"], x, shard=shard, ops=ops, of_prompts=settings.queries_per_row is None
+        params["mlp"],
+        x,
+        shard=shard,
+        ops=ops,
+        of_prompts=settings.queries_per_row is None,
+        limit=spec.ffn.limit,
     )
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import Eagle1Config, LayerSpec, ModelSpec
-from jspec.layers.attention import attention
+from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
@@ -54,12 +54,20 @@ from jspec.models.head_files import (
     stored_embed,
     stored_names,
 )
-from jspec.models.hf_weights import HostArray, Tensors, open_tensors
+from jspec.models.hf_weights import HostArray, Tensors, open_tensors, write_checkpoint
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 from jspec.models.placement import nested
-from jspec.models.stored import ParamRead, Place, check_names, on_host, param_reads
+from jspec.models.registry import family_named
+from jspec.models.stored import (
+    ParamRead,
+    Place,
+    check_names,
+    on_host,
+    param_reads,
+    stored_tensors,
+)
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 
@@ -159,6 +167,30 @@ def eagle1_params(config: Eagle1Config) -> ParamTable:
     )
 
 
+def run_first_layer(
+    params: Params,
+    x: Float[Array, "*b E"],
+    positions: Int[Array, "*b"],
+    attend: Attend,
+    *,
+    spec: LayerSpec,
+    settings: LayerSettings,
+) -> Float[Array, "*b E"]:
+    """A decoder's layer without a norm before its attention."""
+    mixed = attention(
+        params["attention"],
+        x,
+        positions,
+        attend,
+        spec=spec.attention,
+        eps=spec.eps,
+        shard=settings.shard,
+    )
+    stream = Residual(x=x, delta=mixed)
+    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
+    return x + feed_forward(params, normed, spec=spec, settings=settings)
+
+
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
 def _paged_first_layer(
     params: Params,
@@ -169,20 +201,9 @@ def _paged_first_layer(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """A decoder's layer without a norm before its attention."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
-    mixed = attention(
-        params["attention"],
-        x,
-        rows.q_positions,
-        attend,
-        spec=spec.attention,
-        eps=spec.eps,
-        shard=settings.shard,
-    )
-    stream = Residual(x=x, delta=mixed)
-    x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
-    return x + feed_forward(params, normed, spec=spec, settings=settings), attend.pages
+    out = run_first_layer(params, x, rows.q_positions, attend, spec=spec, settings=settings)
+    return out, attend.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +223,16 @@ class Eagle1Head:
         del params
         return given
 
+    def joined(
+        self, params: Params, embedded: Float[Array, "*b E"], hidden: Float[Array, "*b E"]
+    ) -> Float[Array, "*b E"]:
+        """fc over the pairs of a token and a hidden: what the first layer reads."""
+        if self.config.norms_inputs:
+            eps = self.config.layer.rms_norm_eps
+            embedded = norm(params["embed_norm"], embedded, eps=eps)
+            hidden = norm(params["hidden_norm"], hidden, eps=eps)
+        return linear(params["fc"], jnp.concatenate((embedded, hidden), axis=-1))
+
     def forward(
         self,
         params: Params,
@@ -214,12 +245,8 @@ class Eagle1Head:
     ) -> tuple[Float[Array, "T E"], KVPool]:
         """(what is fed back and scored, pools with the new rows)."""
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
-        layer, eps = self.config.layer, self.config.layer.rms_norm_eps
-        embedded = embed(params["embed"], token_ids)
-        if self.config.norms_inputs:
-            embedded = norm(params["embed_norm"], embedded, eps=eps)
-            hidden = norm(params["hidden_norm"], hidden, eps=eps)
-        x = linear(params["fc"], jnp.concatenate((embedded, hidden), axis=-1))
+        layer = self.config.layer
+        x = self.joined(params, embed(params["embed"], token_ids), hidden)
         x, first = _paged_first_layer(
             params["layers"][0], x, kv[0], rows, spec=layer.layers[0], settings=settings
         )
@@ -277,6 +304,32 @@ def load_eagle1(
         reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
         reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
         return nested({**place(reads), **shared}.items())
+
+
+def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.DTypeLike) -> None:
+    """Writes unsharded params as a LlamaForCausalLMEagle, without embedding and lm_head, which are
+    the target's.
+
+    Raises ConfigError for a head with norms of q and k, for which the layout has no key.
+    """
+    attention = config.layer.one_layer.attention
+    if attention.qk_norm:
+        raise ConfigError(
+            "the head norms q and k; expected it not to: the layout has no key for it"
+        )
+    written = family_named("llama").to_json(replace(config.layer, tie_word_embeddings=False)) | {
+        "torch_dtype": np.dtype(dtype).name,
+        "architectures": ["LlamaForCausalLMEagle"],
+        "bias": config.fc_bias,
+        "attention_bias": attention.out_bias,
+    }
+    unusual = {
+        "qkv_bias": attention.qkv_bias and not attention.out_bias,
+        "add_para_norm": config.norms_inputs,
+    }
+    own = tuple(spec for spec in eagle1_params(config) if spec.layouts)
+    tensors = stored_tensors(own, params, dtype=dtype)
+    write_checkpoint(path, written | {k: v for k, v in unusual.items() if v}, tensors)
 
 
 def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:

@@ -16,7 +16,7 @@ from jspec.core.model_spec import (
     ModelSpec,
     MtpConfig,
 )
-from jspec.core.rope_io import read_rope, rope_json
+from jspec.core.rope_io import TABLES, read_rope, rope_json
 from jspec.models.layer_params import decoder_params
 from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable
@@ -150,6 +150,28 @@ def refuse_common(fields: Fields) -> None:
 
 def refuse_quantized(fields: Fields) -> None:
     fields.refuse("quantization_config", allowed=(), why="these quantized weights are not served")
+
+
+def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, float]:
+    """(the fields without what they say of it, the part of each head that RoPE turns)."""
+    name = "partial_rotary_factor"
+    factor = fields.table("rope_parameters").number(name, fields.number(name, default))
+    values = {key: value for key, value in fields.values.items() if key != name}
+    for table in TABLES:
+        if values.get(table) is not None:
+            kept = fields.table(table).values
+            values[table] = {key: value for key, value in kept.items() if key != name}
+    return Fields(fields.path, values), factor
+
+
+def check_one_mtp_layer(fields: Fields) -> None:
+    """ConfigError unless there is one layer for multi-token prediction, which every level runs."""
+    name = "num_nextn_predict_layers"
+    if fields.get(name) != 1:
+        raise ConfigError(
+            f"{fields.path}: {name} is {shown(fields.get(name))}; expected 1: this family drafts "
+            f"with one layer for multi-token prediction, which every step runs again"
+        )
 
 
 def eos_ids(fields: Fields) -> tuple[int, ...]:

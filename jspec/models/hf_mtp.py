@@ -10,52 +10,75 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import read_fields
-from jspec.core.model_spec import ModelSpec, MtpConfig
+from jspec.core.json_files import Fields, read_fields
+from jspec.core.model_spec import LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import Family
-from jspec.models.hf_weights import open_tensors
-from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.hf_weights import open_tensors, write_checkpoint
+from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import nested
-from jspec.models.registry import family_named
-from jspec.models.stored import Place, check_names, on_host, param_reads
+from jspec.models.registry import DRAFTS, family_named
+from jspec.models.stored import (
+    ParamRead,
+    Place,
+    check_names,
+    on_host,
+    param_reads,
+    stored_tensors,
+)
 
 Params = dict[str, Any]
+WRITTEN = "mimo_v2"  # the family in whose layout layers are written
 
 
 def load_mtp_config(
     path: Path, *, target: ModelSpec, families: tuple[Family, ...], num_layers: int
 ) -> tuple[MtpConfig, MtpNames]:
-    """The first num_layers layers that `path`/config.json has for its target, and their names.
+    """The first num_layers layers that `path`/config.json has for its target, or the one that is
+    run again for every level; and their names.
 
     Raises ConfigError for a family without such layers, for fewer of them, or for a variant that is
     not served, CheckpointError for a file that is unreadable or belongs to another target.
     """
-    family = family_named(target.family, families)
-    if family.mtp is None:
+    fields = read_fields(path / "config.json")
+    family = _family(fields, target, families)
+    mtp = DRAFTS.get(fields.architecture(), family.mtp)
+    if mtp is None:
         known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
         raise ConfigError(
             f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
-            f"for multi-token prediction; expected a family that does ({known})"
+            f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
+            f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-    fields = read_fields(path / "config.json")
-    config = family.mtp.read(fields, target)
-    ours = config.model.vocab_size, config.model.hidden_size
+    config = mtp.read(fields, target)
+    ours = fields.integer("vocab_size"), fields.integer("hidden_size")
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:
         raise CheckpointError(
             f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
         )
+    if config.recurrent:
+        return config, mtp.names(target)
     if num_layers > config.num_layers:
         raise ConfigError(
             f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
-            f"layers that {fields.path} has for it: one a step"
+            f"layers that {fields.path} has for it: one a step, none of which this family "
+            f"({family.name}) runs again"
         )
     model = replace(config.model, layers=config.model.layers[:num_layers])
-    return replace(config, model=model), family.mtp.names(target)
+    return replace(config, model=model), mtp.names(target)
+
+
+def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> Family:
+    """Whose layers these are: those of the directory's own architecture, which may stand beside a
+    target of any family, if it brings some; else the target's."""
+    own = fields.architecture()
+    bringing = (each for each in families if each.mtp is not None and own in each.architectures)
+    return next(bringing, None) or family_named(target.family, families)
 
 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
@@ -82,8 +105,59 @@ def load_mtp(
         table = _own_table(config, names)
         check_names(tensors, table, is_stray=lambda _: True)
         reads = param_reads(tensors, table, dtype=dtype, shards=shards)
+        if config.recurrent:
+            ids = np.arange(config.model.vocab_size, dtype=np.int32)
+            all_ids = draft_ids(config.model.vocab_size)
+            reads.append(ParamRead(spec=all_ids, host_bytes=ids.nbytes, read=lambda: ids))
         own = nested(place(reads).items())
     return own | {name: target_params[name] for name in shared(config)}
+
+
+def written_config(target: ModelSpec, layer: LayerSpec, *, num_layers: int) -> MtpConfig:
+    """Layers as `save_mtp` can write them for a target of any family: all read its hidden before
+    its final norm, over a window that is the whole context.
+
+    layer: plain, with heads of one width; its window is not read.
+    """
+    own = layer.attention
+    attention = replace(
+        own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=target.max_position
+    )
+    layer = replace(layer, attention=attention)
+    return MtpConfig(
+        model=replace(target, layers=(layer,) * num_layers),
+        target_num_layers=target.num_layers,
+        reads_normed=False,
+    )
+
+
+def save_mtp(
+    path: Path,
+    config: MtpConfig,
+    params: Params,
+    *,
+    target: ModelSpec,
+    dtype: npt.DTypeLike,
+) -> None:
+    """Writes unsharded layers alone, in MiMo-V2-Flash's layout.
+
+    Raises ConfigError for layers that its config.json would not say again.
+    """
+    family = family_named(WRITTEN)
+    if family.mtp is None:
+        raise ConfigError(f"family is {WRITTEN!r}; expected one with layers of its own")
+    written = family.to_json(replace(config.model, tie_word_embeddings=False)) | {
+        "num_nextn_predict_layers": config.num_layers,
+        "torch_dtype": np.dtype(dtype).name,
+    }
+    read = family.mtp.read(Fields(path / "config.json", written), target)
+    if read != config:
+        raise ConfigError(
+            f"the layers are {config}, which the layout of {family.name!r} reads as {read}; "
+            "expected them equal"
+        )
+    table = _own_table(config, family.mtp.names(target))
+    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
 
 
 def shared(config: MtpConfig) -> tuple[str, ...]:

@@ -6,8 +6,16 @@ What most families share; a family's file calls these and changes what differs. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from jspec.core.model_spec import AttentionSpec, DenseSpec, FeedForward, ModelSpec, MoESpec
+from jspec.core.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    HeadGate,
+    ModelSpec,
+    MoESpec,
+)
 from jspec.models.params import (
     Form,
     Init,
@@ -96,7 +104,7 @@ def attention_params(
     """
     H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
-    table = [
+    table: list[ParamSpec] = [
         *product(
             ("qkv",),
             in_size,
@@ -114,6 +122,10 @@ def attention_params(
             bias_is_optional=True,  # some files of attention_bias have none on o_proj
         ),
     ]
+    if spec.gate is HeadGate.OF_HEADS:
+        table += product(("gate",), in_size, (("g_proj", H, H),), split=Split.OUT)
+    if spec.gate is HeadGate.OF_NUMBERS:
+        table = _with_gate_in_queries(table, spec, in_size=in_size)
     if spec.qk_norm:
         table += [norm("q_norm", "q_norm", D), norm("k_norm", "k_norm", D)]
     if spec.sinks:
@@ -128,8 +140,33 @@ def attention_params(
     return prefixed(table, path=("attention",), stored="self_attn.")
 
 
-def dense_params(spec: DenseSpec, *, size: int) -> ParamTable:
-    """`mlp` of a layer, under Hugging Face's names behind `mlp.`."""
+def _with_gate_in_queries(
+    table: list[ParamSpec], spec: AttentionSpec, *, in_size: int
+) -> list[ParamSpec]:
+    """Stored as one tensor: of each head its query's rows, then its gate's."""
+    H, D = spec.num_heads, spec.head_dim
+    query, gate = (
+        Part(
+            name="q_proj.weight",
+            shape=(2 * H * D, in_size),
+            size=H * D,
+            units=H,
+            first=first,
+            stride=2 * D,
+        )
+        for first in (0, D)
+    )
+    own = ParamSpec(
+        path=("gate", "kernel"), shape=(in_size, H * D), layouts=((gate,),), split=Split.OUT
+    )
+    qkv, *others = table
+    return [replace(qkv, layouts=((query, *qkv.layouts[0][1:]),)), *others, own]
+
+
+def dense_params(
+    spec: DenseSpec, *, size: int, path: Path = ("mlp",), stored: str = "mlp."
+) -> ParamTable:
+    """`mlp` of a layer, under Hugging Face's names behind `stored`."""
     inner = spec.inner
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)
@@ -137,11 +174,13 @@ def dense_params(spec: DenseSpec, *, size: int) -> ParamTable:
         *product(("gate_up",), size, halves, split=Split.OUT, bias=spec.bias, by_columns=True),
         *product(("down",), inner, down, split=Split.IN, bias=spec.bias),
     )
-    return prefixed(table, path=("mlp",), stored="mlp.")
+    return prefixed(table, path=path, stored=stored)
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """`moe` of a layer in Qwen3-MoE's names: one tensor an expert, or fused by transformers 5."""
+    """`moe` of a layer in Qwen3-MoE's names: one tensor an expert, or fused by transformers 5;
+    correction and shared expert in DeepSeek's.
+    """
     X, inner = spec.num_experts, spec.inner
     single = tuple(
         Part(
@@ -168,7 +207,11 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     name = "gate.e_score_correction_bias"
     correction = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
     biased = ParamSpec(
-        path=("router", "correction"), shape=(X,), layouts=((correction,),), init=Init.ZEROS
+        path=("router", "correction"),
+        shape=(X,),
+        layouts=((correction,),),
+        init=Init.ZEROS,
+        is_float32=True,
     )
     table = (
         *product(("router",), size, (("gate", X, 1),)),
@@ -186,7 +229,29 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
             split=Split.IN,
         ),
     )
+    if spec.shared is not None:
+        shared = dense_params(spec.shared, size=size, path=("shared",), stored="shared_experts.")
+        table = (*table, *shared)
     return prefixed(table, path=("moe",), stored="mlp.")
+
+
+def zero_centred(table: Iterable[ParamSpec]) -> ParamTable:
+    """The table with norms that checkpoints store less one, as Gemma's are: x / rms(x) * (1 + w).
+
+    They are held in float32, where no bit of w is lost.
+    """
+    return tuple(
+        replace(
+            spec,
+            is_float32=True,
+            layouts=tuple(
+                tuple(replace(part, plus=1.0) for part in layout) for layout in spec.layouts
+            ),
+        )
+        if spec.path[-1] == "scale"
+        else spec
+        for spec in table
+    )
 
 
 def ffn_params(spec: FeedForward, *, size: int) -> ParamTable:

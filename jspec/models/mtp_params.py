@@ -6,19 +6,29 @@ Host data, as `params` is: a family says here how its files call the parts of a 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jspec.core.model_spec import MtpConfig
-from jspec.models.layer_params import attention_params, ffn_params, lm_head, norm, product
-from jspec.models.params import Init, ParamSpec, ParamTable, prefixed
+from jspec.models.layer_params import (
+    attention_params,
+    ffn_params,
+    lm_head,
+    norm,
+    product,
+    zero_centred,
+)
+from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
     """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
 
-    first: the number of layer 0. Names of weights stand without their ".weight". head: of a layer
-    with its own lm_head.
+    first: the number of layer 0. Names of weights stand without their ".weight"; of several, a file
+    has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
+    around: in front of what stands around a layer (its two input norms, the fusion, its final norm
+    and head), where that is not what stands in front of the layer.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -28,8 +38,10 @@ class MtpNames:
     fuse: str = "eh_proj"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
-    norm: str = "final_layernorm"
-    head: str = "shared_head.output"
+    norm: tuple[str, ...] = ("final_layernorm",)
+    head: tuple[str, ...] = ("shared_head.output",)
+    zero_centred: bool = False
+    around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
 
     def of_layer(self, layer: int) -> str:
@@ -37,6 +49,8 @@ class MtpNames:
 
     def is_layers(self, name: str) -> bool:
         """Whether a stored name belongs to one of these layers, whichever."""
+        if self.around is not None and name.startswith(self.around):
+            return True
         before, behind = (re.escape(part) for part in self.prefix.split("{}"))
         found = re.match(f"{before}(\\d+){behind}", name)
         return found is not None and int(found[1]) >= self.first
@@ -53,17 +67,36 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
     if not config.own_heads:
         table.append(replace(lm_head(E, V, tied=False), layouts=()))
     for i, layer in enumerate(model.layers):
-        own = [
+        around = [
             norm("embed_norm", names.embed_norm, E),
             norm("hidden_norm", names.hidden_norm, E),
             *product(("fuse",), 2 * E, ((names.fuse, E, 1),)),
+            _either(norm("norm", name, E) for name in names.norm),
+        ]
+        if config.own_heads:
+            heads = (f"{name}.weight" for name in names.head)
+            around.append(_either(lm_head(E, V, tied=False, name=name) for name in heads))
+        own = [
             norm("input_norm", names.input_norm, E),
             *attention_params(layer.attention, in_size=E, out_size=E, sinks=names.sinks),
             norm("post_norm", names.post_norm, E),
             *ffn_params(layer.ffn, size=E),
-            norm("norm", names.norm, E),
         ]
-        if config.own_heads:
-            own.append(lm_head(E, V, tied=False, name=f"{names.head}.weight"))
-        table += prefixed(own, path=("layers", i), stored=names.of_layer(i))
+        outer = names.of_layer(i) if names.around is None else names.around
+        for specs, stored in ((around, outer), (own, names.of_layer(i))):
+            centred = zero_centred(specs) if names.zero_centred else specs
+            table += prefixed(centred, path=("layers", i), stored=stored)
     return tuple(table)
+
+
+def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
+    """One weight under any of its names."""
+    first, *others = specs
+    return replace(first, layouts=(*first.layouts, *(x.layouts[0] for x in others)))
+
+
+def draft_ids(vocab_size: int) -> ParamSpec:
+    """The target's id of each column of lm_head, for a drafter that asks for it: all ids."""
+    return ParamSpec(
+        path=("draft_ids",), shape=(vocab_size,), split=Split.OUT, init=Init.IDS, is_integer=True
+    )

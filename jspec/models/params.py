@@ -64,7 +64,9 @@ class Part:
     this shape (one an expert). codec: how a stack [X, out, in] is packed; `name` is then what its
     tensors' names begin with, `shape` the unpacked one's. units: equal blocks of the output axis
     that are dealt to shards, whole. repeats: fewer units than shards may be dealt too, each to
-    several shards.
+    several shards. stride: stored rows from the begin of one unit to that of the next, where they
+    do not lie together; `first` is then of the first unit. plus: what is held is the stored
+    number and this, of a vector AS_HELD.
     """
 
     name: str
@@ -74,9 +76,11 @@ class Part:
     repeats: bool = False
     first: int = 0
     step: int = 1
+    stride: int = 0
     form: Form = Form.OUT_IN
     stack: int = 0
     codec: Codec | None = None
+    plus: float = 0.0
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -91,8 +95,11 @@ class Part:
         return tuple(self.name.format(i) for i in range(self.stack)) if self.stack else (self.name,)
 
     @property
-    def rows(self) -> slice:
+    def rows(self) -> slice | list[int]:
         """Of the stored output axis, all units."""
+        if self.stride:
+            begins = range(self.first, self.first + self.units * self.stride, self.stride)
+            return [begin + row for begin in begins for row in range(self.size // self.units)]
         return slice(self.first, self.first + self.size * self.step, self.step)
 
 
@@ -103,6 +110,7 @@ class ParamSpec:
 
     tied_to: where the checkpoint has no tensor for it, it is this weight, transposed.
     optional: zeros where the checkpoint has no tensor for it.
+    is_float32: held so whatever the others' dtype is.
     by_columns: a backend that reads weights along their inputs lays it out as [out, in] in memory.
     """
 
@@ -114,6 +122,7 @@ class ParamSpec:
     tied_to: Path | None = None
     by_columns: bool = False
     is_integer: bool = False
+    is_float32: bool = False
     optional: bool = False
 
     def physical_shape(self, shards: int) -> Shape:

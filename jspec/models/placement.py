@@ -85,12 +85,17 @@ def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> 
     return nested(
         (
             spec.path,
-            jax.ShapeDtypeStruct(
-                spec.physical_shape(shards), jnp.int32 if spec.is_integer else dtype
-            ),
+            jax.ShapeDtypeStruct(spec.physical_shape(shards), _dtype_of(spec, dtype)),
         )
         for spec in table
     )
+
+
+def _dtype_of(spec: ParamSpec, dtype: DTypeLike) -> DTypeLike:
+    """Of a weight among weights in `dtype`."""
+    if spec.is_integer:
+        return jnp.int32
+    return jnp.float32 if spec.is_float32 else dtype
 
 
 def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32)
     values: dict[Path, Any] = {}
     for i, spec in enumerate(table):
         key = jax.random.fold_in(jax.random.key(seed), i)
-        values[spec.path] = _drawn(key, spec, dtype=dtype)
+        values[spec.path] = _drawn(key, spec, dtype=_dtype_of(spec, dtype))
     for spec in table:
         if spec.tied_to is not None:
             values[spec.path] = values[spec.tied_to].T

@@ -62,7 +62,7 @@ def published_tensor(
     whole: HostArray | None = None
     for found, part, piece in pieces(layout, host):
         if found == name and piece.shape == part.shape:
-            return np.ascontiguousarray(piece)
+            return np.ascontiguousarray(piece, dtype=host.dtype)
         if found == name:
             whole = np.empty(part.shape, host.dtype) if whole is None else whole
             whole[in_stored(part)] = piece

@@ -7,8 +7,20 @@ from pathlib import Path
 
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
-from jspec.models.families import gpt_oss, llama, mimo, mimo_v2, mistral, qwen2, qwen3, qwen3_moe
-from jspec.models.family import Family
+from jspec.models.families import (
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo,
+    mimo_v2,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+    step3p5,
+)
+from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
 
 FAMILIES: tuple[Family, ...] = (
@@ -20,10 +32,21 @@ FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
     mimo.FAMILY,
     mimo_v2.FAMILY,
+    step3p5.FAMILY,
+    glm4_moe.FAMILY,
 )
+
+# Architectures of checkpoints that hold a layer for multi-token prediction and no target.
+DRAFTS: dict[str, MtpFamily] = {
+    "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
+    "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
+    "Qwen3NextForCausalLMMTP": qwen3_next.ALONE,
+    "Qwen3_5ForCausalLMMTP": qwen3_next.ALONE,
+}
 
 # Architectures that are known and refused, with what of them is missing.
 NOT_BUILT: dict[str, str] = {
+    "DeepseekV3ForCausalLM": "latent attention and groups of experts (DeepSeek-V3)",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
     "KimiLinearForCausalLM": "delta attention (Kimi Linear)",
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",

@@ -99,14 +99,23 @@ def param_reads(
         ParamRead(
             spec=spec,
             tied=tied.get(spec.path),
-            host_bytes=_host_bytes(tensors, spec, dtype=np.dtype(dtype), shards=shards),
+            host_bytes=_host_bytes(tensors, spec, dtype=_dtype_of(spec, dtype), shards=shards),
             read=partial(
-                _read, tensors, spec, tied.get(spec.path), dtype=np.dtype(dtype), shards=shards
+                _read,
+                tensors,
+                spec,
+                tied.get(spec.path),
+                dtype=_dtype_of(spec, dtype),
+                shards=shards,
             ),
         )
         for spec in table
         if spec.layouts and spec.tied_to is None
     ]
+
+
+def _dtype_of(spec: ParamSpec, dtype: npt.DTypeLike) -> np.dtype[Any]:
+    return np.dtype(np.float32 if spec.is_float32 else dtype)
 
 
 def on_host(reads: Sequence[ParamRead]) -> dict[Path, HostArray]:
@@ -157,7 +166,8 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: np.dtype[Any], shar
 
 def _is_by_rows(part: Part) -> bool:
     """Whether its rows of the stored tensor are read block by block."""
-    return part.form is Form.OUT_IN and part.step == 1 and part.codec is None
+    is_together = part.step == 1 and not part.stride
+    return part.form is Form.OUT_IN and is_together and part.codec is None
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
@@ -172,7 +182,10 @@ def read_param(
     layout = chosen_layout(tensors, spec)
     part = layout[0]
     if len(layout) == 1 and _is_whole(part, spec):
-        return tensors.weight(part.name).astype(dtype, copy=False)
+        whole = tensors.weight(part.name)
+        if part.plus:
+            whole = whole.astype(np.float32) + np.float32(part.plus)
+        return whole.astype(dtype, copy=False)
     out = np.empty(spec.physical_shape(shards), dtype)
     pieces: dict[int, list[tuple[range, slice]]] = {i: [] for i in range(len(layout))}
     column = 0
@@ -288,14 +301,16 @@ def _store(
 
 
 def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Part, HostArray]]:
-    """(name, part, what of an unsharded weight is stored there), each a view."""
+    """(name, part, what of an unsharded weight is stored there); views, but where it lies with
+    a constant added."""
     column = 0
     for part in layout:
         columns = host[..., column : column + part.size]
         column += part.size
         turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)
         for index, name in enumerate(part.names):
-            yield name, part, turned[index] if part.stack else turned
+            piece = turned[index] if part.stack else turned
+            yield name, part, piece - np.float32(part.plus) if part.plus else piece
 
 
 def in_stored(part: Part) -> tuple[Any, ...]:

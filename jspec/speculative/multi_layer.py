@@ -28,7 +28,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -40,17 +39,12 @@ from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 from jspec.core.pytree import pytree
 from jspec.core.state import SamplingRows
-from jspec.layers.linear import Shard
-from jspec.models.hf_mtp import check_mtp, load_mtp, load_mtp_config, shared
 from jspec.models.mtp import MtpHead
 from jspec.models.params import ParamTable
-from jspec.models.stored import Place
-from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import Emitted, Needs, RowsInStep, following_ids, next_positions
 from jspec.speculative.lag import delayed, lag_behind, path_rows
-from jspec.speculative.source import DraftRequest, DraftSource
 from jspec.speculative.target import KVPool, Params
 
 
@@ -115,9 +109,8 @@ class MultiLayerDrafter:
 
     @property
     def needs(self) -> Needs:
-        if self.head.config.reads_normed:
-            return Needs(hidden=True)
-        return Needs(aux_layer_ids=(self.head.config.target_num_layers,))
+        ids = self.head.config.aux_layer_ids
+        return Needs(hidden=not ids, aux_layer_ids=ids)
 
     def init_state(
         self, num_slots: int, *, context_length: int, dtype: DTypeLike
@@ -271,53 +264,3 @@ class MultiLayerDrafter:
             params, 0, final[:, None], positions=position[:, None], sampling=emitted.sampling
         )
         return first_level(ids, terms, carried=())
-
-
-def multi_layer_source(request: DraftRequest) -> DraftSource:
-    """The layers for multi-token prediction that a target's checkpoint brings. Its row in
-    `registry`.
-
-    Raises ConfigError or CheckpointError for layers that do not fit the target or the arguments.
-    """
-    args, path = request.args, request.checkpoint
-    if args.speculative_draft_rope_theta is not None:
-        raise ConfigError(
-            f"speculative_draft_rope_theta is {args.speculative_draft_rope_theta}, but the layers "
-            f"for multi-token prediction have their own; expected it unset"
-        )
-    config, names = load_mtp_config(
-        path,
-        target=request.target,
-        families=request.families,
-        num_layers=args.speculative.num_steps,
-    )
-    if args.speculative.topk > config.model.vocab_size:
-        raise ConfigError(
-            f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
-            f"{config.model.vocab_size}, the vocabulary"
-        )
-    if args.load_format != "dummy":
-        check_mtp(path, config, names)  # before the target is read, which takes longer
-
-    def make(ops: Ops, shard: Shard) -> MultiLayerDrafter:
-        head = MtpHead(config, ops, shard, names)
-        return MultiLayerDrafter(head, args.speculative, draft_noise=args.speculative_draft_noise)
-
-    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
-        return load_mtp(
-            path,
-            config,
-            names,
-            target_params=target_params,
-            dtype=np.dtype(dtype),
-            shards=request.shards,
-            place=place,
-        )
-
-    return DraftSource(
-        make=make,
-        read=read,
-        specs=(config.model,),
-        aux_layer_ids=() if config.reads_normed else (config.target_num_layers,),
-        shares=shared(config),
-    )

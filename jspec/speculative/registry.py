@@ -9,7 +9,7 @@ from jspec.core.config import Algorithm
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.eagle import eagle_source
 from jspec.speculative.eagle1 import eagle1_source
-from jspec.speculative.multi_layer import multi_layer_source
+from jspec.speculative.mtp import mtp_source
 from jspec.speculative.ngram import ngram_source
 from jspec.speculative.source import DraftRequest, DraftSource, ReadSource, made
 from jspec.speculative.standalone import standalone_source
@@ -28,6 +28,7 @@ DRAFTERS: Mapping[Algorithm, ReadSource] = MappingProxyType(
         Algorithm.EAGLE3: eagle_source,
         Algorithm.NGRAM: ngram_source,
         Algorithm.STANDALONE: standalone_source,
-        Algorithm.MULTI_LAYER_EAGLE: multi_layer_source,
+        Algorithm.NEXTN: mtp_source,
+        Algorithm.MULTI_LAYER_EAGLE: mtp_source,
     }
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
+from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
 from jspec.core.model_spec import ModelSpec
 from jspec.layers.linear import Shard
@@ -76,6 +77,7 @@ class DraftSource:
         are not the target's. canonical: the table's name of a stored tensor's.
     with_target: the params (second) once the target's (first) have changed, for what was computed
         from those; arrays that are the target's own follow by themselves.
+    algorithm: what is in force, where the checkpoint decides that and not the arguments.
     """
 
     make: Callable[[Ops, Shard], Drafter]
@@ -86,6 +88,7 @@ class DraftSource:
     published: ParamTable = ()
     canonical: Callable[[str], str] = str
     with_target: Callable[[Params, Params], Params] | None = None
+    algorithm: Algorithm | None = None
 
 
 ReadSource = Callable[[DraftRequest], DraftSource]

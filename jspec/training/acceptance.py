@@ -18,26 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import noise
-from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.core.model_spec import ModelSpec
+from jspec.training.draft_head import DraftHead
+from jspec.training.draft_loss import features_on_the_fly, make_unrolled
 from jspec.training.loop import Params
 from jspec.training.sampler import Prompts
-from jspec.training.ttt import make_unrolled_forward
 
 
 def make_hits(
     target: ModelSpec,
-    config: Eagle3Config,
+    head: DraftHead,
     *,
     length: int,
     num_steps: int,
     dtype: Any,
     draft_noise: bool = True,
 ) -> Callable[..., jax.Array]:
-    """Jitted (head, frozen, rows[B, T], temperatures, seeds) -> bool[B, T - 1 - S, S].
+    """Jitted (trained params, frozen, rows[B, T], temperatures, seeds) -> bool[B, T - 1 - S, S].
 
     hits[b, t, i]: the draft of depth i + 1 behind t + 1 draft rows is row b's token t + 2 + i.
     """
-    run = make_unrolled_forward(target, config, length=length, num_depths=num_steps, dtype=dtype)
+    features = features_on_the_fly(target, head, length=length, dtype=dtype)
+    run = make_unrolled(head, features, num_depths=num_steps, dtype=dtype)
 
     def hits_fn(
         params: Params,
@@ -50,14 +52,14 @@ def make_hits(
         num_rows = length - 1 - num_steps
         shape = (token_ids.shape[0], num_rows)
         hits = []
-        for i, logits in enumerate(run(params, frozen, token_ids)[1]):
+        for i, guess in enumerate(run(params, frozen, {"ids": token_ids})[2]):
             positions = jnp.broadcast_to(jnp.arange(num_rows) + 2 + i, shape)
             spread = jnp.broadcast_to(seeds[:, None, :], (*shape, 2))
             g = noise.gumbel(spread, positions, draft_ids)
             scale = temperatures[:, None, None] * float(draft_noise)
-            best = jnp.argmax(logits[:, :num_rows] + scale * g, axis=-1)
-            guess = jnp.take(draft_ids, best, mode="clip")
-            hits.append(guess == token_ids[:, 2 + i : 2 + i + num_rows])
+            best = jnp.argmax(guess.logits[:, :num_rows] + scale * g, axis=-1)
+            guessed = jnp.take(draft_ids, best, mode="clip")
+            hits.append(guessed == token_ids[:, 2 + i : 2 + i + num_rows])
         return jnp.stack(hits, axis=-1)
 
     return jax.jit(hits_fn)
@@ -82,7 +84,7 @@ def emitted_per_verification(hits: np.ndarray, prompt_lens: np.ndarray) -> list[
 
 def measure_acceptance(
     target: ModelSpec,
-    config: Eagle3Config,
+    head: DraftHead,
     params: Params,
     frozen: Params,
     *,
@@ -100,7 +102,7 @@ def measure_acceptance(
     """
     run = make_hits(
         target,
-        config,
+        head,
         length=samples.shape[1],
         num_steps=num_steps,
         dtype=dtype,

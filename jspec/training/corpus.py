@@ -4,7 +4,6 @@ The bundled pair learns from the standard library of the Python that runs the re
 included. Whole modules are held out together with their tests, chosen by a stable hash of the
 module's name, so that held-out loss and acceptance are measured on code nobody trained on.
 
-A user's own corpus is any folder of text files (`read_folder`), split the same way by file name.
 The stored form is one xz file of JSON lines beside `manifest.json`, which records the Python
 version, the held-out modules and the sizes.
 """
@@ -160,24 +159,6 @@ def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) 
             documents.append(Document(path=path, module=module, split=split, text=text))
     if not documents:
         raise ConfigError(f"{root} holds no Python file; expected a standard library")
-    return documents
-
-
-def read_folder(root: Path, *, pattern: str = "*", held_out_share: float = 0.05) -> list[Document]:
-    """Any folder of UTF-8 text files; the file's stem (without test_) is its module."""
-    documents = []
-    for path in sorted(root.rglob(pattern)):
-        if path.is_file():
-            module = tested_name(path.stem)
-            document = Document(
-                path=path.relative_to(root).as_posix(),
-                module=module,
-                split=split_of(module, held_out_share=held_out_share),
-                text=path.read_text("utf-8"),
-            )
-            documents.append(document)
-    if not documents:
-        raise ConfigError(f"{root} holds no file that matches {pattern!r}")
     return documents
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from jspec.core.errors import ConfigError
 
-BatchAt = Callable[[int], np.ndarray]  # step -> i32[B, T]
+BatchAt = Callable[[int], Any]  # step -> arrays [B, ...], alone or in a dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +81,27 @@ def crops(stream: TokenStream, *, batch_size: int, length: int, seed: int) -> Ba
     return batch_at
 
 
-def rows(table: np.ndarray, *, batch_size: int, seed: int) -> BatchAt:
-    """step -> i32[batch_size, T] rows of `table` [R, T], shuffled anew in every epoch."""
+def picks(num_rows: int, *, batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
+    """step -> i64[batch_size], which rows of a table; shuffled anew in every epoch."""
     cached: dict[int, np.ndarray] = {}
 
     def order_of(epoch: int) -> np.ndarray:
         if epoch not in cached:
             cached.clear()
-            cached[epoch] = np.random.default_rng((seed, epoch)).permutation(len(table))
+            cached[epoch] = np.random.default_rng((seed, epoch)).permutation(num_rows)
         return cached[epoch]
 
-    def batch_at(step: int) -> np.ndarray:
-        picks = range(step * batch_size, (step + 1) * batch_size)
-        chosen = [order_of(pick // len(table))[pick % len(table)] for pick in picks]
-        return np.asarray(table[np.asarray(chosen)], np.int32)
+    def rows_of(step: int) -> np.ndarray:
+        drawn = range(step * batch_size, (step + 1) * batch_size)
+        return np.asarray([order_of(row // num_rows)[row % num_rows] for row in drawn])
 
-    return batch_at
+    return rows_of
+
+
+def rows(table: np.ndarray, *, batch_size: int, seed: int) -> BatchAt:
+    """step -> i32[batch_size, T] rows of `table` [R, T], shuffled anew in every epoch."""
+    rows_of = picks(len(table), batch_size=batch_size, seed=seed)
+    return lambda step: np.asarray(table[rows_of(step)], np.int32)
 
 
 def joined(parts: Sequence[BatchAt]) -> BatchAt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import LayerSpec, ModelSpec
+from jspec.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
@@ -28,6 +29,7 @@ from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops import Ops
 
 Backend = Literal["cudnn", "xla"]
+AttendOf = Callable[[AttentionSpec], Attend]  # of a layer
 Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) -> activations
 
 
@@ -71,21 +73,66 @@ def dropout(key: jax.Array, rate: float) -> Drop:
     return drop
 
 
-def causal_attend(backend: Backend) -> Attend:
-    """Dense causal attention over [B, T, heads, D]; backend 'cudnn' or 'xla'."""
+def causal_attend(backend: Backend) -> AttendOf:
+    """Dense causal attention over [B, T, heads, D] for any layer; backend 'cudnn' or 'xla'."""
 
-    def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
-        del sinks  # no dense model has them
-        return _attend_dense(*rotate_and_split(heads, rotation), backend=backend)
+    def of_layer(spec: AttentionSpec) -> Attend:
+        def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+            q, k, v = rotate_and_split(heads, rotation)
+            if sinks is not None:
+                return _attend_with_sinks(q, k, v, sinks, spec=spec)
+            return _attend_dense(q, k, v, backend=backend, spec=spec)
 
-    return attend
+        return attend
+
+    return of_layer
 
 
-def _attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend) -> jax.Array:
+def _attend_dense(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend, spec: AttentionSpec
+) -> jax.Array:
     """XLA's holds [B, H, T, T] scores: they are recomputed in the backward pass, not kept."""
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=backend)
+    reaches_back = spec.window is not None and spec.window < q.shape[1]
+    attend = functools.partial(
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        scale=spec.score_scale,
+        local_window_size=((spec.window or 1) - 1, 0) if reaches_back else None,
+        implementation=backend,
+    )
     out: jax.Array = (jax.checkpoint(attend) if backend == "xla" else attend)(q, k, v)
     return out
+
+
+def _attend_with_sinks(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, *, spec: AttentionSpec
+) -> jax.Array:
+    """Each head's sink takes its share of the softmax, in float32, and adds nothing."""
+    batch_size, length, num_groups, _ = k.shape
+    grouped = q.reshape(batch_size, length, num_groups, -1, q.shape[-1])
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, k, preferred_element_type=jnp.float32)
+    apart = jnp.arange(length)[:, None] - jnp.arange(length)[None]
+    visible = (apart >= 0) & (apart < (spec.window or length))
+    scores = jnp.where(visible, scores * spec.score_scale, -jnp.inf)
+    sink = sinks.astype(jnp.float32).reshape(num_groups, -1, 1, 1)
+    sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate((scores, sink), axis=-1), axis=-1)[..., :-1]
+    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights.astype(v.dtype), v)
+    return mixed.reshape(q.shape)
+
+
+def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
+    """`attend` for a layer whose rows are laid end to end: [B * T, ...] instead of [B, T, ...]."""
+
+    def apart(x: jax.Array) -> jax.Array:
+        return x.reshape(*shape, *x.shape[1:])
+
+    def folded(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
+        turned = replace(rotation, cos=apart(rotation.cos), sin=apart(rotation.sin))
+        out = attend(apart(heads), turned, sinks)
+        return out.reshape(-1, *out.shape[2:])
+
+    return folded
 
 
 @functools.cache
@@ -93,12 +140,14 @@ def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
     """'cudnn' if this machine compiles and runs it for these shapes and gradients, else 'xla'."""
     if jax.default_backend() != "gpu" or dtype != jnp.bfloat16:
         return "xla"
-    heads = config.one_layer.attention
+    heads = config.layers[0].attention
+    if any(layer.attention.sinks for layer in config.layers):
+        return "xla"
     q = jnp.zeros((2, length, heads.num_heads, heads.head_dim), dtype)
     k = jnp.zeros((2, length, heads.num_kv_heads, heads.head_dim), dtype)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(_attend_dense(q, k, v, backend="cudnn").astype(jnp.float32))
+        return jnp.sum(_attend_dense(q, k, v, backend="cudnn", spec=heads).astype(jnp.float32))
 
     try:
         jax.block_until_ready(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, k))
@@ -145,7 +194,7 @@ def forward(
     token_ids: Int[Array, "B T"],
     *,
     dtype: DTypeLike,
-    attend: Attend,
+    attend: AttendOf,
     aux_layer_ids: tuple[int, ...] = (),
     drop: Drop | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T A"]]:
@@ -157,6 +206,15 @@ def forward(
     x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:
         x = drop(x, 2 * spec.num_layers)
+    # A mixture sorts the tokens of all rows, so the rows lie end to end.
+    is_flat = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
+    if is_flat:
+        x, positions = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
+
+    def attend_in(layer: LayerSpec) -> Attend:
+        own = attend(layer.attention)
+        return _folded(own, token_ids.shape) if is_flat else own
+
     layers = [
         functools.partial(
             _run_layer,
@@ -164,13 +222,14 @@ def forward(
             spec=layer,
             params=params["layers"][i],
             positions=positions,
-            attend=attend,
+            attend=attend_in(layer),
             drop=drop,
         )
         for i, layer in enumerate(spec.layers)
     ]
     stream, aux = trunk(layers, x, aux_layer_ids=aux_layer_ids)
-    return norm(params["norm"], stream.sum(), eps=spec.rms_norm_eps), aux
+    hidden = norm(params["norm"], stream.sum(), eps=spec.rms_norm_eps)
+    return hidden.reshape(*token_ids.shape, -1), aux.reshape(*token_ids.shape, aux.shape[-1])
 
 
 def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:

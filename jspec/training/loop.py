@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ import orbax.checkpoint as ocp
 
 from jspec.core.pytree import pytree
 from jspec.training.data import BatchAt
+from jspec.training.data_parallel import Placement
+from jspec.training.progress import Clock, show, speed
 
 Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
-Loss = Callable[[Params, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+Loss = Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
 Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are per depth
 
 
@@ -117,7 +118,7 @@ def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
 
 def make_step(
     loss: Loss, config: LoopConfig
-) -> Callable[[TrainState, Any, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
     """The jitted step: (state, frozen, batch, learning rate) -> (state', metrics); donates state.
 
     `loss(params, frozen, batch, key)` gets a random key that depends on (seed, step) alone.
@@ -125,7 +126,7 @@ def make_step(
     transform = optimizer(config)
 
     def step_fn(
-        state: TrainState, frozen: Any, batch: jax.Array, rate: jax.Array
+        state: TrainState, frozen: Any, batch: Any, rate: jax.Array
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         grad_fn = jax.value_and_grad(loss, has_aux=True)
@@ -142,16 +143,18 @@ def make_step(
 
 
 def mean_metrics(
-    measure: Callable[[jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
-    table: np.ndarray,
-    *,
-    batch_size: int,
+    measure: Callable[[Any], tuple[jax.Array, Metrics]], table: Any, *, batch_size: int
 ) -> dict[str, Any]:
-    """Means over whole batches of rows; a remainder smaller than a batch is left out."""
-    size = min(batch_size, len(table))
+    """Means over whole batches of rows; a remainder smaller than a batch is left out.
+
+    table: arrays [R, ...], alone or in a dict.
+    """
+    num_rows = len(jax.tree.leaves(table)[0])
+    size = min(batch_size, num_rows)
     sums: list[dict[str, Any]] = []
-    for start in range(0, len(table) - size + 1, size):
-        value, metrics = measure(jnp.asarray(table[start : start + size]))
+    for start in range(0, num_rows - size + 1, size):
+        part = slice(start, start + size)
+        value, metrics = measure(jax.tree.map(lambda rows, part=part: rows[part], table))
         sums.append({"loss": value, **metrics})
     means = jax.tree.map(lambda *values: np.mean([np.asarray(v) for v in values], axis=0), *sums)
     return {key: value.tolist() for key, value in means.items()}
@@ -212,44 +215,6 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
     }
 
 
-class Clock:
-    """Seconds of training used, over all resumptions, compilation (the first step) included."""
-
-    def __init__(self, config: LoopConfig, *, used: float) -> None:
-        self._config = config
-        self._used = used
-        self._start = time.monotonic()
-        self._compiling = 0.0
-
-    def first_step_done(self) -> None:
-        """From here on the schedule runs: compiling uses time but no learning rate."""
-        self._compiling = time.monotonic() - self._start
-
-    def seconds(self) -> float:
-        return self._used + time.monotonic() - self._start
-
-    def progress(self, step: int) -> float:
-        """Share of the schedule that is over, by steps or by time, whichever is more."""
-        share = step / self._config.num_steps
-        budget = self._config.budget_seconds
-        if budget is None:
-            return share
-        spent = self.seconds() - self._compiling
-        return max(share, spent / max(budget - self._compiling, 1e-3))
-
-
-def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:
-    """One line of progress: a bar, the step, and the metrics (lists are per depth)."""
-    filled = round(20 * min(progress, 1.0))
-    parts = []
-    for key, value in metrics.items():
-        values = np.atleast_1d(np.asarray(value, np.float64))
-        parts.append(f"{key} " + "/".join(f"{item:.3f}" for item in values))
-    line = f"{name} [{'#' * filled}{'.' * (20 - filled)}] {step}/{num_steps} " + "  ".join(parts)
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 class _Run:
     """One run's changing parts: the state, the best parameters so far, and where they were."""
 
@@ -262,10 +227,12 @@ class _Run:
         self.state, self.best, self.progress = restored or fresh
         self.saved_step = int(self.state.step)
         self.metrics: dict[str, Any] = {}
-        self.clock = Clock(config, used=self.progress.seconds)
+        self.clock = Clock(config, used=self.progress.seconds, step=self.saved_step)
 
     def evaluate(self, evaluate: Evaluate, *, step: int) -> None:
+        start = time.monotonic()
         metrics = evaluate(self.state.ema)
+        self.clock.leave_out(time.monotonic() - start)
         share = self.clock.progress(step)
         held_out = {f"held_out_{key}": value for key, value in metrics.items()}
         show(
@@ -297,28 +264,33 @@ def train(
     batch_at: BatchAt,
     evaluate: Evaluate,
     checkpoint_dir: Path | None = None,
+    placement: Placement | None = None,
+    tokens_a_step: int = 0,
 ) -> Result:
     """Trains to the end of the schedule and returns the best parameters by held-out loss.
 
-    frozen: a pytree passed to the loss untouched (a draft head's target). Resumes from
-    `checkpoint_dir` if it holds a checkpoint.
+    frozen: a pytree passed to the loss untouched (a draft head's target), where `placement` has it.
+    placement: whose devices share every batch; None: the first device alone. tokens_a_step: for
+    the speed that is shown. Resumes from `checkpoint_dir` if it holds a checkpoint.
     """
+    placement = placement or Placement.single()
     checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir else None
-    run = _Run(name, config, init_state(initial, config), checkpoints)
+    run = _Run(name, config, placement.whole(init_state(initial, config)), checkpoints)
     step_fn = make_step(loss, config)
     first = step = int(run.state.step)
     share = run.clock.progress(step)
     while step < config.num_steps and share < 1.0:
         rate = learning_rate(config, step=step, progress=share)
-        batch = jnp.asarray(batch_at(step))
+        batch = placement.batch(batch_at(step))
         run.state, metrics = step_fn(run.state, frozen, batch, jnp.float32(rate))
         step += 1
         if step == first + 1:
             jax.block_until_ready(metrics)
-            run.clock.first_step_done()
+            run.clock.first_step_done(step=step)
         if step % config.log_every == 0:
             values = {key: np.asarray(value) for key, value in metrics.items()}
-            shown = {**values, "lr": rate, "seconds": run.clock.seconds()}
+            timing = speed(run.clock, step=step, tokens_a_step=tokens_a_step)
+            shown = {**values, "lr": rate, "seconds": run.clock.seconds(), **timing}
             show(name, step=step, num_steps=config.num_steps, progress=share, metrics=shown)
         if step % config.eval_every == 0:
             run.evaluate(evaluate, step=step)

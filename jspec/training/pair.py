@@ -38,13 +38,10 @@ from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3
 from jspec.training import corpus as corpora
 from jspec.training.acceptance import measure_acceptance
-from jspec.training.data import TokenStream, fixed_crops
-from jspec.training.eagle3_ttt import (
-    draft_vocabulary,
-    export_head,
-    head_config,
-    train_head,
-)
+from jspec.training.data import BatchAt, TokenStream, crops, fixed_crops, joined, rows
+from jspec.training.draft_loss import features_on_the_fly, make_frozen
+from jspec.training.draft_recipe import HeadRecipe, all_count, draft_vocabulary, train_head
+from jspec.training.head_eagle3 import TrainedEagle3, eagle3_head
 from jspec.training.loop import Params, write_report
 from jspec.training.pair_sizes import PairSizes
 from jspec.training.sampler import Prompts, draw_prompts, sample_rows
@@ -55,7 +52,6 @@ from jspec.training.target import (
     train_target,
 )
 from jspec.training.tokenizer_training import load_tokenizer, save_tokenizer, train_tokenizer
-from jspec.training.ttt import make_frozen
 
 STAGES = ("corpus", "tokenizer", "target", "samples", "head", "report")
 TIMED = {"target": 0.27, "samples": 0.07, "head": 0.66}
@@ -236,7 +232,7 @@ def run_head(job: Job) -> None:
     draft_ids = draft_vocabulary(
         [train_stream.ids, samples], vocab_size=target.vocab_size, size=sizes.draft_vocab_size
     )
-    config = head_config(
+    head = eagle3_head(
         target,
         draft_vocab_size=sizes.draft_vocab_size,
         intermediate_size=sizes.head_intermediate_size,
@@ -247,17 +243,24 @@ def run_head(job: Job) -> None:
     )
     loop = replace(recipe.loop, budget_seconds=job.budget("head"))
     result = train_head(
-        target,
+        head,
         params,
-        config,
         replace(recipe, loop=loop),
+        features_of=features_on_the_fly(
+            target, head, length=recipe.length, dtype=recipe.compute_dtype
+        ),
         draft_ids=draft_ids,
-        text=train_stream,
-        samples=samples,
-        held_out=np.concatenate((held_out_text, held_out_samples)),
+        batch_at=mixed_batches(train_stream, samples, recipe),
+        held_out=all_count(np.concatenate((held_out_text, held_out_samples))),
         checkpoint_dir=job.checkpoints("head"),
     )
-    export_head(job.out / "head", config, result.params, draft_ids=draft_ids)
+    head.save(
+        job.out / "head",
+        result.params,
+        draft_ids=draft_ids,
+        dtype=ml_dtypes.bfloat16,
+        target=target,
+    )
     report = {
         "held_out": result.metrics,
         "best_step": result.step,
@@ -267,6 +270,19 @@ def run_head(job: Job) -> None:
         "draft_vocabulary_covers": round(float(np.isin(train_stream.ids, draft_ids).mean()), 4),
     }
     write_report(job.out / REPORT_FILE, {"head": report})
+
+
+def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) -> BatchAt:
+    """Text crops, then the target's own samples [R, T], in every batch."""
+    num_samples = round(recipe.batch_size * recipe.sample_share)
+    seed, num_text = recipe.loop.seed, recipe.batch_size - num_samples
+    parts = []
+    if num_text:
+        parts.append(crops(text, batch_size=num_text, length=recipe.length, seed=seed))
+    if num_samples:
+        parts.append(rows(samples, batch_size=num_samples, seed=seed))
+    together = joined(parts)
+    return lambda step: all_count(together(step))
 
 
 def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config, Params]:
@@ -292,7 +308,7 @@ def run_report(job: Job) -> None:
     tables = {
         f"chain_{num_steps}_{'shared_noise' if draft_noise else 'top_k'}": measure_acceptance(
             target,
-            config,
+            TrainedEagle3(config),
             jax.tree.map(jnp.asarray, head),
             make_frozen(target_params, draft_ids),
             samples=samples,
@@ -315,8 +331,8 @@ def run_report(job: Job) -> None:
 
 def print_table(tables: dict[str, Any], megabytes: dict[str, float]) -> None:
     print(f"{'chain':20} {'T':>4} {'mean emitted':>13}  agreement by depth")
-    for name, rows in tables.items():
-        for temperature, row in rows.items():
+    for name, table in tables.items():
+        for temperature, row in table.items():
             depths = " ".join(f"{value:.3f}" for value in row["agreement"])
             print(f"{name:20} {temperature:>4} {row['mean_emitted']:13.3f}  {depths}")
     print(f"megabytes: {megabytes}, together {sum(megabytes.values()):.2f}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.training.eagle3_ttt import HeadRecipe
+from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.loop import LoopConfig
 from jspec.training.target import TargetRecipe
 

@@ -3,8 +3,8 @@
     python -m jspec.training.target --corpus DIR --out DIR [--budget-seconds 300]
 
 DIR of --corpus holds what the stages `corpus` and `tokenizer` of jspec.training.pair wrote:
-corpus.jsonl.xz, manifest.json, tokenizer.json. Any text will do; see corpus.read_folder. The
-export is served by jspec and loaded by transformers' LlamaForCausalLM and AutoTokenizer.
+corpus.jsonl.xz, manifest.json, tokenizer.json. The export is
+served by jspec and loaded by transformers' LlamaForCausalLM and AutoTokenizer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from jspec.models.hf_weights import HostArray
 from jspec.models.placement import init_params
 from jspec.models.stored import stored_tensors
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
-from tests.speculative.test_mtp_families import CONFIGS, write_checkpoint
+from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
 
 Path1 = tuple[str | int, ...]
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MistralConfig,
@@ -30,6 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Step3p7TextConfig,
+    Step3p7TextModel,
 )
 
 OUT = Path(__file__).parent / "families"
@@ -123,6 +127,139 @@ def later_models() -> dict[str, PreTrainedModel]:
     }
 
 
+def latest_models() -> dict[str, PreTrainedModel]:
+    """GLM-4.5: RoPE on half of each head, biases, norms of q and k, one dense layer, then mixtures
+    beside a shared expert.
+    """
+    torch.manual_seed(2)
+    config = Glm4MoeConfig(
+        **COMMON,
+        head_dim=8,
+        num_hidden_layers=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+    )
+    return {"glm4_moe": Glm4MoeForCausalLM(config)}
+
+
+STEP = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "model_type": "step3p5",
+    **{name: COMMON[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 6,
+        "num_attention_groups": 2,
+        "head_dim": 8,
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "max_position_embeddings": 256,
+    "max_seq_len": 256,
+    "moe_intermediate_size": 8,
+    "moe_layers_enum": "1,2,3",
+    "moe_num_experts": 6,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "moe_top_k": 2,
+    "norm_expert_weight": True,
+    "num_attention_groups": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "rope_theta": [500.0, 100.0, 100.0, 500.0],
+    "share_expert_dim": 10,
+    "sliding_window": WINDOW,
+    "swiglu_limits": [0.0, 0.0, 7.0, 7.0],
+    "swiglu_limits_shared": [2.0, 0.0, 1.5, 16.0],
+    "tie_word_embeddings": False,
+    "use_head_wise_attn_gate": True,
+    "use_moe_router_bias": True,
+    "use_qk_norm": True,
+    "yarn_only_types": ["full_attention"],
+    "zero_centered": True,
+}
+GREEDY = 200  # ids that the model writes by itself, behind one
+
+
+class StepWithHead(torch.nn.Module):
+    """transformers has Step's text model (as a part of Step-3.7's), without an lm_head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = {name: value for name, value in STEP.items() if name != "architectures"}
+        own |= {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        config = Step3p7TextConfig(**own, attn_implementation="eager")
+        self.model = Step3p7TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """The tensors under the checkpoint's names, experts as one tensor a product."""
+        tensors = {}
+        for name, value in self.state_dict().items():
+            name = name.replace(".mlp.shared_experts.", ".share_expert.")
+            name = name.replace(".mlp.gate.e_score_correction_bias", ".moe.router_bias")
+            name = name.replace(".mlp.gate.weight", ".moe.gate.weight")
+            name = name.replace(".mlp.experts.down_proj", ".moe.down_proj.weight")
+            if name.endswith(".mlp.experts.gate_up_proj"):
+                layer = name.removesuffix(".mlp.experts.gate_up_proj")
+                for part, half in zip(("gate", "up"), value.chunk(2, dim=1), strict=True):
+                    tensors[f"{layer}.moe.{part}_proj.weight"] = half.contiguous()
+                continue
+            tensors[name] = value.contiguous()
+        return tensors
+
+
+@torch.no_grad()
+def write_step() -> None:
+    """All norms stored less one, in 1/256 as bfloat16 would have them; gates and experts large
+    enough for the limits to be felt.
+    """
+    torch.manual_seed(1)
+    model, folder = StepWithHead().float().eval(), OUT / "step3p5"
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if "norm" in name:
+            value.copy_(value.uniform_(-128, 128).round() / 256)
+        elif "correction_bias" in name:
+            value.normal_(std=0.3)
+        elif "inv_freq" not in name:
+            is_wide = any(part in name for part in ("gate_up_proj", ".gate_proj", ".up_proj"))
+            scale = 3.0 if is_wide else 0.1 if "down_proj" in name else 1.0
+            value.normal_(std=scale * value.shape[-1] ** -0.5)
+    ids = torch.randint(0, STEP["vocab_size"], (1, NUM_TOKENS))
+    output = model.model(ids, output_hidden_states=True)
+    text = ids[:, :1]
+    for _ in range(GREEDY):
+        logits = model.lm_head(model.model(text, use_cache=False).last_hidden_state[:, -1:])
+        text = torch.cat([text, logits.argmax(-1)], dim=1)
+    folder.mkdir()
+    save_file(model.published(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(STEP, indent=2) + "\n")
+    np.savez_compressed(
+        folder / "outputs.npz",
+        token_ids=ids[0].numpy(),
+        logits=model.lm_head(output.last_hidden_state)[0].numpy(),
+        hidden_states=np.stack([hidden[0].numpy() for hidden in output.hidden_states]),
+        greedy=text[0].numpy(),
+    )
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
     """Weights large enough for attention to matter; norms away from 1, biases from 0."""
@@ -135,6 +272,9 @@ def randomize(model: PreTrainedModel) -> None:
             value.normal_(std=0.3)
         else:
             value.normal_(std=value.shape[-1] ** -0.5)
+    for name, value in model.named_buffers():
+        if "correction_bias" in name:
+            value.normal_(std=0.3)
 
 
 @torch.no_grad()
@@ -142,6 +282,8 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     for made in (models, later_models):
         write(made())
+    write_step()
+    write(latest_models())
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.model_spec import AttentionSpec
+from jspec.core.model_spec import AttentionSpec, HeadGate
 from jspec.layers.attention import attention, causal_attention, kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
@@ -24,8 +24,9 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("has_more", [False, True])
 def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> None:
-    """has_more: sinks, which attend is handed, and a bias after the output projection."""
-    spec = dataclasses.replace(SPEC, qk_norm=qk_norm, sinks=has_more, out_bias=has_more)
+    """has_more: sinks, which attend is handed, gated heads, and a bias after the output's."""
+    gate = HeadGate.OF_HEADS if has_more else None
+    spec = dataclasses.replace(SPEC, qk_norm=qk_norm, sinks=has_more, out_bias=has_more, gate=gate)
     table = attention_params(spec, in_size=12, out_size=12)
     params = init_params(table, seed=0)["attention"]
     rng = np.random.default_rng(0)
@@ -61,7 +62,11 @@ def test_projections_and_rope_reach_attend(qk_norm: bool, has_more: bool) -> Non
     np.testing.assert_allclose(given[2], rotate(jnp.asarray(k), *angles), atol=1e-5)
     np.testing.assert_allclose(given[3], v, atol=1e-5)
     assert sinks_given == [params.get("sinks")]
-    expected = answer.reshape(5, 24) @ params["out"]["kernel"] + out_bias
+    shares = np.ones((5, 4))
+    if has_more:
+        shares = 1 / (1 + np.exp(-np.asarray(x @ params["gate"]["kernel"])))
+    mixed = answer * shares[..., None]
+    expected = mixed.reshape(5, 24) @ params["out"]["kernel"] + out_bias
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.core.model_spec import DenseSpec, Gate, MoESpec, Routing
 from jspec.layers.linear import Shard
 from jspec.layers.moe import mixture, route
 from jspec.pallas_kernels.ops import Ops
@@ -52,6 +53,11 @@ def expected_route(logits: Any, routing: Routing, correction: Any) -> dict[int, 
     return dict(zip(chosen.tolist(), over_chosen.tolist(), strict=True))
 
 
+def expected_gated(gate: Any, up: Any, limit: float | None) -> Any:
+    silu = gate / (1 + np.exp(-gate))
+    return silu * up if limit is None else np.minimum(silu, limit) * np.clip(up, -limit, limit)
+
+
 def expected_expert(x: Any, experts: dict[str, Any], index: int, gate_kind: Gate) -> Any:
     both = x @ experts["gate_up"][index]
     if "gate_up_bias" in experts:
@@ -61,7 +67,8 @@ def expected_expert(x: Any, experts: dict[str, Any], index: int, gate_kind: Gate
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
     else:
-        inner = gate / (1 + np.exp(-gate)) * up
+        limit = 7.0 if gate_kind is Gate.SILU_WITHIN_7 else None
+        inner = expected_gated(gate, up, limit)
     out = inner @ experts["down"][index]
     return out + experts["down_bias"][index] if "down_bias" in experts else out
 
@@ -73,6 +80,10 @@ def expected_mixture(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
         correction = params["router"]["correction"]
         for index, weight in expected_route(logits, spec.routing, correction).items():
             out[t] += weight * expected_expert(token, params["experts"], index, spec.gate)
+    if spec.shared is not None:
+        shared = params["shared"]
+        gate, up = np.split(x @ shared["gate_up"]["kernel"], 2, axis=-1)
+        out += expected_gated(gate, up, spec.shared.limit) @ shared["down"]["kernel"]
     return out
 
 
@@ -94,6 +105,30 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
     out = mixture(held, given, spec=spec, shard=Shard(), ops=Ops())
     np.testing.assert_allclose(out, expected_mixture(x, params, spec), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_every_token_runs_through_the_shared_expert(limit: float | None) -> None:
+    """Beside experts that are clamped where their numbers are large."""
+    spec = MoESpec(
+        num_experts=X,
+        top_k=TOP,
+        inner=INNER,
+        routing=Routing.SIGMOID_THEN_TOP_NORMALIZED,
+        gate=Gate.SILU_WITHIN_7,
+        shared=DenseSpec(inner=3, limit=limit),
+    )
+    rng = np.random.default_rng(2)
+    shared = {"gate_up": {"kernel": rng.normal(size=(E, 6))}}
+    shared["down"] = {"kernel": rng.normal(size=(3, E))}
+    params, x = {**drawn(bias=False), "shared": shared}, tokens(9)
+    held, given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, x))
+    out = mixture(held, given, spec=spec, shard=Shard(), ops=Ops())
+    expected = expected_mixture(x, params, spec)
+    np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-4)
+    unclamped = dataclasses.replace(spec, gate=Gate.SILU, shared=DenseSpec(inner=3))
+    apart = np.abs(expected_mixture(x, params, unclamped) - expected).max(axis=-1)
+    assert (apart[:2] > 1e-2).all()
 
 
 def test_weights_are_float32_and_the_best_expert_comes_first() -> None:

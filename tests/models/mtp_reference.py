@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.models.eagle3_reference import HeadReference
+
 F64 = npt.NDArray[np.float64]
 
 
@@ -78,7 +80,8 @@ class MtpReference:
         wide = np.concatenate(pair[::-1] if self.hidden_first else pair, -1)
         return wide @ self.weight(layer, "eh_proj").T
 
-    def block(self, layer: int, x: F64) -> F64:
+    def mixed(self, layer: int, x: F64) -> F64:
+        """[heads, T, D]: what attention gives over the stream x."""
         normed = self.norm(x, self.weight(layer, "input_layernorm"))
         q = self.heads(layer, normed, "q_proj", rotate=True)
         k, v = self.keys_and_values(layer, x)
@@ -90,13 +93,27 @@ class MtpReference:
                 scores = k[g, first : t + 1] @ q[h, t] / np.sqrt(self.head_dim)
                 weights = np.exp(scores - scores.max())
                 mixed[h, t] = weights / weights.sum() @ v[g, first : t + 1]
-        flat = mixed.swapaxes(0, 1).reshape(len(x), q.shape[0] * q.shape[2])
+        return mixed
+
+    def inner(self, gate: F64, up: F64) -> F64:
+        """The MLP's gate and up columns joined."""
+        silu: F64 = gate / (1 + np.exp(-gate))
+        return silu * up
+
+    def block(self, layer: int, x: F64) -> F64:
+        mixed = self.mixed(layer, x)
+        flat = mixed.swapaxes(0, 1).reshape(len(x), mixed.shape[0] * mixed.shape[2])
         x = x + flat @ self.weight(layer, "self_attn.o_proj").T
         normed = self.norm(x, self.weight(layer, "post_attention_layernorm"))
-        gate = normed @ self.weight(layer, "mlp.gate_proj").T
-        up = normed @ self.weight(layer, "mlp.up_proj").T
-        silu: F64 = gate / (1 + np.exp(-gate))
-        return x + (silu * up) @ self.weight(layer, "mlp.down_proj").T
+        return x + self.feed_forward(layer, normed)
+
+    def feed_forward(self, layer: int, normed: F64) -> F64:
+        return self.gated(layer, "mlp.", normed)
+
+    def gated(self, layer: int, name: str, x: F64) -> F64:
+        """One MLP."""
+        gate, up = (x @ self.weight(layer, f"{name}{part}_proj").T for part in ("gate", "up"))
+        return self.inner(gate, up) @ self.weight(layer, f"{name}down_proj").T
 
     def outputs(self, tokens: list[int], features: F64, *, num_layers: int) -> list[F64]:
         """Each layer's output over all rows that tokens t0.. and features f0.. give it.
@@ -132,6 +149,40 @@ class MtpReference:
         return found
 
     def logits(self, layer: int, out: F64) -> F64:
-        own = f"{self.prefix.format(layer)}shared_head.output.weight"
-        head = self.tensors[own if self.own_heads else "head.weight"].astype(np.float64)
-        return self.norm(out, self.weight(layer, "final_layernorm")) @ head.T
+        return self.norm(out, self.weight(layer, "final_layernorm")) @ self.head(layer).T
+
+    def head(self, layer: int) -> F64:
+        if self.own_heads:
+            return self.weight(layer, "shared_head.output")
+        return self.tensors["head.weight"].astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentReference(HeadReference):
+    """Layer 0 run again for every level, on its own output: every row anew from the start."""
+
+    inner: MtpReference
+
+    @classmethod
+    def of(cls, inner: MtpReference) -> RecurrentReference:
+        return cls(
+            tensors=inner.tensors,
+            head_dim=inner.head_dim,
+            eps=inner.eps,
+            theta=inner.theta,
+            inner=inner,
+        )
+
+    def fuse(self, given: npt.NDArray[Any]) -> F64:
+        return given.astype(np.float64)
+
+    def run(self, tokens: list[int], hidden: F64) -> F64:
+        out = self.inner.block(0, self.inner.fused(0, tokens, hidden))
+        if not self.inner.feeds_normed:
+            return out
+        return self.inner.norm(out, self.inner.weight(0, "final_layernorm"))
+
+    def logits(self, carried: F64) -> F64:
+        if not self.inner.feeds_normed:
+            return self.inner.logits(0, carried)
+        return carried @ self.inner.head(0).T

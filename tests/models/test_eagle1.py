@@ -195,8 +195,8 @@ def test_strays_of_known_exporters_are_ignored(tmp_path: Path) -> None:
 
 def test_a_bias_that_is_not_there_is_none(tmp_path: Path) -> None:
     """config.json says nothing of `bias`, which is true then, but the file has none."""
-    written(tmp_path, **{"fc.bias": None})
-    config = load_eagle1_config(tmp_path, target=TARGET)
+    absent: dict[str, Any] = {"fc.bias": None}
+    config = load_eagle1_config(written(tmp_path, **absent), target=TARGET)
     assert not config.fc_bias
     assert "bias" not in load(tmp_path, config)["fc"]
 

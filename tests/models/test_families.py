@@ -48,7 +48,10 @@ VARIANTS = [
     "qwen3_moe_mixed",
     "mistral",
     "gpt_oss",
+    "step3p5",
+    "glm4_moe",
 ]
+SLOW, LATER = pytest.mark.slow, ("step3p5", "glm4_moe")
 PAGE, FIRST_CHUNK, QUERIES = 4, 12, 4
 
 
@@ -108,11 +111,23 @@ def test_the_dense_forward_equals_transformers(variant: str) -> None:
     assert_equals_transformers(variant, *outputs)
 
 
+@SLOW
+def test_step_writes_what_transformers_writes() -> None:
+    """200 ids, each the best one behind all before it, far beyond the windows."""
+    spec, params = loaded("step3p5")
+    ids = np.load(GOLDEN / "step3p5" / "outputs.npz")["greedy"]
+    logits, _, _ = dense_forward(spec, params, ids[:-1], aux_layer_ids=(), attend_of=attend_of)
+    assert np.asarray(logits).argmax(axis=-1).tolist() == ids[1:].tolist()
+    assert len(ids) == 201
+
+
 def attend_to_all(spec: AttentionSpec) -> Attend:
     return attend_of(dataclasses.replace(spec, window=None))
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2", "mistral", "gpt_oss", pytest.param("step3p5", marks=SLOW)]
+)
 def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
     """So that a window left out is seen, from the ninth token on."""
     spec, params = loaded(variant)
@@ -124,8 +139,15 @@ def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
     assert apart[8:].min() > 1e-3
 
 
-@pytest.mark.parametrize("ops", ["reference", "xla"])
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "fused" not in name])
+@pytest.mark.parametrize(
+    ("variant", "ops"),
+    [
+        pytest.param(name, ops, marks=SLOW if ops == "reference" and name in LATER else ())
+        for name in VARIANTS
+        for ops in ("reference", "xla")
+        if "fused" not in name
+    ],
+)
 def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
     """A prompt's chunk, then a few tokens at a time, as a verification has them."""
     spec, params = loaded(variant)

@@ -144,10 +144,9 @@ class Layout:
             attention=replace(spec.one_layer.attention, **self.attention),
             ffn=DenseSpec(inner=24, bias=self.mlp_bias),
         )
-        sizes = {"draft_vocab_size": 24, "target_hidden_size": SIZE, "aux_layer_ids": (0, 2, 8)}
-        return Eagle3Config(
-            layer=replace(spec, layers=(layer,) * self.num_layers), **(sizes | self.changes)
-        )
+        sizes: dict[str, Any] = {"draft_vocab_size": 24, "target_hidden_size": SIZE}
+        sizes |= {"aux_layer_ids": (0, 2, 8), **self.changes}
+        return Eagle3Config(layer=replace(spec, layers=(layer,) * self.num_layers), **sizes)
 
 
 LAYOUTS = {

@@ -173,7 +173,7 @@ def check(path: Path, **expected: tuple[int, ...]) -> None:
 
 
 def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "good": np.zeros(2, np.float32),
         "wide": np.zeros(3, np.float32),
         "typed": np.zeros(2, np.int8),

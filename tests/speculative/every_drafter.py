@@ -27,7 +27,7 @@ from jspec.models.decoder import Decoder, Params
 from jspec.models.eagle1 import Eagle1Head, eagle1_params
 from jspec.models.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.hf_weights import open_tensors
-from jspec.models.mtp import MtpHead
+from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.models.params import ParamTable
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of
@@ -35,6 +35,7 @@ from jspec.models.stored import on_host, param_reads, stored_tensors
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.mtp import RecurrentDrafter
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.ngram import NgramDrafter
 from jspec.speculative.standalone import StandaloneDrafter
@@ -44,7 +45,7 @@ from tests.models.eagle3_reference import (
     Eagle3Reference,
     HeadReference,
 )
-from tests.models.mtp_reference import MtpReference
+from tests.models.mtp_reference import MtpReference, RecurrentReference
 from tests.speculative import multi_layer_rows
 from tests.speculative.engines import (
     DRAFT,
@@ -231,6 +232,15 @@ def right_layers(config: MtpConfig, _: Sequence[tuple[int, ...]]) -> Params:
     return {**nested(own.items()), **of_target(shared, target)}
 
 
+def right_recurrent(texts: Sequence[tuple[int, ...]]) -> Params:
+    """As `right_layers`: what is fed back is not read."""
+    return with_all_ids(right_layers(multi_layer_rows.RECURRENT, texts))
+
+
+def with_all_ids(params: Params) -> Params:
+    return {**params, "draft_ids": jnp.arange(VOCAB, dtype=jnp.int32)}
+
+
 def right_corpus(texts: Sequence[tuple[int, ...]]) -> Params:
     return corpus_params(list(texts))
 
@@ -256,7 +266,7 @@ def standalone_weights() -> Params:
 
 @functools.cache
 def layers_weights(name: str) -> Params:
-    config, own = multi_layer_rows.CONFIGS[name], multi_layer_rows.params_of(name)
+    config, own = multi_layer_rows.config_of(name), multi_layer_rows.params_of(name)
     shared = ("embed",) if config.own_heads else ("embed", "lm_head")
     return {**own, **of_target(shared, tiny_params()[0])}
 
@@ -295,12 +305,21 @@ def standalone_guesses() -> Guesses:
 
 
 def layers_guesses(name: str) -> Guesses:
+    return LayerGuesses(with_lent(name))
+
+
+def recurrent_guesses() -> Guesses:
+    return HeadGuesses(RecurrentReference.of(with_lent("recurrent")), np.arange(VOCAB))
+
+
+def with_lent(name: str) -> MtpReference:
+    """Layers in float64, with what they share with the target."""
     reference = multi_layer_rows.reference_of(name)
     lent = tiny_params()[0]
     tensors = {**reference.tensors, "embed.weight": np.asarray(lent["embed"]["table"])}
-    if not multi_layer_rows.CONFIGS[name].own_heads:
+    if not multi_layer_rows.config_of(name).own_heads:
         tensors["head.weight"] = np.asarray(lent["lm_head"]["kernel"]).T
-    return LayerGuesses(dataclasses.replace(reference, tensors=tensors))
+    return dataclasses.replace(reference, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +364,11 @@ def of_layers(name: str) -> Kind:
     )
 
 
+def recurrent(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+    layer = MtpHead(multi_layer_rows.RECURRENT, ops, shard)
+    return RecurrentDrafter(RecurrentHead(layer), spec)
+
+
 EVERY: tuple[Kind, ...] = (
     Kind(
         name="eagle1",
@@ -375,6 +399,15 @@ EVERY: tuple[Kind, ...] = (
     of_layers("not_chained"),
     of_layers("chained"),
     of_layers("hidden_first"),
+    Kind(
+        name="recurrent",
+        algorithm=Algorithm.NEXTN,
+        make=recurrent,
+        params=lambda: with_all_ids(layers_weights("recurrent")),
+        guesses=recurrent_guesses,
+        always_right=right_recurrent,
+        aux_layer_ids=multi_layer_rows.RECURRENT.aux_layer_ids,
+    ),
     Kind(
         name="ngram",
         algorithm=Algorithm.NGRAM,

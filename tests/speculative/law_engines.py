@@ -53,6 +53,7 @@ FAST = (
     Setting("standalone", (3, 1, 4), 16),
     Setting("multi_layer_not_chained", (3, 1, 4), 64),
     Setting("ngram", (3, 3, 10), 16),
+    Setting("recurrent", (2, 1, 3), 4),
 )
 REST = (
     Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
@@ -61,6 +62,7 @@ REST = (
     Setting("eagle3", (2, 2, 7), 16, rounds=2, shards=2),
     Setting("eagle1", (3, 1, 4), 1, shards=2),
     Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
+    Setting("recurrent", (2, 2, 7), 16, shards=2),
 )
 
 

@@ -58,13 +58,24 @@ CONFIGS = {
         own_heads=True,
     ),
 }
+# One layer that every level runs again; it has no rows of levels to look at.
+RECURRENT = MtpConfig(
+    model=dataclasses.replace(LAYERS, layers=LAYERS.layers[:1]),
+    target_num_layers=TARGET.num_layers,
+    recurrent=True,
+    reads_normed=False,
+)
 Record = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]  # path, ids, log-probabilities
+
+
+def config_of(name: str) -> MtpConfig:
+    return RECURRENT if name == "recurrent" else CONFIGS[name]
 
 
 @functools.cache
 def params_of(name: str) -> Params:
     """Random weights, norms away from 1; embedding and lm_head as the target would lend them."""
-    table = mtp_params(CONFIGS[name])
+    table = mtp_params(config_of(name))
     params = init_params(table, seed=5)
     values = {spec.path: value_at(params, spec.path) for spec in table}
     for i, spec in enumerate(table):
@@ -75,7 +86,7 @@ def params_of(name: str) -> Params:
 
 @functools.cache
 def reference_of(name: str) -> MtpReference:
-    config, params = CONFIGS[name], params_of(name)
+    config, params = config_of(name), params_of(name)
     tensors = dict(stored_tensors(mtp_params(config), params, dtype=np.float32))
     tensors["embed.weight"] = np.asarray(params["embed"]["table"])
     if not config.own_heads:

@@ -42,7 +42,9 @@ def dense_logits(ids: tuple[int, ...]) -> np.ndarray:
     """f64[V]: the target's logits after `ids`, by one dense forward."""
     params, _ = tiny_params()
     tokens = jnp.asarray(ids)[None]
-    hidden, _ = forward(TARGET, params, tokens, dtype=jnp.float32, attend=causal_attention)
+    hidden, _ = forward(
+        TARGET, params, tokens, dtype=jnp.float32, attend=lambda _: causal_attention
+    )
     return np.asarray(lm_logits(params, hidden[0, -1]), np.float64)
 
 

@@ -33,6 +33,7 @@ from jspec.speculative.drafter import (
     with_next_ids,
 )
 from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.mtp import RecurrentDrafter
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.ngram import NgramDrafter
 from jspec.speculative.registry import DRAFTERS
@@ -136,7 +137,8 @@ def test_how_rows_lie_is_part_of_the_program() -> None:
     emitted = chunks([3], [0, 1], [4])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(emitted))
     other = dataclasses.replace(emitted, queries_per_row=1)
-    assert jax.tree.structure(emitted) != jax.tree.structure(other)
+    structures: list[Any] = [jax.tree.structure(emitted), jax.tree.structure(other)]
+    assert structures[0] != structures[1]
 
 
 def drafters() -> dict[Algorithm, Drafter]:
@@ -152,6 +154,7 @@ def drafters() -> dict[Algorithm, Drafter]:
         Algorithm.STANDALONE: StandaloneDrafter(
             Decoder(TARGET, Ops()), spec_of(3, 2, 7, Algorithm.STANDALONE)
         ),
+        Algorithm.NEXTN: RecurrentDrafter(of_last_hidden, spec_of(3, 2, 7, Algorithm.NEXTN)),
         Algorithm.MULTI_LAYER_EAGLE: MultiLayerDrafter(
             MtpHead(MtpConfig(model=TARGET, target_num_layers=3), Ops()),
             spec_of(3, 2, 7, Algorithm.MULTI_LAYER_EAGLE),
@@ -169,11 +172,12 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
     assert {a: d.drafting.lookahead for a, d in made.items() if d.drafting.lookahead} == {
         Algorithm.EAGLE: 1,
         Algorithm.EAGLE3: 1,
+        Algorithm.NEXTN: 1,
         Algorithm.MULTI_LAYER_EAGLE: 1,
     }
     assert made[Algorithm.EAGLE].needs == Needs(hidden=True)
     ahead = {a: d.drafting.tokens_ahead(3, 2) for a, d in made.items()}
-    assert ahead[Algorithm.EAGLE3] == 1
+    assert ahead[Algorithm.EAGLE3] == ahead[Algorithm.NEXTN] == 1
     assert ahead[Algorithm.MULTI_LAYER_EAGLE] == 3  # row i of layer 2 holds token i + 3
     own_pools = made[Algorithm.MULTI_LAYER_EAGLE].cache_groups
     assert [(group.name, group.num_layers) for group in own_pools] == [

@@ -44,7 +44,8 @@ from tests.speculative.every_drafter import EVERY, KINDS, Kind
 CHAIN, TREE = (5, 1), (3, 2)
 SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
 FAST = {"eagle1": CHAIN, "eagle3": (5, 2), "standalone": TREE, "ngram": (5, 2)}
-"""One shape a kind; test_multi_layer has the fast cases of the layers of one's own."""
+"""One shape a kind; test_multi_layer has the fast cases of the layers of one's own, and one that is
+run again is drafted with as eagle1 is."""
 
 
 def cases() -> list[Any]:
@@ -159,7 +160,7 @@ def test_interpreted_it_is_what_it_is_compiled(kind: Kind, shape: Shape) -> None
             np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
-HEADS = ("eagle1", "eagle3")
+HEADS = ("eagle1", "eagle3", "recurrent")
 LAYERS = tuple(kind.name for kind in EVERY if kind.lags)
 MODELS = (*HEADS, *LAYERS, "standalone")
 

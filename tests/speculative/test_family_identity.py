@@ -57,7 +57,8 @@ DRAFTS = (
 
 def target_of(family: str) -> ModelSpec:
     """A target as wide as TARGET, of two layers: compiling is what the test costs."""
-    attention, windows = ATTENTION, (None, None)
+    attention = ATTENTION
+    windows: tuple[int | None, int | None] = (None, None)
     ffn: FeedForward = DenseSpec(inner=48)
     if family == "gpt_oss":
         attention = dataclasses.replace(

@@ -20,186 +20,56 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import Algorithm
+from jspec.core.config import Algorithm, RopeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError, JspecError
-from jspec.core.features import StepFeatures
 from jspec.core.json_files import Fields
-from jspec.core.model_spec import DenseSpec, MoESpec, MtpConfig
+from jspec.core.model_spec import DenseSpec, Gate, MoESpec, MtpConfig
 from jspec.core.request import Request
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target
-from jspec.models.decoder import Decoder, Params
-from jspec.models.mtp import MtpHead
+from jspec.models.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.decoder import Decoder
+from jspec.models.mtp import RecurrentHead
 from jspec.models.mtp_params import MtpNames, mtp_params
-from jspec.models.params import Init
-from jspec.models.placement import init_params, nested
-from jspec.models.registry import family_named, table_of
-from jspec.models.stored import stored_tensors, value_at
+from jspec.models.placement import init_params
+from jspec.models.registry import DRAFTS, family_named, table_of
+from jspec.models.stored import stored_tensors
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.testing.dial_drafter import DialMultiLayerDrafter, dial_params
 from jspec.testing.tiny_models import tiny_tokenizer
 from tests.models.dense_forward import dense_forward
+from tests.models.glm_reference import GlmLayers
+from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
-from tests.models.mtp_reference import MtpReference
+from tests.models.mtp_reference import MtpReference, RecurrentReference
+from tests.models.qwen3_next_reference import Qwen3NextLayers
 from tests.models.random_params import assert_same
+from tests.models.step_reference import StepLayers
 from tests.models.test_families import attend_of
-from tests.speculative.engines import (
-    CONTEXT,
-    DIAL_ACCEPTANCE,
-    NUM_SLOTS,
-    PLAIN,
-    Compiled,
-    build,
-    dial_for,
-    make_request,
-    mesh_of,
-    serve,
-    spec_of,
+from tests.speculative.engines import Compiled, dial_for, make_request, serve
+from tests.speculative.mtp_checkpoints import (
+    CONFIGS,
+    GLM_4_5_AIR,
+    MIMO_7B,
+    MIMO_V2_FLASH,
+    STEP3P5_FLASH,
+    STEPS,
+    TINY,
+    TINY_GLM,
+    drawn,
+    engine_of,
+    layers_of,
+    load,
+    write_checkpoint,
 )
 
-MIMO_7B = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "mimo",
-    "attention_bias": True,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 640000,
-    "sliding_window": 32768,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151680,
+LLAMA = {
+    **{name: value for name, value in TINY.items() if name != "max_window_layers"},
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
 }
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "max_window_layers": 2,
-    "vocab_size": 320,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-}
-MIMO_V2_FLASH = {
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": True,
-    "attention_bias": False,
-    "attention_value_scale": 0.707,
-    "eos_token_id": 151645,
-    "head_dim": 192,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
-    "intermediate_size": 16384,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": [0, *[1] * 47],
-    "n_group": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": None,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "partial_rotary_factor": 0.334,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 5000000,
-    "routed_scaling_factor": None,
-    "scoring_func": "sigmoid",
-    "sliding_window": 128,
-    "sliding_window_size": 128,
-    "swa_head_dim": 192,
-    "swa_num_attention_heads": 64,
-    "swa_num_key_value_heads": 8,
-    "swa_rope_theta": 10000,
-    "swa_v_head_dim": 128,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 152576,
-}
-TINY_V2 = {
-    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
-    **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},
-    "head_dim": 12,
-    "hybrid_layer_pattern": [0, 1, 0],
-    "moe_intermediate_size": 16,
-    "moe_layer_freq": [0, 1, 1],
-    "n_routed_experts": 6,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 1,
-    "sliding_window": 6,
-    "sliding_window_size": 6,
-    "swa_head_dim": 12,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_v_head_dim": 8,
-    "v_head_dim": 8,
-}
-CONFIGS = {"mimo": MIMO_7B | TINY, "mimo_v2": MIMO_V2_FLASH | TINY_V2}
-STEPS = {"mimo": 1, "mimo_v2": 3}
-
-
-def drawn(table: Any, *, seed: int) -> Params:
-    """Random weights; norms away from 1, biases and sinks from 0."""
-    params = init_params(table, seed=seed)
-    values = {spec.path: value_at(params, spec.path) for spec in table}
-    for i, spec in enumerate(table):
-        if spec.init in (Init.ONES, Init.ZEROS):
-            offset = 1.0 if spec.init is Init.ONES else 0.0
-            noise = jax.random.normal(jax.random.key(seed + i), spec.shape)
-            values[spec.path] = offset + noise / 4
-    return nested(values.items())
-
-
-def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
-    """A target with its layers for multi-token prediction, in one file, as they are published."""
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    spec = load_model_spec(path)
-    family = family_named(spec.family)
-    assert family.mtp is not None
-    layers = family.mtp.read(Fields(path / "config.json", config), spec)
-    table = tuple(own for own in mtp_params(layers, family.mtp.names(spec)) if own.layouts)
-    tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
-    tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
-    save_file(tensors, path / "model.safetensors")
-    tiny_tokenizer().save(str(path / "tokenizer.json"))
-
-
-def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
-    args = EngineArgs(
-        model_path=str(path),
-        tp_size=shards,
-        dtype="float32",
-        **{"speculative_algorithm": "NEXTN", **arguments},
-    )
-    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
+CHAIN, TREE = (STEPS, 1, STEPS + 1), (STEPS, 2, 2 * STEPS + 1)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -207,37 +77,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(path, CONFIGS[request.param])
     return path
-
-
-def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
-    """The loaded pair behind a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
-    target_params, draft = models.params["target"], models.params["draft"]
-    own = models.drafter
-    settings: dict[str, Any] = {
-        "page_size": 4,
-        "variants": (StepFeatures(),),
-        "target_spec": models.target.spec,
-    }
-    shards = models.target.shard.size
-    if shape[0] == 0:
-        return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
-    assert isinstance(own, MultiLayerDrafter)
-    spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
-    head = own.head
-
-    def make(ops: Ops, shard: Shard) -> MultiLayerDrafter:
-        layers = MtpHead(head.config, ops, shard, head.names)
-        return DialMultiLayerDrafter(layers, spec, acceptance=DIAL_ACCEPTANCE)
-
-    empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
-    return build(
-        spec,
-        params=(target_params, {**draft, "dial": empty}),
-        make=make,
-        aux_layer_ids=models.target.aux_layer_ids,
-        shards=shards,
-        **settings,
-    )
 
 
 def some_requests() -> list[Request]:
@@ -250,98 +89,83 @@ def some_requests() -> list[Request]:
     ]
 
 
-def check_identity(plain: Compiled, compiled: Compiled, num_steps: int) -> None:
+def check_identity(plain: Compiled, compiled: Compiled) -> None:
     requests = some_requests()
     expected = [serve(plain, [request], overlap_depth=0).ids[0] for request in requests]
     served = serve(compiled, requests, chunk_size=8, dial=dial_for(requests, expected))
     assert list(served.ids) == expected
     assert served.num_leaked_pages == 0
     counts = {count for accepted in served.accepted for count in accepted}
-    assert counts == set(range(num_steps + 1))
-
-
-def shapes_of(family: str) -> list[tuple[int, int, int]]:
-    """A chain and a tree."""
-    steps = STEPS[family]
-    return [(steps, 1, steps + 1), (steps, 2, 2 * steps + 1)]
-
-
-def family_of(path: Path) -> str:
-    return load_model_spec(path).family
+    assert counts == set(range(STEPS + 1))
 
 
 @pytest.mark.slow
 def test_speculative_equals_plain(checkpoint: Path) -> None:
-    family = family_of(checkpoint)
-    models = load(checkpoint, speculative_num_steps=STEPS[family])
+    models = load(checkpoint)
     plain = engine_of(models, (0, 1, 1))
-    for shape in shapes_of(family):
-        check_identity(plain, engine_of(models, shape), STEPS[family])
+    for shape in (CHAIN, TREE):
+        check_identity(plain, engine_of(models, shape))
 
 
 @pytest.mark.slow
 def test_two_shards_write_the_text_of_one(checkpoint: Path) -> None:
-    family = family_of(checkpoint)
-    steps = STEPS[family]
-    one = load(checkpoint, speculative_num_steps=steps)
-    two = load(checkpoint, shards=2, speculative_num_steps=steps)
-    plain = engine_of(one, (0, 1, 1))
-    check_identity(plain, engine_of(two, shapes_of(family)[1]), steps)
+    plain = engine_of(load(checkpoint), (0, 1, 1))
+    check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
 def test_a_target_brings_its_draft(checkpoint: Path) -> None:
     """Every layer its own weights, all that it shares the target's very arrays; plain decoding and
     dummy weights read the same file."""
-    steps = STEPS[family_of(checkpoint)]
-    models = load(checkpoint, speculative_num_steps=steps)
-    drafter = models.drafter
-    assert isinstance(drafter, MultiLayerDrafter)
-    own = models.params["draft"]
-    assert sorted(own["layers"]) == list(range(steps))
+    models = load(checkpoint)
+    head, own = layers_of(models.drafter), models.params["draft"]
+    assert sorted(own["layers"]) == list(range(head.config.num_layers))
     assert own["embed"]["table"] is models.params["target"]["embed"]["table"]
     stored = load_file(checkpoint / "model.safetensors")
-    table = tuple(spec for spec in drafter.table if spec.layouts)
+    table = tuple(spec for spec in head.table if spec.layouts)
     for name, value in stored_tensors(table, own, dtype=np.float32).items():
         np.testing.assert_array_equal(value, stored[name])
     kernels = [np.asarray(layer["fuse"]["kernel"]) for layer in own["layers"].values()]
-    assert len({kernel.tobytes() for kernel in kernels}) == steps
+    assert len({kernel.tobytes() for kernel in kernels}) == head.config.num_layers
     plain = load(checkpoint, speculative_algorithm="NONE")
     assert plain.params["draft"] == {}
-    dummy = load(checkpoint, speculative_num_steps=steps, load_format="dummy")
+    dummy = load(checkpoint, load_format="dummy")
     assert jax.tree.map(jnp.shape, dummy.params) == jax.tree.map(jnp.shape, models.params)
 
 
-def test_a_draft_may_lie_elsewhere(checkpoint: Path) -> None:
-    steps = STEPS[family_of(checkpoint)]
-    elsewhere = load(
-        checkpoint, speculative_num_steps=steps, speculative_draft_model_path=str(checkpoint)
-    )
-    again = load(
-        checkpoint,
-        speculative_num_steps=steps,
-        speculative_algorithm="EAGLE",
-        enable_multi_layer_eagle=True,
-    )
+def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: Path) -> None:
+    """What runs is what the checkpoint has; what is shown is what was asked for."""
+    elsewhere = load(checkpoint, speculative_draft_model_path=str(checkpoint))
+    again = load(checkpoint, speculative_algorithm="EAGLE", enable_multi_layer_eagle=True)
     assert_same(
         jax.tree.map(np.asarray, elsewhere.params["draft"]),
         jax.tree.map(np.asarray, again.params["draft"]),
     )
+    is_recurrent = layers_of(again.drafter).config.recurrent
+    in_force = Algorithm.NEXTN if is_recurrent else Algorithm.MULTI_LAYER_EAGLE
+    for models, given in ((elsewhere, "NEXTN"), (again, "EAGLE")):
+        assert models.config.values()["speculative_algorithm"] == given
+        assert models.config.algorithm is models.config.speculative.algorithm is in_force
+        assert models.drafter.drafting is in_force.drafting
 
 
 def test_layers_compute_what_is_published(checkpoint: Path) -> None:
-    """Each layer over a whole text against float64, its own rows alone."""
-    steps = STEPS[family_of(checkpoint)]
-    models = load(checkpoint, speculative_num_steps=steps)
-    assert isinstance(models.drafter, MultiLayerDrafter)
-    head = dataclasses.replace(models.drafter.head, shard=Shard())
+    """Against float64: one layer by every law of a head, several each over its own rows alone."""
+    models = load(checkpoint)
+    drafter, draft = models.drafter, models.params["draft"]
+    head = dataclasses.replace(layers_of(drafter), shard=Shard())
+    reference = reference_of(checkpoint, head.config, head.names)
+    if head.config.recurrent:
+        size, width = head.config.model.vocab_size, head.config.model.hidden_size
+        recurrence = RecurrentReference.of(reference)
+        check_head(RecurrentHead(head), draft, recurrence, vocab_size=size, width=width)
+        return
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 320, 16).tolist()
-    hidden = rng.normal(size=(15, 32)).astype(np.float32)
-    reference = reference_of(checkpoint, head.config, head.names)
-    outs = reference.outputs(tokens, hidden, num_layers=steps)
-    groups, sizes = models.drafter.cache_groups, {"num_pages": 5, "page_size": 4, "shards": 1}
+    hidden = rng.normal(size=(15, 32))
+    outs = reference.outputs(tokens, hidden, num_layers=STEPS)
+    groups, sizes = drafter.cache_groups, {"num_pages": 5, "page_size": 4, "shards": 1}
     pools = empty_pools(groups, dtype=jnp.float32, ops=Ops(), **sizes)
-    given = jnp.asarray(hidden)
+    given = jnp.asarray(hidden, jnp.float32)
     for layer, expected in enumerate(outs):
         count = len(expected)
         rows = AttentionRows(
@@ -351,7 +175,7 @@ def test_layers_compute_what_is_published(checkpoint: Path) -> None:
             q_positions=jnp.arange(count, dtype=jnp.int32),
         )
         out, _ = head.forward(
-            models.params["draft"],
+            draft,
             layer,
             jnp.asarray(tokens[layer + 1 :][:count], jnp.int32),
             given[:count],
@@ -360,25 +184,45 @@ def test_layers_compute_what_is_published(checkpoint: Path) -> None:
             queries_per_row=None,
         )
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
-        logits = head.logits(models.params["draft"], layer, out)
+        logits = head.logits(draft, layer, out)
         np.testing.assert_allclose(logits, reference.logits(layer, expected), rtol=0, atol=2e-4)
         if head.config.chained:
-            given = head.handed_on(models.params["draft"], layer, out)
+            given = head.handed_on(draft, layer, out)
 
 
-def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference:
+def reference_of(
+    path: Path, config: MtpConfig, names: MtpNames, *, target: Path | None = None
+) -> MtpReference:
+    """target: where embedding and lm_head are, if not in `path`."""
     tensors = dict(load_file(path / "model.safetensors"))
-    tensors["embed.weight"] = tensors["model.embed_tokens.weight"]
-    tensors["head.weight"] = tensors["lm_head.weight"]
+    of_target = tensors if target is None else load_file(target / "model.safetensors")
+    tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
+    tensors["head.weight"] = of_target["lm_head.weight"]
     attention = config.model.layers[0].attention
     fields = json.loads((path / "config.json").read_text())
     make: Callable[..., MtpReference] = MtpReference
     if "hybrid_layer_pattern" in fields:
-        target = MimoV2Reference(config=fields, tensors=tensors)
-        make = functools.partial(MimoV2Layers, target=target)
+        own = MimoV2Reference(config=fields, tensors=tensors)
+        make = functools.partial(MimoV2Layers, target=own)
+    if "swiglu_limits" in fields:
+        first = fields["num_hidden_layers"]
+        limit = fields["swiglu_limits_shared"][first]
+        make = functools.partial(StepLayers, window=fields["sliding_window"], limit=limit)
+    if "first_k_dense_replace" in fields:
+        make = functools.partial(
+            Qwen3NextLayers if names.around else GlmLayers,
+            rotary=attention.rotary_dim or attention.head_dim,
+            top_k=fields["num_experts_per_tok"],
+            scale=fields["routed_scaling_factor"],
+        )
+    of_layers = {name: value for name, value in tensors.items() if names.is_layers(name)}
+    for name, value in of_layers.items():  # counted from 0, as the reference does
+        layer = next((i for i in range(STEPS) if name.startswith(names.of_layer(i))), 0)
+        rest = name.removeprefix(names.of_layer(layer)).removeprefix(names.around or "")
+        tensors[f"own.{layer}.{rest}"] = value
     return make(
         tensors=tensors,
-        prefix=names.prefix,
+        prefix="own.{}.",
         head_dim=attention.head_dim,
         theta=attention.rope.theta,
         eps=config.model.rms_norm_eps,
@@ -391,7 +235,8 @@ def reference_of(path: Path, config: MtpConfig, names: MtpNames) -> MtpReference
             "enorm": names.embed_norm,
             "hnorm": names.hidden_norm,
             "eh_proj": names.fuse,
-            "final_layernorm": names.norm,
+            "final_layernorm": names.norm[0],
+            "shared_head.output": names.head[0],
             "post_attention_layernorm": names.post_norm,
         },
     )
@@ -419,13 +264,13 @@ def with_fields(**fields: Any) -> Callable[[Path], None]:
             with_fields(num_nextn_predict_layers=0),
             {},
             ConfigError,
-            "num_nextn_predict_layers is 0; expected at least 1 layer",
+            "num_nextn_predict_layers is 0; expected 1: this family drafts with one layer",
         ),
         (
-            None,
-            {"speculative_num_steps": 2},
+            with_fields(num_nextn_predict_layers=2),
+            {},
             ConfigError,
-            r"speculative_num_steps is 2; expected at most 1, the layers that .*config\.json has",
+            "num_nextn_predict_layers is 2; expected 1: this family drafts with one layer",
         ),
         (
             with_fields(architectures=["Qwen2ForCausalLM"]),
@@ -454,7 +299,181 @@ def test_a_draft_that_is_not_there_is_refused(
     if spoil is not None:
         spoil(tmp_path)
     with pytest.raises(kind, match=message):
-        load(tmp_path, **{"speculative_num_steps": 1, **arguments})
+        load(tmp_path, **arguments)
+
+
+def test_step3p5_flash_as_published(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(STEP3P5_FLASH))
+    spec = load_model_spec(tmp_path)
+    full, sliding = spec.layers[0].attention, spec.layers[1].attention
+    assert (full.num_heads, sliding.num_heads, full.num_kv_heads) == (64, 96, 8)
+    assert (full.window, sliding.window) == (None, 512)
+    assert (full.rotary_dim, sliding.rotary_dim) == (64, None)
+    assert (full.rope.theta, full.rope.factor, sliding.rope) == (5e6, 2.0, RopeConfig(theta=1e4))
+    assert spec.layers[2].ffn == DenseSpec(inner=11264)
+    last = spec.layers[44].ffn
+    assert isinstance(last, MoESpec)
+    assert (last.gate, last.shared) == (Gate.SILU_WITHIN_7, DenseSpec(inner=1280, limit=16.0))
+    assert spec.layers[3].ffn == dataclasses.replace(
+        last, gate=Gate.SILU, shared=DenseSpec(inner=1280)
+    )
+    family = family_named("step3p5")
+    assert family.mtp is not None
+    layers = family.mtp.read(Fields(path, STEP3P5_FLASH), spec)
+    assert layers.model.layers == (spec.layers[1],) * 3
+    assert (layers.chained, layers.own_heads, layers.aux_layer_ids) == (True, True, (45,))
+    shapes = {own.path: own.shape for own in table_of(spec)}
+    assert shapes["layers", 1, "attention", "gate", "kernel"] == (4096, 96)
+    assert shapes["layers", 3, "moe", "experts", "down"] == (288, 1280, 4096)
+    path.write_text(json.dumps(family.to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+
+
+def test_glm_4_5_as_published(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GLM_4_5_AIR))
+    spec = load_model_spec(tmp_path)
+    attention = spec.layers[0].attention
+    assert (attention.rotary_dim, attention.qkv_bias, attention.qk_norm) == (64, True, False)
+    assert spec.layers[0].ffn == DenseSpec(inner=10944)
+    ffn = spec.layers[1].ffn
+    assert isinstance(ffn, MoESpec)
+    assert ffn.shared == DenseSpec(inner=1408)
+    family = family_named("glm4_moe")
+    assert family.mtp is not None
+    layer = family.mtp.read(Fields(path, GLM_4_5_AIR), spec)
+    assert layer.model.layers == spec.layers[1:2]
+    assert (layer.recurrent, layer.reads_normed, layer.feeds_normed) == (True, True, True)
+    assert family.mtp.names(spec).of_layer(0) == "model.layers.46."
+    path.write_text(json.dumps(family.to_json(spec)))
+    assert load_model_spec(tmp_path) == spec
+    path.write_text(json.dumps(GLM_4_5_AIR | {"n_group": 8}))
+    with pytest.raises(ConfigError, match="n_group is 8; expected 1: groups of experts"):
+        load_model_spec(tmp_path)
+
+
+DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
+
+
+def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
+    """A dense layer without a target, with what such exports repeat of the target's."""
+    config = GLM_4_5_AIR | TINY_GLM | {"n_routed_experts": None, "use_qk_norm": False}
+    config |= {"architectures": [architecture], "num_hidden_layers": 1}
+    config |= {"partial_rotary_factor": 0.5 if architecture == QWEN else None, **changes}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    target = family_named("llama").read(Fields(path, LLAMA))
+    mtp = DRAFTS[architecture]
+    layers = mtp.read(Fields(path / "config.json", config), target)
+    table = tuple(own for own in mtp_params(layers, mtp.names(target)) if own.layouts)
+    tensors = stored_tensors(table, drawn(table, seed=5), dtype=np.float32)
+    copy = np.zeros((320, 32), np.float32)
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"model.layers.0.{name}.weight"] = copy
+    save_file(tensors, path / "model.safetensors")
+
+
+def write_pair(path: Path, architecture: str) -> tuple[Path, Path]:
+    """A Llama, and a layer of its own beside it."""
+    target, alone = path / "target", path / "alone"
+    spec = family_named("llama").read(Fields(path, LLAMA))
+    save_target(target, spec, init_params(table_of(spec), seed=1), dtype=np.float32)
+    tiny_tokenizer().save(str(target / "tokenizer.json"))
+    write_layer_alone(alone, architecture)
+    return target, alone
+
+
+@pytest.mark.parametrize("architecture", [DEEPSEEK, QWEN])
+def test_a_layer_of_its_own_drafts_for_a_dense_target(architecture: str, tmp_path: Path) -> None:
+    """By every law of a head."""
+    target, alone = write_pair(tmp_path, architecture)
+    models = load(target, speculative_draft_model_path=str(alone))
+    assert models.config.algorithm is Algorithm.NEXTN
+    head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
+    reference = reference_of(alone, head.config, head.names, target=target)
+    check_head(
+        RecurrentHead(head),
+        models.params["draft"],
+        RecurrentReference.of(reference),
+        vocab_size=320,
+        width=32,
+    )
+    stored = load_file(alone / "model.safetensors")
+    table = tuple(own for own in head.table if own.layouts)
+    for name, value in stored_tensors(table, models.params["draft"], dtype=np.float32).items():
+        np.testing.assert_allclose(value, stored[name], rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="family is 'llama', whose checkpoints bring no layers"):
+        load(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [DEEPSEEK, QWEN])
+def test_a_layer_of_its_own_changes_no_text(architecture: str, tmp_path: Path) -> None:
+    """A chain on one shard, a tree on two."""
+    target, alone = write_pair(tmp_path, architecture)
+    one = load(target, speculative_draft_model_path=str(alone))
+    two = load(target, shards=2, speculative_draft_model_path=str(alone))
+    plain = engine_of(one, (0, 1, 1))
+    for models, shape in ((one, CHAIN), (two, TREE)):
+        check_identity(plain, engine_of(models, shape))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        (DEEPSEEK, {"kv_lora_rank": 512}, "kv_lora_rank is 512; expected no such key: latent"),
+        (DEEPSEEK, {"n_group": 8}, "n_group is 8; expected 1: groups of experts"),
+        (DEEPSEEK, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; expected 1"),
+        (QWEN, {"num_experts": 512}, "num_experts is 512; expected 0: experts of such layers"),
+        (QWEN, {"attn_output_gate": False}, "attn_output_gate is False; expected True"),
+        (QWEN, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2; expected 1"),
+    ],
+)
+def test_what_of_a_layer_of_its_own_is_not_served_is_refused(
+    architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_layer_alone(tmp_path, architecture, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limits": [5.0] * 48}, "swiglu_limits has 5.0 for layer 3; expected 0 or 7.0"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate is False; expected True"),
+        ({"sink": True}, "sink is True; expected False"),
+        ({"layer_types": ["full_attention"] * 9}, "layer_types has 9 entries; expected one for"),
+        ({"layer_types": ["linear_attention"] * 48}, "layer_types has 'linear_attention'"),
+        ({"yarn_only_types": None}, "rope_scaling is .* without yarn_only_types; expected the"),
+        ({"moe_layers_enum": "all"}, "moe_layers_enum is 'all'; expected numbers of layers"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+    ],
+)
+def test_variants_of_step3p5_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(STEP3P5_FLASH | changes))
+    with pytest.raises(JspecError, match=message):
+        load_model_spec(tmp_path)
+
+
+def test_experts_among_step3p5_s_own_layers_are_refused() -> None:
+    family = family_named("step3p5")
+    assert family.mtp is not None
+    fields = Fields(Path("config.json"), STEP3P5_FLASH | {"moe_layers_enum": "3,46"})
+    with pytest.raises(ConfigError, match="moe_layers_enum has 46, a layer for multi-token"):
+        family.mtp.read(fields, family.read(fields))
+
+
+def test_more_steps_than_layers_are_refused(mimo_v2: Path) -> None:
+    """Of a family that runs none of them again."""
+    message = (
+        r"speculative_num_steps is 4; expected at most 3, the layers that .*config\.json has for it"
+        r": one a step, none of which this family \(mimo_v2\) runs again"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load(mimo_v2, speculative_num_steps=4)
 
 
 def test_the_bundled_target_has_no_layers_of_its_own() -> None:

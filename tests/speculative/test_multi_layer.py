@@ -17,19 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core import shapes
 from jspec.core.config import Algorithm
 from jspec.core.errors import ConfigError
 from jspec.core.features import StepFeatures
-from jspec.core.model_spec import MtpConfig
 from jspec.core.request import Request
 from jspec.core.state import EngineState
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
-from jspec.models.mtp import MtpHead
+from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative import lag, multi_layer
+from jspec.speculative import multi_layer
+from jspec.speculative.drafter import Drafter
 from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.testing.dial_drafter import DialMultiLayerDrafter, dial_params
+from jspec.testing.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
 from tests.speculative import multi_layer_rows
 from tests.speculative.engines import (
     CONTEXT,
@@ -47,7 +48,16 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
-from tests.speculative.multi_layer_rows import CHUNK, CONFIGS, NUM_ROWS, S, Texts, params_of
+from tests.speculative.mtp_checkpoints import DialRecurrentDrafter
+from tests.speculative.multi_layer_rows import (
+    CHUNK,
+    CONFIGS,
+    NUM_ROWS,
+    S,
+    Texts,
+    config_of,
+    params_of,
+)
 
 SLOW = pytest.mark.slow
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
@@ -133,7 +143,7 @@ def off_by(delta: int) -> Any:
         pytest.param(multi_layer, "lag_behind", off_by(1), id="lag one more"),
         pytest.param(multi_layer, "lag_behind", off_by(-1), id="lag one less"),
         pytest.param(
-            lag.shapes,
+            shapes,
             "lagged_start",
             lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
             id="slot and RoPE",
@@ -171,20 +181,28 @@ def draft_params(name: str) -> Params:
     """The layers, what they share with the target, and an empty dial."""
     target = tiny_params()[0]
     lent = {"embed": target["embed"]}
-    if not CONFIGS[name].own_heads:
+    if not config_of(name).own_heads:
         lent["lm_head"] = target["lm_head"]
+    own = {**params_of(name), **lent}
     empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
-    return {**params_of(name), **lent, "dial": empty}
+    if config_of(name).recurrent:
+        ids = jnp.arange(TARGET.vocab_size, dtype=jnp.int32)
+        return {"head": {**own, "draft_ids": ids}, "dial": empty}
+    return {**own, "dial": empty}
 
 
 @functools.cache
 def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compiled:
     """Chains on pages of 16, trees on pages of 4; drafts of every quality."""
-    spec = spec_of(*shape, Algorithm.MULTI_LAYER_EAGLE)
-    config: MtpConfig = CONFIGS[name]
+    config = config_of(name)
+    algorithm = Algorithm.NEXTN if config.recurrent else Algorithm.MULTI_LAYER_EAGLE
+    spec = spec_of(*shape, algorithm)
 
-    def make(ops: Ops, shard: Shard) -> MultiLayerDrafter:
+    def make(ops: Ops, shard: Shard) -> Drafter:
         head = MtpHead(config, ops, shard)
+        if config.recurrent:
+            inner = DialHead(RecurrentHead(head))
+            return DialRecurrentDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
         return DialMultiLayerDrafter(head, spec, acceptance=DIAL_ACCEPTANCE)
 
     return build(
@@ -193,7 +211,7 @@ def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compil
         params=(tiny_params()[0], draft_params(name)),
         variants=(StepFeatures(),),
         make=make,
-        aux_layer_ids=() if config.reads_normed else (TARGET.num_layers,),
+        aux_layer_ids=config.aux_layer_ids,
         shards=shards,
     )
 
@@ -230,6 +248,8 @@ def check_identity(compiled: Compiled) -> set[int]:
     ("name", "shape"),
     [
         ("not_chained", TREE),
+        pytest.param("recurrent", TREE, marks=SLOW),
+        pytest.param("recurrent", CHAIN, marks=SLOW),
         pytest.param("chained", CHAIN, marks=SLOW),
         pytest.param("not_chained", CHAIN, marks=SLOW),
         pytest.param("hidden_first", (2, 3, 8), marks=SLOW),
@@ -250,6 +270,8 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
     ("name", "shape"),
     [
         ("not_chained", TREE),
+        pytest.param("recurrent", TREE, marks=SLOW),
+        pytest.param("recurrent", CHAIN, marks=SLOW),
         pytest.param("chained", CHAIN, marks=SLOW),
         pytest.param("hidden_first", (2, 3, 8), marks=SLOW),
     ],
@@ -281,7 +303,7 @@ def test_the_pool_law_holds_behind_a_scheduler(name: str, shape: tuple[int, int,
     fresh = ViewRunner(compiled.runner(), compiled.limits)
     asyncio.run(serve_view(fresh, [whole]))
     (own,) = [admission.row for plan, _ in fresh.steps for admission in plan.admissions]
-    for layer in range(shape[0]):
+    for layer in range(1 if config_of(name).recurrent else shape[0]):
         count = len(text) - 1 - layer
         np.testing.assert_allclose(
             draft_rows(state, last.slot, layer, count),

@@ -9,8 +9,8 @@ import pytest
 from jspec.core import noise
 from jspec.training import acceptance
 from jspec.training.dense import causal_attend, forward
+from jspec.training.draft_loss import make_frozen
 from jspec.training.sampler import Prompts, sample_rows
-from jspec.training.ttt import make_frozen, whole_head
 from tests.training.chain_reference import chain_logits
 from tests.training.tiny_pair import tiny_head, tiny_target
 
@@ -29,7 +29,7 @@ def test_a_walk_counts_the_bonus_and_jumps_by_what_it_emitted() -> None:
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_the_simulator_equals_free_drafting(temperature: float) -> None:
     target, target_params = tiny_target()
-    config, params, draft_ids = tiny_head(target, target_params)
+    head, params, draft_ids = tiny_head(target, target_params)
     prompts = Prompts(
         token_ids=np.full((2, LENGTH), 7, np.int32),
         prompt_lens=np.asarray([4, 6], np.int32),
@@ -40,7 +40,7 @@ def test_the_simulator_equals_free_drafting(temperature: float) -> None:
     frozen = make_frozen(target_params, draft_ids)
     table = acceptance.measure_acceptance(
         target,
-        config,
+        head,
         params,
         frozen,
         samples=rows,
@@ -56,15 +56,17 @@ def test_the_simulator_equals_free_drafting(temperature: float) -> None:
         jnp.asarray(rows),
         dtype=jnp.float32,
         attend=causal_attend("xla"),
-        aux_layer_ids=config.aux_layer_ids,
+        aux_layer_ids=head.aux_layer_ids,
     )
-    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    whole = head.whole(params, target_params, jnp.asarray(draft_ids))
     for b, prompt_len in enumerate(prompts.prompt_lens):
         root = int(prompt_len)
         while root - 1 < LENGTH - 1 - STEPS:
             drafts: list[int] = []
             for depth in range(STEPS):
-                logits = chain_logits(config, head, rows[b, : root + 1], aux[b, :root], drafts)[-1]
+                logits = chain_logits(
+                    head.config, whole, rows[b, : root + 1], aux[b, :root], drafts
+                )[-1]
                 position = jnp.asarray(root + 1 + depth)
                 g = noise.gumbel(jnp.asarray(prompts.seeds[b]), position, jnp.asarray(draft_ids))
                 best = int(np.argmax(np.asarray(logits + temperature * g)))

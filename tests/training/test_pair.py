@@ -9,6 +9,7 @@ import pytest
 
 from jspec.core.errors import ConfigError
 from jspec.training import pair
+from jspec.training.pair_sizes import PairSizes
 
 
 def test_a_budget_is_shared_among_the_timed_stages_of_a_call() -> None:
@@ -26,7 +27,7 @@ def test_a_budget_is_shared_among_the_timed_stages_of_a_call() -> None:
 def test_a_stage_without_what_it_needs_says_which_one_to_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stage 'corpus'"):
         pair.main(["--stage", "tokenizer", "--data", str(tmp_path), "--out", str(tmp_path)])
-    job = pair.Job(data=tmp_path, out=tmp_path, sizes=pair.PairSizes.tiny())
+    job = pair.Job(data=tmp_path, out=tmp_path, sizes=PairSizes.tiny())
     with pytest.raises(ConfigError, match="stage 'samples'"):
         pair.read_samples(job)
 

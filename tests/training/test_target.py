@@ -13,7 +13,7 @@ from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3
 from jspec.training.dense import dropout, init_target, with_lm_head
-from jspec.training.eagle3_ttt import draft_vocabulary, export_head
+from jspec.training.draft_recipe import draft_vocabulary
 from jspec.training.loop import LoopConfig, init_state, make_step
 from jspec.training.target import TargetRecipe, export_target, next_token_loss
 from jspec.training.tokenizer_training import load_tokenizer, train_tokenizer
@@ -55,10 +55,12 @@ def test_an_exported_pair_reads_back(tmp_path: Path) -> None:
     whole = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), with_lm_head(params))
     jax.tree.map(np.testing.assert_array_equal, whole, again)
     assert load_tokenizer(tmp_path / "target").get_vocab_size() == tokenizer.get_vocab_size()
-    draft_config, head, draft_ids = tiny_head(config, params)
-    export_head(tmp_path / "head", draft_config, head, draft_ids=draft_ids)
+    trained, head, draft_ids = tiny_head(config, params)
+    trained.save(
+        tmp_path / "head", head, draft_ids=draft_ids, dtype=ml_dtypes.bfloat16, target=config
+    )
     read_head = load_eagle3_config(tmp_path / "head", target=read)
-    assert read_head.aux_layer_ids == draft_config.aux_layer_ids
+    assert read_head.aux_layer_ids == trained.aux_layer_ids
     loaded = load_eagle3(
         tmp_path / "head", read_head, dtype=ml_dtypes.bfloat16, target_params=again
     )

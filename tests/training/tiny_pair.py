@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
+from jspec.core.model_spec import ModelSpec, uniform_decoder
 from jspec.models.decoder import Params
 from jspec.training.dense import init_target, with_lm_head
-from jspec.training.eagle3_ttt import head_config, init_head
+from jspec.training.head_eagle3 import TrainedEagle3, eagle3_head
 
 V, U = 48, 40
 
@@ -32,11 +32,11 @@ def tiny_target() -> tuple[ModelSpec, Params]:
     return config, params
 
 
-def tiny_head(target: ModelSpec, target_params: Params) -> tuple[Eagle3Config, Params, np.ndarray]:
-    """(config, trainable parameters, draft_ids): a random head that misses 8 target ids."""
+def tiny_head(target: ModelSpec, target_params: Params) -> tuple[TrainedEagle3, Params, np.ndarray]:
+    """(head, trainable parameters, draft_ids): a random head that misses 8 target ids."""
     draft_ids = np.delete(np.arange(V), np.arange(5, 45, 5)).astype(np.int32)
-    config = head_config(target, draft_vocab_size=U, intermediate_size=40, aux_layer_ids=(0, 2, 3))
-    return config, init_head(config, target_params, draft_ids, seed=2), draft_ids
+    head = eagle3_head(target, draft_vocab_size=U, intermediate_size=40, aux_layer_ids=(0, 2, 3))
+    return head, head.init(target_params, draft_ids, seed=2), draft_ids
 
 
 def random_rows(count: int, length: int, *, seed: int = 0) -> jax.Array:

@@ -1,20 +1,21 @@
 """MiMo-7B (MiMoForCausalLM): Qwen2 layers, and one more for multi-token prediction.
 
-The layer reads the target's hidden behind its final norm, in front of the embedding; the embedding
-of the first row is zero. Embedding and lm_head are the target's.
+The layer reads the target's hidden after its final norm, in front of the embedding; the embedding
+of the first row is zero. Every level runs it again, on its own output after its final norm (as
+SGLang and vLLM do). Embedding and lm_head are the target's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
     Family,
     MtpFamily,
+    check_one_mtp_layer,
     read_attention,
     read_decoder,
     read_dense,
@@ -28,7 +29,6 @@ NAMES = MtpNames(
     hidden_norm="hidden_layernorm",
     fuse="input_proj",
 )
-COUNT = "num_nextn_predict_layers"
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -46,22 +46,19 @@ def read(fields: Fields) -> ModelSpec:
 
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
     return MtpConfig(
-        model=mtp_layers(fields),
+        model=mtp_layer(fields),
         target_num_layers=target.num_layers,
+        recurrent=True,
         hidden_first=True,
+        feeds_normed=True,
         zeroes_first=True,
     )
 
 
-def mtp_layers(fields: Fields) -> ModelSpec:
-    """As many layers like the config's others as it has for multi-token prediction."""
-    count = fields.get(COUNT)
-    if not count:
-        raise ConfigError(
-            f"{fields.path}: {COUNT} is {count!r}; expected at least 1 layer for multi-token "
-            "prediction"
-        )
-    own = {"num_hidden_layers": count, "layer_types": None, "use_sliding_window": False}
+def mtp_layer(fields: Fields) -> ModelSpec:
+    """One layer like the config's others."""
+    check_one_mtp_layer(fields)
+    own = {"num_hidden_layers": 1, "layer_types": None, "use_sliding_window": False}
     return read(Fields(fields.path, {**fields.values, **own}))
 
 

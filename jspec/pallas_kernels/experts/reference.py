@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate
 
-CLAMP, SLOPE = 7.0, 1.702  # gpt-oss
+CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash has the first, too
 
 
 def run_experts(
@@ -49,6 +49,8 @@ def gated(
     """The activation of an expert's gate and up columns."""
     if gate is Gate.SILU:
         return jax.nn.silu(first) * up
+    if gate is Gate.SILU_WITHIN_7:
+        return jnp.minimum(jax.nn.silu(first), CLAMP) * jnp.clip(up, -CLAMP, CLAMP)
     first = jnp.minimum(first, CLAMP)
     up = jnp.clip(up, -CLAMP, CLAMP)
     return (up + 1) * (first * jax.nn.sigmoid(SLOPE * first))

@@ -10,24 +10,44 @@ import numpy as np
 import pytest
 
 from jspec.core.errors import ConfigError
+from jspec.core.model_spec import ModelSpec
+from jspec.models.decoder import Params
 from jspec.training.dense import causal_attend, forward
-from jspec.training.loop import LoopConfig, init_state, learning_rate, make_step
-from jspec.training.ttt import (
+from jspec.training.draft_head import TargetFeatures
+from jspec.training.draft_loss import (
+    draft_loss,
+    features_on_the_fly,
     make_frozen,
-    training_time_test_loss,
-    unroll,
-    whole_head,
+    make_unrolled,
 )
+from jspec.training.draft_recipe import all_count
+from jspec.training.head_eagle3 import TrainedEagle3, eagle3_head
+from jspec.training.loop import LoopConfig, Loss, init_state, learning_rate, make_step
 from tests.training.chain_reference import chain_logits
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
 
 LENGTH, DEPTHS = 12, 4  # a multiple of 4: attention works in four blocks
 
 
+def guesses_of(
+    head: TrainedEagle3, whole: Params, ids: jax.Array, aux: jax.Array, *, num_depths: int
+) -> list[jax.Array]:
+    features = TargetFeatures(hidden=aux[..., :0], aux=aux)
+    found = head.guesses(whole, ids, features, num_depths=num_depths, dtype=jnp.float32)
+    return [guess.logits for guess in found]
+
+
+def loss_of(target: ModelSpec, head: TrainedEagle3, *, num_depths: int, **weights: float) -> Loss:
+    features = features_on_the_fly(target, head, length=LENGTH, dtype=jnp.float32)
+    return draft_loss(
+        make_unrolled(head, features, num_depths=num_depths, dtype=jnp.float32), **weights
+    )
+
+
 def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
     target, target_params = tiny_target()
-    config, params, draft_ids = tiny_head(target, target_params)
-    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    head, params, draft_ids = tiny_head(target, target_params)
+    whole = head.whole(params, target_params, jnp.asarray(draft_ids))
     token_ids = random_rows(2, LENGTH)
     _, aux = forward(
         target,
@@ -35,67 +55,69 @@ def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
         token_ids,
         dtype=jnp.float32,
         attend=causal_attend("xla"),
-        aux_layer_ids=config.aux_layer_ids,
+        aux_layer_ids=head.aux_layer_ids,
     )
-    unrolled = unroll(config, head, token_ids, aux, num_depths=DEPTHS, dtype=jnp.float32)
+    unrolled = guesses_of(head, whole, token_ids, aux, num_depths=DEPTHS)
     assert [logits.shape[1] for logits in unrolled] == [11, 10, 9, 8]
     for t in (0, 1, 4, 6, 8):
         ids = np.asarray(token_ids[1])
         drafts = [int(token) for token in ids[t + 2 : t + 1 + DEPTHS]]
-        chain = chain_logits(config, head, ids[: t + 2], aux[1, : t + 1], drafts)
+        chain = chain_logits(head.config, whole, ids[: t + 2], aux[1, : t + 1], drafts)
         assert len(chain) == min(DEPTHS, LENGTH - 1 - t)
         for depth, logits in enumerate(chain):
             np.testing.assert_allclose(unrolled[depth][1, t], logits, atol=2e-5, rtol=1e-5)
 
 
 def test_a_head_of_several_layers_is_not_trained() -> None:
-    config, params, _ = tiny_head(*tiny_target())
-    two = replace(config, layer=replace(config.layer, layers=config.layer.layers * 2))
-    aux = jnp.zeros((1, LENGTH, 1))
-    for other in (two, replace(config, feeds_back_normed=True)):
+    head, _, _ = tiny_head(*tiny_target())
+    layer = head.config.layer
+    two = replace(head.config, layer=replace(layer, layers=layer.layers * 2))
+    for other in (two, replace(head.config, feeds_back_normed=True)):
         with pytest.raises(ConfigError, match="expected 1 and False"):
-            unroll(other, params, random_rows(1, LENGTH), aux, num_depths=1, dtype=jnp.float32)
+            TrainedEagle3(other)
 
 
 def test_the_last_feature_reaches_no_earlier_row() -> None:
     target, target_params = tiny_target()
-    config, params, draft_ids = tiny_head(target, target_params)
-    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    head, params, draft_ids = tiny_head(target, target_params)
+    whole = head.whole(params, target_params, jnp.asarray(draft_ids))
     token_ids = random_rows(1, LENGTH)
     aux = jax.random.normal(jax.random.key(0), (1, LENGTH, 3 * target.hidden_size))
     poisoned = aux.at[:, -1].set(1e4)
     clean, dirty = (
-        unroll(config, head, token_ids, value, num_depths=DEPTHS, dtype=jnp.float32)
-        for value in (aux, poisoned)
+        guesses_of(head, whole, token_ids, value, num_depths=DEPTHS) for value in (aux, poisoned)
     )
     for expected, found in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(found[:, : LENGTH - 2], expected[:, : LENGTH - 2])
 
 
-def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
+@pytest.mark.parametrize("counted", [slice(None), slice(2, 10)])
+def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted(counted: slice) -> None:
     target, target_params = tiny_target()
-    config, params, draft_ids = tiny_head(target, target_params)
+    head, params, draft_ids = tiny_head(target, target_params)
     rows = random_rows(2, LENGTH)
+    counts = np.zeros((2, LENGTH), np.float32)
+    counts[:, counted] = 1.0
+    batch = {"ids": rows, "weights": jnp.asarray(counts)}
     frozen = make_frozen(target_params, draft_ids)
-    loss_fn = training_time_test_loss(
-        target, config, length=LENGTH, num_depths=2, dtype=jnp.float32
-    )
-    loss, metrics = loss_fn(params, frozen, rows, jax.random.key(0))
+    loss, metrics = loss_of(target, head, num_depths=2)(params, frozen, batch, jax.random.key(0))
     hidden, aux = forward(
         target,
         target_params,
         rows,
         dtype=jnp.float32,
         attend=causal_attend("xla"),
-        aux_layer_ids=config.aux_layer_ids,
+        aux_layer_ids=head.aux_layer_ids,
     )
     logits = np.asarray(hidden @ target_params["lm_head"]["kernel"], np.float64)
-    head = whole_head(params, target_params, jnp.asarray(draft_ids))
+    whole = head.whole(params, target_params, jnp.asarray(draft_ids))
     expected, misses = 0.0, 0
-    for i, draft in enumerate(unroll(config, head, rows, aux, num_depths=2, dtype=jnp.float32)):
+    for i, draft in enumerate(guesses_of(head, whole, rows, aux, num_depths=2)):
         terms = []
         for b in range(2):
             for t in range(LENGTH - 1 - i):
+                if not counts[b, t + 1 + i]:
+                    continue
                 row = logits[b, t + 1 + i]
                 teacher = np.exp(row[draft_ids]) / np.exp(row[draft_ids]).sum()
                 q = np.asarray(draft[b, t], np.float64)
@@ -107,10 +129,8 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
     assert misses > 0
     assert float(loss) == pytest.approx(expected, rel=1e-4)
     assert metrics["accuracy"].shape == (2,)
-    weighted = training_time_test_loss(
-        target, config, length=LENGTH, num_depths=2, dtype=jnp.float32, overlap_weight=3.0
-    )
-    more, _ = weighted(params, frozen, rows, jax.random.key(0))
+    weighted = loss_of(target, head, num_depths=2, overlap_weight=3.0)
+    more, _ = weighted(params, frozen, batch, jax.random.key(0))
     unshared = 1.0 - np.asarray(metrics["overlap"])
     assert unshared.min() > 0.0
     assert unshared.max() < 1.0
@@ -120,14 +140,13 @@ def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted() -> None:
 
 def test_the_overlap_of_a_perfect_draft_is_the_mass_of_the_draft_vocabulary() -> None:
     target, target_params = tiny_target()
-    config, params, draft_ids = tiny_head(target, target_params)
-    rows = random_rows(2, LENGTH)
+    head, params, draft_ids = tiny_head(target, target_params)
+    batch = jax.tree.map(jnp.asarray, all_count(np.asarray(random_rows(2, LENGTH))))
     # Both models made constant: zero hidden states give uniform logits over either vocabulary.
     params = {**params, "norm": {"scale": params["norm"]["scale"] * 0.0}}
     scale = target_params["norm"]["scale"] * 0.0
     frozen = make_frozen({**target_params, "norm": {"scale": scale}}, draft_ids)
-    loss = training_time_test_loss(target, config, length=LENGTH, num_depths=1, dtype=jnp.float32)
-    _, metrics = loss(params, frozen, rows, jax.random.key(0))
+    _, metrics = loss_of(target, head, num_depths=1)(params, frozen, batch, jax.random.key(0))
     share = len(draft_ids) / target.vocab_size
     np.testing.assert_allclose(metrics["overlap"], [share], rtol=1e-5)
 
@@ -136,20 +155,15 @@ def test_one_batch_can_be_learnt_to_the_last_depth() -> None:
     target, target_params = tiny_target()
     sharp = target_params["norm"]["scale"] * 3.0  # no near-ties whose order would be noise
     target_params = {**target_params, "norm": {"scale": sharp}}
-    config, params, _ = tiny_head(target, target_params)
     everything = np.arange(target.vocab_size, dtype=np.int32)
-    config = type(config)(
-        layer=config.layer,
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=config.target_hidden_size,
-        aux_layer_ids=config.aux_layer_ids,
+    head = eagle3_head(
+        target, draft_vocab_size=target.vocab_size, intermediate_size=40, aux_layer_ids=(0, 2, 3)
     )
-    params = {**params, "lm_head": {"kernel": target_params["lm_head"]["kernel"]}}
+    params = head.init(target_params, everything, seed=2)
     loop = LoopConfig(num_steps=400, peak_learning_rate=1e-2, weight_decay=0.0)
-    loss = training_time_test_loss(target, config, length=LENGTH, num_depths=3, dtype=jnp.float32)
-    step_fn = make_step(loss, loop)
+    step_fn = make_step(loss_of(target, head, num_depths=3), loop)
     state, frozen = init_state(params, loop), make_frozen(target_params, everything)
-    batch = random_rows(3, LENGTH)
+    batch = jax.tree.map(jnp.asarray, all_count(np.asarray(random_rows(3, LENGTH))))
     state, first = step_fn(state, frozen, batch, jnp.float32(5e-3))
     metrics = first
     for step in range(1, loop.num_steps):

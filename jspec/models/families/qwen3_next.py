@@ -1,0 +1,69 @@
+"""The layer for multi-token prediction of Qwen3-Next and Qwen3.5, in a checkpoint of its own.
+
+Full attention whose query projection also holds a gate for each number of a head, RoPE on a part of
+each head, norms of q and k, and a dense MLP; all norms are stored less one. It reads the target's
+hidden after its final norm, and every level runs it again, on its own output after its final norm
+(as SGLang does). Its tensors are named mtp.*; embedding and lm_head are the target's.
+
+The families themselves are not served as targets, nor are the experts of their larger layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jspec.core.errors import ConfigError
+from jspec.core.json_files import Fields
+from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+from jspec.models.family import (
+    MtpFamily,
+    read_attention,
+    read_dense,
+    refuse_quantized,
+    without_partial_rotary,
+)
+from jspec.models.mtp_params import MtpNames
+
+NAMES = MtpNames(
+    prefix="mtp.layers.{}.",
+    around="mtp.",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    fuse="fc",
+    norm=("norm",),
+    zero_centred=True,
+)
+
+
+def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
+    """config.json, or its text_config where the model also reads images."""
+    own = fields.table("text_config") if fields.get("text_config") else fields
+    refuse_quantized(fields)
+    name = "mtp_num_hidden_layers"
+    if own.integer(name, 1) != 1:
+        raise ConfigError(f"{own.path}: {name} is {own.get(name)}; expected 1, run at every level")
+    own.refuse("num_experts", allowed=(0,), why="experts of such layers are not served")
+    own.refuse("attn_output_gate", allowed=(True,), why="these layers gate what heads give")
+    own.refuse("hidden_act", allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
+    eps = own.number("rms_norm_eps", 1e-6)
+    plain, factor = without_partial_rotary(own, default=0.25)
+    attention = read_attention(
+        plain, qk_norm=True, qkv_bias=own.flag("attention_bias", False), default_head_dim=256
+    )
+    attention = replace(
+        attention, gate=HeadGate.OF_NUMBERS, rotary_dim=int(attention.head_dim * factor)
+    )
+    model = ModelSpec(
+        vocab_size=own.integer("vocab_size"),
+        hidden_size=own.integer("hidden_size"),
+        layers=(LayerSpec(attention=attention, ffn=read_dense(own), eps=eps),),
+        rms_norm_eps=eps,
+        max_position=own.integer("max_position_embeddings", 32768),
+        family=target.family,
+    )
+    return MtpConfig(
+        model=model, target_num_layers=target.num_layers, recurrent=True, feeds_normed=True
+    )
+
+
+ALONE = MtpFamily(read=read_alone, names=lambda _: NAMES)

@@ -1,0 +1,143 @@
+"""One run of `jspec train-draft`: a target and a file of examples in, a head that is served out.
+
+    OUT/settings.json   what was asked; a resumed run must ask the same
+    OUT/checkpoints/    state of the loop (orbax); the run goes on from the last one
+    OUT/head/           config.json, model.safetensors: what --speculative-draft-model-path names
+    OUT/report.json     loss and accuracy by depth on held-out rows, and served acceptance
+
+How a head is served and what it is accepted for then is the caller's to say (`Serving`): an engine
+stands above this room.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core.errors import ConfigError
+from jspec.core.json_files import read_object
+from jspec.models.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.decoder import Params
+from jspec.training.data_parallel import Placement
+from jspec.training.draft_data import (
+    Sampling,
+    batches,
+    draw_own_samples,
+    read_examples,
+    read_features,
+    vocabulary,
+    whole_batch,
+)
+from jspec.training.draft_loss import features_on_the_fly, stored_features
+from jspec.training.draft_recipe import train_head
+from jspec.training.draft_settings import DraftJob, make_head
+from jspec.training.examples import RowTable
+from jspec.training.loop import Result, write_report
+
+SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "checkpoints"
+
+
+class Serving(Sampling, Protocol):
+    """What an engine does for a run."""
+
+    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
+        """Served acceptance length of the head in that directory."""
+
+
+def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
+    """Trains, exports, reports. Raises ConfigError or CheckpointError, naming what does not fit,
+    before anything is written; KeyboardInterrupt leaves the last checkpoint."""
+    spec = load_model_spec(job.target)
+    check_target(job.target, spec)
+    head = make_head(job, spec)
+    placement = Placement.over(jax.devices()[: job.num_devices], batch_size=job.recipe.batch_size)
+    examples = read_examples(job, spec)
+    claim(job, resume=resume)
+    tables = draw_own_samples(job, *examples, sampling=serving)
+    dtype = job.recipe.compute_dtype
+    params = jax.tree.map(jnp.asarray, load_target(job.target, spec, dtype=dtype))
+    draft_ids = vocabulary(job, spec, tables[0])
+    features_of = features_on_the_fly(spec, head, length=job.recipe.length, dtype=dtype)
+    stores = [
+        read_features(job, name, table, head, features_of=features_of, target_params=params)
+        for name, table in zip(("train", "held_out"), tables, strict=True)
+    ]
+    if all(stores):
+        features_of = stored_features
+        params = {name: params[name] for name in ("embed", "norm", "lm_head")}
+    save = partial(head.save, draft_ids=draft_ids, dtype=job.export_dtype, target=spec)
+    result = train_head(
+        head,
+        params,
+        job.recipe,
+        features_of=features_of,
+        draft_ids=draft_ids,
+        batch_at=batches(tables[0], stores[0], job.recipe),
+        held_out=whole_batch(tables[1], stores[1]),
+        checkpoint_dir=job.out / CHECKPOINTS,
+        placement=placement,
+        also=served_acceptance(job, tables[1], serving, save=save),
+    )
+    export(job.out / HEAD, lambda folder: save(folder, result.params))
+    report = {
+        "held_out": result.metrics,
+        "best_step": result.step,
+        "num_steps": result.num_steps,
+        "seconds": round(result.seconds, 1),
+        "num_train_tokens": int(tables[0].lens.sum()),
+        "num_parameters": sum(x.size for x in jax.tree.leaves(result.params)),
+    }
+    write_report(job.out / REPORT, report)
+    return result
+
+
+def claim(job: DraftJob, *, resume: bool) -> None:
+    """Takes the output directory. ConfigError for one that is there, or, to resume, for one that
+    other settings made."""
+    path, asked = job.out / SETTINGS, job.settings()
+    if not resume:
+        if job.out.exists():
+            raise ConfigError(
+                f"out is {str(job.out)!r}, which exists; expected a new directory, or --resume"
+            )
+        job.out.mkdir(parents=True)
+        path.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+        return
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; expected what an earlier run began")
+    known = read_object(path)
+    for name in sorted(known.keys() | asked.keys()):
+        if known.get(name) != asked.get(name):
+            raise ConfigError(
+                f"{name} is {asked.get(name)!r}; expected {known.get(name)!r}, with which "
+                f"{job.out} was begun"
+            )
+
+
+def served_acceptance(
+    job: DraftJob, held_out: RowTable, serving: Serving, *, save: Callable[[Path, Params], None]
+) -> Callable[[Params], dict[str, Any]]:
+    """What parameters are accepted for when they are exported and served."""
+
+    def measure(params: Params) -> dict[str, Any]:
+        folder = job.out / "evaluated"
+        export(folder, lambda part: save(part, params))
+        return serving.acceptance(folder, held_out)
+
+    return measure
+
+
+def export(folder: Path, save: Callable[[Path], None]) -> None:
+    """Writes beside `folder` and renames, so that it is never half a head."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    save(part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)

@@ -1,0 +1,99 @@
+"""Trains a draft head of any kind over a frozen target: what a run needs beside its rows of tokens.
+
+The one way to a head: the bundled pair's recipe and `jspec train-draft` both come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.models.decoder import Params
+from jspec.training.data import BatchAt
+from jspec.training.data_parallel import Placement
+from jspec.training.draft_head import DraftHead
+from jspec.training.draft_loss import FeaturesOf, draft_loss, make_frozen, make_unrolled
+from jspec.training.loop import LoopConfig, Result, mean_metrics, train
+
+Evaluation = Callable[[Params], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRecipe:
+    """Data, unrolling and loss of a run; `num_depths` is how many tokens ahead are learnt.
+
+    sample_share: of each batch, rows that the target said itself (the bundled pair's recipe).
+    """
+
+    loop: LoopConfig
+    batch_size: int = 32
+    length: int = 1024
+    num_depths: int = 5
+    sample_share: float = 0.875
+    overlap_weight: float = 2.0
+    feature_weight: float = 1.0
+    compute_dtype: Any = jnp.bfloat16
+
+
+def draft_vocabulary(tables: list[np.ndarray], *, vocab_size: int, size: int) -> np.ndarray:
+    """i32[size], ascending: the most frequent ids over all tables (ties: lower id first)."""
+    counts = sum(np.bincount(table.ravel(), minlength=vocab_size) for table in tables)
+    return np.sort(np.argsort(-np.asarray(counts), kind="stable")[:size]).astype(np.int32)
+
+
+def all_count(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """A batch of rows whose every token is learnt."""
+    return {"ids": ids, "weights": np.ones(ids.shape, np.float32)}
+
+
+def train_head(
+    head: DraftHead,
+    target_params: Params,
+    recipe: HeadRecipe,
+    *,
+    features_of: FeaturesOf,
+    draft_ids: np.ndarray,
+    batch_at: BatchAt,
+    held_out: dict[str, np.ndarray],
+    checkpoint_dir: Path | None = None,
+    placement: Placement | None = None,
+    also: Evaluation | None = None,
+) -> Result:
+    """Trains on the batches of `batch_at`; the loss on held_out [R, ...] picks the best parameters.
+
+    Result.params has what `head.init` has. also: more to measure of them, at every evaluation.
+    """
+    placement = placement or Placement.single()
+    run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)
+    loss = draft_loss(
+        run, overlap_weight=recipe.overlap_weight, feature_weight=recipe.feature_weight
+    )
+    frozen = placement.whole(make_frozen(target_params, draft_ids))
+    jitted = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch, jax.random.key(0)))
+
+    def measure(params: Params) -> dict[str, Any]:
+        found = mean_metrics(
+            lambda batch: jitted(params, frozen, placement.batch(batch)),
+            held_out,
+            batch_size=recipe.batch_size,
+        )
+        return {**found, **(also(params) if also else {})}
+
+    return train(
+        "head",
+        config=recipe.loop,
+        loss=loss,
+        initial=head.init(target_params, draft_ids, seed=recipe.loop.seed),
+        frozen=frozen,
+        batch_at=batch_at,
+        evaluate=measure,
+        checkpoint_dir=checkpoint_dir,
+        placement=placement,
+        tokens_a_step=recipe.batch_size * recipe.length,
+    )

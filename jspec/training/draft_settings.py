@@ -1,0 +1,98 @@
+"""What one run of `jspec train-draft` is asked for, and which head that is. No files, no data."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jspec.core.errors import ConfigError
+from jspec.core.model_spec import Eagle3Config, ModelSpec
+from jspec.training.draft_head import DraftHead, inner_size
+from jspec.training.draft_recipe import HeadRecipe
+from jspec.training.examples import LossOn
+from jspec.training.head_eagle1 import eagle1_head
+from jspec.training.head_eagle3 import eagle3_head
+from jspec.training.head_mtp import mtp_head
+
+DRAFT_VOCAB = 32000  # what published EAGLE-3 heads have
+
+
+class Kind(enum.Enum):
+    """Which head, by the word that `serve` knows it by."""
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+    NEXTN = "NEXTN"  # layers for multi-token prediction, one a depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftJob:
+    """What was asked. Paths as they were given; None: what `prepare` derives."""
+
+    target: Path
+    data: Path
+    out: Path
+    kind: Kind
+    recipe: HeadRecipe
+    held_out: Path | None = None
+    chat_template: str | None = None
+    loss_on: LossOn = LossOn.ALL
+    num_own_samples: int = 0
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    aux_layer_ids: tuple[int, ...] | None = None
+    features_dir: Path | None = None
+    num_devices: int | None = None
+    num_held_out_rows: int = 64
+    export_dtype: Any = ml_dtypes.bfloat16
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the weights, as JSON."""
+        words = {
+            name: value.value if isinstance(value, enum.Enum) else value
+            for name, value in asdict(replace(self, out=Path())).items()
+            if name not in ("out", "features_dir")
+        }
+        words["export_dtype"] = np.dtype(self.export_dtype).name
+        words["recipe"]["compute_dtype"] = np.dtype(self.recipe.compute_dtype).name
+        flat = json.loads(json.dumps(words, default=str))
+        loop, recipe = flat["recipe"].pop("loop"), flat.pop("recipe")
+        for unimportant in ("log_every", "eval_every", "checkpoint_every"):
+            del loop[unimportant]
+        return {**flat, **recipe, **loop}
+
+
+def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
+    """The head that was asked for. ConfigError for what it cannot have over this target."""
+    inner = job.intermediate_size or inner_size(spec)
+    if job.kind is not Kind.EAGLE3:
+        for name in ("draft_vocab_size", "aux_layer_ids"):
+            if getattr(job, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(job, name)}, but the head is {job.kind.value}; expected "
+                    "it unset: it belongs to EAGLE3"
+                )
+    if job.kind is Kind.EAGLE:
+        return eagle1_head(spec, intermediate_size=inner)
+    if job.kind is Kind.NEXTN:
+        return mtp_head(spec, num_layers=job.recipe.num_depths, intermediate_size=inner)
+    size = job.draft_vocab_size or min(DRAFT_VOCAB, spec.vocab_size)
+    if not 1 <= size <= spec.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size is {size}; expected 1 to {spec.vocab_size}, the target's vocabulary"
+        )
+    ids = job.aux_layer_ids or Eagle3Config.default_aux_layer_ids(spec.num_layers)
+    if not all(0 <= i <= spec.num_layers for i in ids) or ids[0] == 1:
+        raise ConfigError(
+            f"aux_layer_ids is {ids}; expected ids in [0, {spec.num_layers}], the first not 1, "
+            "which readers take for the output of a layer"
+        )
+    return eagle3_head(
+        spec, draft_vocab_size=size, intermediate_size=inner, aux_layer_ids=tuple(ids)
+    )

@@ -1,0 +1,100 @@
+"""Time used and what the terminal shows of a run: one line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Schedule(Protocol):
+    """What ends a run: steps, or time as well."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def budget_seconds(self) -> float | None: ...
+
+
+class Clock:
+    """Seconds of training used, over all resumptions, compilation (the first step) included."""
+
+    def __init__(self, schedule: Schedule, *, used: float, step: int) -> None:
+        self._schedule = schedule
+        self._used = used
+        self._start = time.monotonic()
+        self._compiling = 0.0
+        self._since = self._start, step
+        self._paused = 0.0
+
+    def first_step_done(self, *, step: int) -> None:
+        """From here on the schedule runs: compiling uses time but no learning rate."""
+        now = time.monotonic()
+        self._compiling = now - self._start
+        self._since, self._paused = (now, step), 0.0
+
+    def seconds(self) -> float:
+        return self._used + time.monotonic() - self._start
+
+    def progress(self, step: int) -> float:
+        """Share of the schedule that is over, by steps or by time, whichever is more."""
+        share = step / self._schedule.num_steps
+        budget = self._schedule.budget_seconds
+        if budget is None:
+            return share
+        spent = self.seconds() - self._compiling
+        return max(share, spent / max(budget - self._compiling, 1e-3))
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was no training (an evaluation): the speed of the steps does not count it."""
+        self._paused += seconds
+
+    def steps_per_second(self, step: int) -> float:
+        """Since the first step of this process was done; 0 before the second."""
+        start, first = self._since
+        taken = time.monotonic() - start - self._paused
+        return (step - first) / taken if step > first and taken > 0 else 0.0
+
+    def seconds_left(self, step: int) -> float | None:
+        """None while there is nothing to reckon with."""
+        rate = self.steps_per_second(step)
+        if not rate:
+            return None
+        by_steps = (self._schedule.num_steps - step) / rate
+        budget = self._schedule.budget_seconds
+        return by_steps if budget is None else min(by_steps, max(budget - self.seconds(), 0.0))
+
+
+def duration(seconds: float) -> str:
+    """In:  59.6  3599  86399
+    Out: 1m00s 59m59s 23h59m
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
+    """tokens/s (where the tokens of a step are known) and the time left, as they are shown."""
+    left, rate = clock.seconds_left(step), clock.steps_per_second(step) * tokens_a_step
+    shown = {"tokens/s": f"{rate:.0f}"} if rate else {}
+    return shown if left is None else {**shown, "left": duration(left)}
+
+
+def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:
+    """One line of progress: a bar, the step, and the metrics (lists are by depth)."""
+    filled = round(20 * min(progress, 1.0))
+    parts = []
+    for key, value in metrics.items():
+        if isinstance(value, str):
+            parts.append(f"{key} {value}")
+            continue
+        values = np.atleast_1d(np.asarray(value, np.float64))
+        parts.append(f"{key} " + "/".join(f"{item:.3g}" for item in values))
+    line = f"{name} [{'#' * filled}{'.' * (20 - filled)}] {step}/{num_steps} " + "  ".join(parts)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

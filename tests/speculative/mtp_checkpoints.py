@@ -1,0 +1,364 @@
+"""Targets with layers for multi-token prediction, small and random, in the published layouts, and
+how a test loads and runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jspec.core import drafting
+from jspec.core.config import Algorithm
+from jspec.core.drafting import Drafting
+from jspec.core.engine_args import EngineArgs
+from jspec.core.features import StepFeatures
+from jspec.core.json_files import Fields
+from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.layers.linear import Shard
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.decoder import Params
+from jspec.models.mtp import MtpHead, RecurrentHead
+from jspec.models.mtp_params import mtp_params
+from jspec.models.params import Init
+from jspec.models.placement import init_params, nested
+from jspec.models.registry import family_named, table_of
+from jspec.models.stored import stored_tensors, value_at
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.mtp import RecurrentDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.testing.dial_drafter import DialDrafter, DialHead, DialMultiLayerDrafter, dial_params
+from jspec.testing.tiny_models import tiny_tokenizer
+from tests.speculative.engines import (
+    CONTEXT,
+    DIAL_ACCEPTANCE,
+    NUM_SLOTS,
+    PLAIN,
+    Compiled,
+    build,
+    mesh_of,
+    spec_of,
+)
+
+MIMO_7B = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "attention_bias": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 640000,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151680,
+}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "max_window_layers": 2,
+    "vocab_size": 320,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "attention_bias": False,
+    "attention_value_scale": 0.707,
+    "eos_token_id": 151645,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
+    "intermediate_size": 16384,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0, *[1] * 47],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+TINY_V2 = {
+    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
+    **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},
+    "head_dim": 12,
+    "hybrid_layer_pattern": [0, 1, 0],
+    "moe_intermediate_size": 16,
+    "moe_layer_freq": [0, 1, 1],
+    "n_routed_experts": 6,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 6,
+    "sliding_window_size": 6,
+    "swa_head_dim": 12,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_v_head_dim": 8,
+    "v_head_dim": 8,
+}
+STEP3P5_FLASH: dict[str, Any] = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "model_type": "step3p5",
+    "att_impl_type": "GQA",
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 96,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+    },
+    "bos_token_id": 0,
+    "eos_token_id": [1, 2],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11264,
+    "layer_types": [
+        *(["full_attention", *["sliding_attention"] * 3] * 12)[:45],
+        *["sliding_attention"] * 3,
+    ],
+    "max_position_embeddings": 262144,
+    "max_seq_len": 262144,
+    "moe_intermediate_size": 1280,
+    "moe_layers_enum": ",".join(str(i) for i in range(3, 45)),
+    "moe_num_experts": 288,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "moe_top_k": 8,
+    "need_fp32_gate": True,
+    "norm_expert_weight": True,
+    "num_attention_groups": 8,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 45,
+    "num_nextn_predict_layers": 3,
+    "partial_rotary_factors": [*([0.5, 1.0, 1.0, 1.0] * 12)[:45], 1.0, 1.0, 1.0],
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 131072,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "rope_theta": [*([5e6, 1e4, 1e4, 1e4] * 12)[:45], 1e4, 1e4, 1e4],
+    "share_expert_dim": 1280,
+    "sliding_window": 512,
+    "swiglu_limits": [*[0.0] * 43, 7.0, 7.0, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [*[0.0] * 43, 16.0, 16.0, 0.0, 0.0, 0.0],
+    "tie_word_embeddings": False,
+    "use_head_wise_attn_gate": True,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "use_qk_norm": True,
+    "use_rope_layers": [],
+    "vocab_size": 128896,
+    "yarn_only_types": ["full_attention"],
+    "zero_centered": True,
+}
+TINY_STEP = {
+    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
+    **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 8},
+    "head_dim": 8,
+    "layer_types": ["full_attention", *["sliding_attention"] * 4],
+    "max_seq_len": 256,
+    "moe_intermediate_size": 16,
+    "moe_layers_enum": "1",
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "num_attention_groups": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0],
+    "rope_scaling": STEP3P5_FLASH["rope_scaling"] | {"original_max_position_embeddings": 32},
+    "rope_theta": [500.0, 100.0, 100.0, 100.0, 100.0],
+    "share_expert_dim": 12,
+    "sliding_window": 6,
+    "swiglu_limits": [0.0, 7.0, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0, 16.0, 0.5, 0.5, 0.5],
+}
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+TINY_GLM = {
+    **{name: value for name, value in TINY.items() if name != "max_window_layers"},
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+CONFIGS = {
+    "mimo": MIMO_7B | TINY,
+    "mimo_v2": MIMO_V2_FLASH | TINY_V2,
+    "step3p5": STEP3P5_FLASH | TINY_STEP,
+    "glm4_moe": GLM_4_5_AIR | TINY_GLM,
+}
+STEPS = 3  # as published, and the default
+
+
+def drawn(table: Any, *, seed: int) -> Params:
+    """Random weights; norms away from 1, biases and sinks from 0."""
+    params = init_params(table, seed=seed)
+    values = {spec.path: value_at(params, spec.path) for spec in table}
+    for i, spec in enumerate(table):
+        if spec.init in (Init.ONES, Init.ZEROS):
+            offset = 1.0 if spec.init is Init.ONES else 0.0
+            noise = jax.random.normal(jax.random.key(seed + i), spec.shape)
+            values[spec.path] = offset + noise / 4
+    return nested(values.items())
+
+
+def write_checkpoint(path: Path, config: dict[str, Any]) -> None:
+    """A target with its layers for multi-token prediction, in one file, as they are published."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    spec = load_model_spec(path)
+    family = family_named(spec.family)
+    assert family.mtp is not None
+    layers = family.mtp.read(Fields(path / "config.json", config), spec)
+    table = tuple(own for own in mtp_params(layers, family.mtp.names(spec)) if own.layouts)
+    tensors = stored_tensors(table_of(spec), drawn(table_of(spec), seed=3), dtype=np.float32)
+    tensors |= stored_tensors(table, drawn(table, seed=4), dtype=np.float32)
+    save_file(tensors, path / "model.safetensors")
+    tiny_tokenizer().save(str(path / "tokenizer.json"))
+
+
+def load(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
+    args = EngineArgs(
+        model_path=str(path),
+        tp_size=shards,
+        dtype="float32",
+        **{"speculative_algorithm": "NEXTN", **arguments},
+    )
+    return load_models(args, resolve_paths(args), mesh=mesh_of(shards))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DialRecurrentDrafter(DialDrafter):
+    """One layer that every level runs again, with the dial's guesses."""
+
+    @property
+    def drafting(self) -> Drafting:
+        return drafting.NEXTN
+
+
+def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
+    """The loaded pair behind a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
+    target_params, draft = models.params["target"], models.params["draft"]
+    own = models.drafter
+    settings: dict[str, Any] = {
+        "page_size": 4,
+        "variants": (StepFeatures(),),
+        "target_spec": models.target.spec,
+    }
+    shards = models.target.shard.size
+    if shape[0] == 0:
+        return build(PLAIN, params=(target_params, {}), shards=shards, **settings)
+    assert isinstance(own, MultiLayerDrafter | RecurrentDrafter)
+    is_recurrent = isinstance(own, RecurrentDrafter)
+    spec = spec_of(*shape, Algorithm.NEXTN if is_recurrent else Algorithm.MULTI_LAYER_EAGLE)
+    head = layers_of(own)
+
+    def make(ops: Ops, shard: Shard) -> Drafter:
+        layers = MtpHead(head.config, ops, shard, head.names)
+        if is_recurrent:
+            inner = DialHead(RecurrentHead(layers))
+            return DialRecurrentDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
+        return DialMultiLayerDrafter(layers, spec, acceptance=DIAL_ACCEPTANCE)
+
+    empty = dial_params({0: (0,)}, rows=NUM_SLOTS, width=CONTEXT)
+    own_params = {"head": draft} if is_recurrent else draft
+    return build(
+        spec,
+        params=(target_params, {**own_params, "dial": empty}),
+        make=make,
+        aux_layer_ids=models.target.aux_layer_ids,
+        shards=shards,
+        **settings,
+    )
+
+
+def layers_of(drafter: Drafter) -> MtpHead:
+    """The layers for multi-token prediction of either drafter."""
+    if isinstance(drafter, MultiLayerDrafter):
+        return drafter.head
+    assert isinstance(drafter, RecurrentDrafter)
+    assert isinstance(drafter.head, RecurrentHead)
+    return drafter.head.layer

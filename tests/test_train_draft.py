@@ -1,0 +1,157 @@
+"""`jspec train-draft` as a user calls it: the page's commands, a killed run, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jspec import Engine, cli
+from jspec.engine.loading import BUNDLED
+from jspec.models.checkpoint import load_model_spec
+from jspec.models.eagle1 import check_eagle1, load_eagle1_config
+from jspec.models.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.registry import FAMILIES
+from jspec.server.flags import FlagParser, add_flags, parse_flags
+from jspec.testing.tiny_models import write_tiny_pair
+
+PAGE = Path(__file__).parent.parent / "docs" / "training.md"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TINY = (
+    *("--num-steps", "4", "--batch-size", "4", "--length", "32", "--num-depths", "3"),
+    *("--log-every", "2", "--eval-every", "4", "--checkpoint-every", "1", "--export-dtype"),
+    *("float32", "--dtype", "float32", "--serve-prompts", "2", "--devices", "1"),
+)
+HEADS = {
+    "EAGLE3": ("--aux-layer-ids", "0", "2", "3"),
+    "EAGLE": ("--own-samples", "4"),
+    "NEXTN": (),
+}
+
+
+def write_target(folder: Path) -> None:
+    write_tiny_pair(folder)
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    chats = [
+        [
+            {"role": "user", "content": f"{i} and {i}?"},
+            {"role": "assistant", "content": f"{i}, {i}; that is {2 * i}"},
+        ]
+        for i in range(24)
+    ]
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+
+
+def commands(folder: Path) -> list[list[str]]:
+    """The page's jspec commands, with the paths of this test."""
+    found = re.findall(r"^jspec (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    names = {
+        "MODEL_DIR": str(folder / "target"),
+        "chats.jsonl": str(folder / "chats.jsonl"),
+        "runs/head": str(folder / "out"),
+        "runs/head/head": str(folder / "out" / "head"),
+    }
+    return [[names.get(word, word) for word in shlex.split(line)] for line in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", list(HEADS))
+def test_the_pages_commands_lead_to_a_head_that_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    write_target(tmp_path)
+    train, serve = commands(tmp_path)
+    more = ["--algorithm", algorithm, *TINY, *HEADS[algorithm]]
+    assert cli.main([*train, *more]) == 0
+    shown = capsys.readouterr().out
+    assert "held_out_served_T0" in shown
+    assert "tokens/s" in shown
+    printed = shlex.split(shown.strip().splitlines()[-1])
+    if algorithm == "EAGLE3":
+        assert printed[1:] == serve
+    parser = FlagParser(prog="jspec serve", allow_abbrev=False)
+    add_flags(parser)
+    _, settings = parse_flags(parser, printed[2:])
+    small: dict[str, Any] = {"dtype": "float32", "max_running_requests": 2, "max_total_tokens": 512}
+    asked = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    with Engine(**{**settings.engine, **small}) as engine:
+        drafted = engine.generate("1 and 1?", asked)
+    with Engine(model_path=str(tmp_path / "target"), **small) as engine:
+        plain = engine.generate("1 and 1?", asked)
+    assert drafted["output_ids"] == plain["output_ids"]
+    assert drafted["meta_info"]["spec_verify_ct"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    write_target(tmp_path)
+
+    def words(out: str, *more: str) -> list[str]:
+        data = str(tmp_path / "chats.jsonl")
+        model = str(tmp_path / "target")
+        told = ["train-draft", "--model-path", model, "--data", data, "--out", str(tmp_path / out)]
+        steps = ["--num-steps", "60", "--serve-prompts", "0", "--eval-every", "7"]
+        return [*told, "--algorithm", "EAGLE", *TINY, *steps, "--checkpoint-every", "1", *more]
+
+    assert cli.main(words("whole")) == 0
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen([sys.executable, "-m", "jspec.cli", *words("cut")], env=environment)
+    checkpoints = tmp_path / "cut" / "checkpoints"
+    deadline = time.monotonic() + 200
+    while child.poll() is None and time.monotonic() < deadline:
+        saved = [path.name for path in checkpoints.glob("*") if path.name.isdigit()]
+        if any(int(name) >= 5 for name in saved):
+            os.kill(child.pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert child.wait() == -signal.SIGKILL
+    assert not (tmp_path / "cut" / "head").exists()
+    assert cli.main(words("cut", "--resume")) == 0
+    whole, cut = (
+        load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", "cut")
+    )
+    for name, value in whole.items():
+        np.testing.assert_array_equal(cut[name], value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "x"], "the following arguments are required: --data"),
+        (["--data", "a.jsonl", "--out", "x"], "a.jsonl is no file; expected one with JSON lines"),
+        (["--data", "a", "--out", "x", "--num-depths", "511"], "num_depths is 511; expected 1 to"),
+        (["--data", "a", "--out", "x", "--batch-size", "0"], "batch_size is 0; expected at least"),
+        (["--data", "a", "--out", "x", "--algorithm", "NGRAM"], "invalid choice: 'NGRAM'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--devices", "1"] if "--data" in words else []
+    assert cli.main(["train-draft", *words, *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jspec: error: ")
+    assert message in error
+
+
+def test_the_small_heads_fit_the_bundled_target() -> None:
+    target = load_model_spec(BUNDLED / "target")
+    eagle, mtp = BUNDLED / "draft_eagle1", BUNDLED / "draft_mtp"
+    check_eagle1(eagle, load_eagle1_config(eagle, target=target))
+    config, names = load_mtp_config(mtp, target=target, families=FAMILIES, num_layers=3)
+    check_mtp(mtp, config, names)
+    assert sum(f.stat().st_size for folder in (eagle, mtp) for f in folder.iterdir()) < 5e6

@@ -1,0 +1,146 @@
+"""An exported head, read by the loader that serves it, drafts over pages what training computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import ModelSpec
+from jspec.models.decoder import Params
+from jspec.models.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
+from jspec.models.eagle3 import Eagle3Head
+from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.hf_eagle3 import load_eagle3
+from jspec.models.hf_mtp import load_mtp, load_mtp_config
+from jspec.models.mtp import MtpHead
+from jspec.models.registry import FAMILIES
+from jspec.pallas_kernels.ops import Ops
+from jspec.training.dense import causal_attend, forward
+from jspec.training.draft_head import DraftHead, Guess, TargetFeatures
+from jspec.training.head_eagle1 import eagle1_head
+from jspec.training.head_mtp import mtp_head
+from tests.models.head_laws import TOLERANCE, PagedHead
+from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
+
+LENGTH, DEPTHS, START = 12, 3, 6  # a chain is drafted after row START
+
+
+def trained(
+    head: DraftHead, target: ModelSpec, target_params: Params, ids: np.ndarray, folder: Path
+) -> tuple[np.ndarray, TargetFeatures, list[Guess]]:
+    """(token ids, features, guesses) of a random head, which is exported to `folder`."""
+    params = head.init(target_params, ids, seed=3)
+    rows = random_rows(1, LENGTH)
+    hidden, aux = forward(
+        target,
+        target_params,
+        rows,
+        dtype=jnp.float32,
+        attend=causal_attend("xla"),
+        aux_layer_ids=head.aux_layer_ids,
+    )
+    features = TargetFeatures(hidden=hidden, aux=aux)
+    whole = head.whole(params, target_params, jnp.asarray(ids))
+    guesses = head.guesses(whole, rows, features, num_depths=DEPTHS, dtype=jnp.float32)
+    head.save(folder, params, draft_ids=ids, dtype=np.float32, target=target)
+    return np.asarray(rows[0]), features, guesses
+
+
+def check_chain(paged: PagedHead, ids: np.ndarray, given: Any, guesses: list[Guess]) -> None:
+    """Row by row as a prompt, then drafts after row START, the true tokens forced."""
+    fused = np.asarray(paged.fuse(given))
+    kv, carried, logits = paged.run(
+        paged.empty(), ids[1:], fused[:-1], start=0, count=START + 1, is_prompt=True
+    )
+    np.testing.assert_allclose(logits, guesses[0].logits[0, : START + 1], **TOLERANCE)
+    last = carried[-1:]
+    for depth in range(1, DEPTHS):
+        token = ids[START + 1 + depth : START + 2 + depth]
+        kv, last, logits = paged.run(kv, token, last, start=START + depth)
+        np.testing.assert_allclose(logits[0], guesses[depth].logits[0, START], **TOLERANCE)
+
+
+def test_an_exported_eagle3_head_drafts_what_it_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head, _, draft_ids = tiny_head(target, target_params)
+    ids, features, guesses = trained(head, target, target_params, draft_ids, tmp_path)
+    config = load_eagle3_config(tmp_path, target=target)
+    params = load_eagle3(tmp_path, config, target_params=target_params, dtype=np.float32)
+    paged = PagedHead(Eagle3Head(config, Ops()), params)
+    check_chain(paged, ids, features.aux[0], guesses)
+
+
+def test_an_exported_eagle1_head_drafts_what_it_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = eagle1_head(target, intermediate_size=40)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
+    config = load_eagle1_config(tmp_path, target=target)
+    assert config == head.config
+    params = load_eagle1(tmp_path, config, target_params=target_params, dtype=np.float32)
+    paged = PagedHead(Eagle1Head(config, Ops()), params)
+    check_chain(paged, ids, features.hidden[0], guesses)
+    assert guesses[1].feature is not None
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """A layer for multi-token prediction with the face of a head of its own."""
+
+    head: MtpHead
+    index: int
+
+    @property
+    def config(self) -> Any:
+        model = self.head.config.model
+        return SimpleNamespace(layer=replace(model, layers=model.layers[:1]))
+
+    def features(self, params: Params, given: Any) -> Any:
+        del params
+        return given
+
+    def forward(
+        self, params: Params, ids: Any, hidden: Any, kv: Any, rows: Any, **static: Any
+    ) -> Any:
+        out, pages = self.head.forward(params, self.index, ids, hidden, kv[0], rows, **static)
+        return out, (pages,)
+
+    def logits(self, params: Params, out: Any) -> Any:
+        return self.head.logits(params, self.index, out)
+
+
+def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
+    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=DEPTHS)
+    assert config == head.config
+    params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
+    for layer in range(DEPTHS):
+        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
+        paged = PagedHead(one, params)
+        count = LENGTH - 1 - layer
+        tokens, hidden = ids[layer + 1 :], np.asarray(features.aux[0, :count])
+        _, _, logits = paged.run(paged.empty(), tokens, hidden, start=0, is_prompt=True)
+        np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
+
+
+def test_layers_of_another_target_are_refused(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = mtp_head(target, num_layers=1, intermediate_size=40)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    params = head.init(target_params, everything, seed=0)
+    head.save(tmp_path, params, draft_ids=everything, dtype=np.float32, target=target)
+    other = replace(target, vocab_size=target.vocab_size + 8)
+    with pytest.raises(CheckpointError, match=r"\(48, 32\); expected the target's \(56, 32\)"):
+        load_mtp_config(tmp_path, target=other, families=FAMILIES, num_layers=1)
+    with pytest.raises(ConfigError, match="speculative_num_steps is 2; expected at most 1"):
+        load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=2)

@@ -1,0 +1,206 @@
+"""A run of `jspec train-draft` without an engine: devices, stored features, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.testing.tiny_models import write_tiny_pair
+from jspec.training.draft_data import own_samples
+from jspec.training.draft_job import run_job
+from jspec.training.draft_recipe import HeadRecipe
+from jspec.training.draft_settings import DraftJob, Kind
+from jspec.training.examples import RowTable
+from jspec.training.loop import LoopConfig
+
+LENGTH = 16
+LOOP = LoopConfig(
+    num_steps=4,
+    peak_learning_rate=1e-2,
+    warmup_steps=1,
+    log_every=2,
+    eval_every=3,
+    checkpoint_every=2,
+)
+RECIPE = HeadRecipe(loop=LOOP, batch_size=4, length=LENGTH, num_depths=2, compute_dtype=jnp.float32)
+
+
+class PowerCutError(Exception):
+    """Stands for whatever ends a run halfway."""
+
+
+@dataclass
+class PlannedServing:
+    """Says the same after every prompt, and ends the run at an evaluation if it is told to."""
+
+    fails: bool = False
+    served: list[list[str]] = field(default_factory=list)
+
+    def sample(self, prompts: RowTable, lens: np.ndarray, *, seed: int) -> np.ndarray:
+        del seed
+        places = np.arange(prompts.ids.shape[1])
+        return np.where(places < lens[:, None], prompts.ids, 77).astype(np.int32)
+
+    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
+        assert len(prompts.ids)
+        self.served.append(sorted(file.name for file in head.iterdir()))
+        if self.fails:
+            raise PowerCutError
+        return {"served_T0": 1.5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target beside 30 lines of text."""
+    folder = tmp_path_factory.mktemp("job")
+    write_tiny_pair(folder)
+    lines = [{"text": f"line {i} of {'abc' * (i % 5 + 1)}, {i * i}"} for i in range(30)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def job(folder: Path, out: Path, **changes: Any) -> DraftJob:
+    plain = DraftJob(
+        target=folder / "target",
+        data=folder / "data.jsonl",
+        out=out,
+        kind=Kind.EAGLE,
+        recipe=RECIPE,
+        num_devices=1,
+        num_held_out_rows=4,
+        export_dtype=np.dtype(np.float32),
+    )
+    return replace(plain, **changes)
+
+
+def run(folder: Path, out: Path, *, resume: bool = False, **changes: Any) -> dict[str, np.ndarray]:
+    """The exported weights."""
+    run_job(job(folder, out, **changes), resume=resume, serving=PlannedServing())
+    weights: dict[str, np.ndarray] = load_file(out / "head" / "model.safetensors")
+    return weights
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, np.ndarray]:
+    return run(folder, folder / "undisturbed")
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
+) -> None:
+    serving = PlannedServing(fails=True)
+    with pytest.raises(PowerCutError):  # at step 3; the last checkpoint is that of step 2
+        run_job(job(folder, tmp_path / "out"), resume=False, serving=serving)
+    assert serving.served == [["config.json", "model.safetensors"]]
+    assert not (tmp_path / "out" / "head").exists()
+    resumed = run(folder, tmp_path / "out", resume=True)
+    assert resumed.keys() == undisturbed.keys()
+    for name, value in undisturbed.items():
+        np.testing.assert_array_equal(resumed[name], value)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["num_steps"] == 4
+    assert report["held_out"]["served_T0"] == 1.5
+    assert len(report["held_out"]["accuracy"]) == 2
+
+
+def test_two_devices_learn_what_one_does(
+    folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
+) -> None:
+    assert len(jax.devices()) >= 2
+    both = run(folder, tmp_path / "out", num_devices=2)
+    for name, value in undisturbed.items():
+        np.testing.assert_allclose(both[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_stored_features_teach_what_the_targets_own_forward_does(
+    folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
+) -> None:
+    stored = run(folder, tmp_path / "out", features_dir=tmp_path / "features")
+    for name, value in undisturbed.items():
+        np.testing.assert_allclose(stored[name], value, rtol=1e-3, atol=1e-4)
+    written = tmp_path / "features" / "train"
+    hidden = np.load(written / "hidden.npy")
+    assert hidden.shape[1:] == (LENGTH, 32)
+    assert not (written / "aux.npy").exists()  # this head reads the last hidden alone
+    # what is there is read, not made again: other features give other weights
+    np.save(written / "hidden.npy", hidden[::-1])
+    shuffled = run(folder, tmp_path / "again", features_dir=tmp_path / "features")
+    assert np.abs(shuffled["fc.weight"] - undisturbed["fc.weight"]).max() > 1e-3
+    wider = replace(RECIPE, length=LENGTH + 4)
+    with pytest.raises(ConfigError, match="has features whose rows is"):
+        run(folder, tmp_path / "wider", features_dir=tmp_path / "features", recipe=wider)
+
+
+def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
+    ids = np.arange(1, 33, dtype=np.int32).reshape(2, 16)
+    table = RowTable(ids=ids, lens=np.asarray([16, 4]), weights=np.ones((2, 16), np.float32))
+    found = own_samples(table, PlannedServing(), count=5, seed=1)
+    assert found.ids.shape == (5, 16)
+    for row, weights in zip(found.ids, found.weights, strict=True):
+        said = np.flatnonzero(row == 77)
+        assert 11 <= len(said) <= 15
+        np.testing.assert_array_equal(np.flatnonzero(weights), said - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": Kind.EAGLE3}, r"a target of 3 layers has no default EAGLE-3 layers"),
+        ({"kind": Kind.EAGLE3, "aux_layer_ids": (1, 2)}, r"aux_layer_ids is \(1, 2\); expected"),
+        ({"kind": Kind.EAGLE3, "aux_layer_ids": (0, 4)}, r"expected ids in \[0, 3\]"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size is 9, but the head is EAGLE; expected it"),
+        (
+            {"kind": Kind.EAGLE3, "aux_layer_ids": (0, 2), "draft_vocab_size": 321},
+            r"draft_vocab_size is 321; expected 1 to 320",
+        ),
+        ({"kind": Kind.NEXTN, "aux_layer_ids": (0, 2)}, "the head is NEXTN; expected it unset"),
+        ({"num_devices": 3}, "batch_size is 4; expected a multiple of 3"),
+        ({"recipe": replace(RECIPE, length=512)}, "length is 512; expected at most 256"),
+        ({"held_out": Path("absent.jsonl")}, "absent.jsonl is no file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(folder, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_directory_is_not_taken_twice(
+    folder: Path, undisturbed: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    assert undisturbed
+    with pytest.raises(ConfigError, match=r"which exists; expected a new directory, or --resume"):
+        run(folder, folder / "undisturbed")
+    other = replace(RECIPE, loop=replace(LOOP, peak_learning_rate=0.5))
+    with pytest.raises(ConfigError, match=r"peak_learning_rate is 0.5; expected 0.01, with which"):
+        run(folder, folder / "undisturbed", resume=True, recipe=other)
+    with pytest.raises(ConfigError, match=r"settings.json does not exist"):
+        run(folder, tmp_path, resume=True)
+
+
+def test_a_tokenizer_beyond_the_targets_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in (folder / "target").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    with pytest.raises(CheckpointError, match="200"):  # the weights do not fit either
+        run(folder, tmp_path / "out", target=target)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["far"] = 400
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has 401 ids; expected at most 320"):
+        run(folder, tmp_path / "out", target=target)

@@ -1,0 +1,179 @@
+"""JSON lines to rows: what each kind of line becomes, what is learnt of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.errors import ConfigError
+from jspec.testing.tiny_models import END, tiny_tokenizer
+from jspec.text.chat_template import ChatTemplate
+from jspec.text.tokenizer import Tokenizer
+from jspec.training.examples import Example, LossOn, Reader, held_out_from, rows_of
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "Hé?"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "né"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    words = json.dumps({"eos_token": END, "bos_token": END})
+    (folder / "tokenizer_config.json").write_text(words)
+    return Tokenizer.from_directory(folder)
+
+
+def reader(
+    tokenizer: Tokenizer, *, loss_on: LossOn = LossOn.ALL, template: str | None = TEMPLATE
+) -> Reader:
+    found = None if template is None else ChatTemplate(source=template, where="the test")
+    return Reader(tokenizer=tokenizer, template=found, vocab_size=320, loss_on=loss_on)
+
+
+def learnt(tokenizer: Tokenizer, example: Example) -> bytes:
+    ids = example.ids[example.is_learnt]
+    return tokenizer.backend.decode(ids.tolist()).encode()
+
+
+def test_a_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
+    example = reader(tokenizer).example('{"text": "abc", "source": "somewhere"}')
+    assert example.ids.tolist() == list(tokenizer.encode("abc"))
+    assert example.is_learnt.all()
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, key: str) -> None:
+    line = json.dumps({key: CHAT})
+    example = reader(tokenizer, loss_on=LossOn.ASSISTANT).example(line)
+    text = "<user>Hé?\n<assistant>yes\n<user>so\n<assistant>né\n"
+    assert example.ids.tolist() == list(tokenizer.encode(text, add_special_tokens=False))
+    assert learnt(tokenizer, example) == "yes\nné\n".encode()
+    whole = reader(tokenizer).example(line)
+    assert whole.ids.tolist() == example.ids.tolist()
+    assert whole.is_learnt.all()
+
+
+def test_sharegpt_speaks_of_the_same_roles(tokenizer: Tokenizer) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    ours, theirs = (
+        reader(tokenizer, loss_on=LossOn.ASSISTANT).example(json.dumps({"conversations": value}))
+        for value in (CHAT, turns)
+    )
+    np.testing.assert_array_equal(ours.ids, theirs.ids)
+    np.testing.assert_array_equal(ours.is_learnt, theirs.is_learnt)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", r"has \[1\]; expected an object with one of text, messages"),
+        ('{"txt": "a"}', r"has \['txt'\]; expected an object with one of text"),
+        ('{"text": "a", "messages": []}', r"has \['text', 'messages'\]; expected"),
+        ('{"text": 3}', "text is 3; expected some"),
+        ('{"text": ""}', "text is ''; expected some"),
+        ('{"text": "\\ud800"}', "expected valid Unicode"),
+        ('{"messages": []}', r"has the messages \[\]; expected a list of some"),
+        ('{"messages": [{"role": "user"}]}', "expected role and content, or from and value"),
+        ('{"input_ids": [1, "b"]}', "expected a list of token ids"),
+        ('{"input_ids": [5, 320]}', r"has the token id 320; expected ids in \[0, 320\)"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(
+    tokenizer: Tokenizer, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        reader(tokenizer).read(path)
+    assert str(error.value).startswith(f"{path}, line 3: ")
+
+
+def test_files_without_examples_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty.jsonl has no line; expected JSON"):
+        reader(tokenizer).read(empty)
+    with pytest.raises(ConfigError, match="is no file"):
+        reader(tokenizer).read(tmp_path / "absent.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        reader(tokenizer).read(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "message"),
+    [
+        ({"text": "a"}, TEMPLATE, "has text, of which the assistant says nothing"),
+        ({"messages": CHAT[:1]}, TEMPLATE, "the assistant says nothing; expected"),
+        ({"messages": CHAT}, None, "no chat template"),
+        ({"messages": CHAT}, "{{ messages | length }}", "before number 2 anew"),
+        ({"messages": CHAT}, "{{ raise_exception('no') }}", "refuses the messages: no"),
+    ],
+)
+def test_what_the_assistant_says_must_be_there(
+    tokenizer: Tokenizer, line: dict[str, Any], template: str | None, message: str
+) -> None:
+    own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=template)
+    with pytest.raises(ConfigError, match=message):
+        own.read_lines([(1, json.dumps(line))], where="x")
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(3, 9), st.randoms())
+def test_every_learnt_token_counts_once_where_it_is_foretold(
+    lens: list[int], length: int, random: Any
+) -> None:
+    examples = [
+        Example(
+            ids=np.arange(1, n + 1, dtype=np.int32),
+            is_learnt=np.asarray([random.random() < 0.5 for _ in range(n)]),
+        )
+        for n in (*lens, length)
+    ]
+    examples[-1].is_learnt[1] = True  # so that something is
+    table = rows_of(examples, length=length)
+    found = []
+    for row, n, weights in zip(table.ids, table.lens, table.weights, strict=True):
+        assert (row[n:] == 0).all()
+        assert (row[:n] == np.arange(row[0], row[0] + n)).all()
+        found += [int(row[p]) + 1 for p in np.flatnonzero(weights)]
+    expected = []
+    for example in examples:
+        for start in range(0, len(example.ids), length):
+            stop = min(start + length, len(example.ids))
+            if stop - start >= 3:
+                here = example.ids[start + 1 : stop + 1]
+                expected += here[example.is_learnt[start + 1 : stop + 1]].tolist()
+    assert found == expected
+
+
+def test_one_example_in_twenty_is_held_out() -> None:
+    examples = [Example(ids=np.asarray([i]), is_learnt=np.ones(1, bool)) for i in range(45)]
+    train, held_out = held_out_from(examples)
+    assert [int(example.ids[0]) for example in held_out] == [19, 39]
+    assert len(train) == 43
+    assert [len(part) for part in held_out_from(examples[:3])] == [2, 1]
+    with pytest.raises(ConfigError, match="has 1 example; expected at least 2"):
+        held_out_from(examples[:1])
+
+
+def test_nothing_to_learn_is_an_error() -> None:
+    short = Example(ids=np.asarray([1, 2]), is_learnt=np.ones(2, bool))
+    with pytest.raises(ConfigError, match="of 1 examples nothing is to be learnt"):
+        rows_of([short], length=8)
