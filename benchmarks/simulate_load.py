@@ -1,6 +1,6 @@
 """Serving under load in virtual time: the real scheduler, a card that is only a table of costs.
 
-    python -m benchmarks.simulate_load [--set chunked_prefill_size=4096] [--card row=0.1] [--out F]
+    python -m benchmarks.simulate_load [--set prefill_budget=4096] [--card row=0.1] [--seeds 4]
 
 Three patterns of clients, those of the served table: 64 that are always busy, 12 requests a second
 (Poisson), and one alone; prompts of 512 to 1,024 tokens, outputs of 128 to 256, lengths and order
@@ -16,8 +16,9 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def report(simulation: Simulation, total: float) -> dict[str, Any]:
     }
 
 
+def mean(results: Sequence[Any]) -> Any:
+    """The means of what is alike in shape, number by number."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {name: mean([each[name] for each in results]) for name in first}
+    if isinstance(first, list):
+        return [mean(each) for each in zip(*results, strict=True)]
+    return round(sum(results) / len(results), 3)
+
+
 def limits_of(**changes: Any) -> ServeLimits:
     """The engine that was measured: 64 rows, pages for all of them, no prefix cache."""
     limits = ServeLimits(
@@ -206,8 +217,17 @@ def limits_of(**changes: Any) -> ServeLimits:
         page_size=64,
         context_length=2048,
         decode_buckets=powers_of_two(1, 64),
-        prefill_buckets=powers_of_two(128, 8192),
+        prefill_buckets=(
+            *range(128, 1024, 128),
+            *range(1024, 2048, 256),
+            2048,
+            3072,
+            4096,
+            6144,
+            8192,
+        ),
         prefill_rows=16,
+        prefill_budget=2048,
         max_queued_requests=1024,
     )
     return replace(limits, **changes)
@@ -222,3 +242,49 @@ def simulate(
         simulation = Simulation(limits, card, pattern, seed=seed)
         results[pattern.name] = report(simulation, simulation.run())
     return results
+
+
+def _number(text: str) -> Any:
+    """A limit or a cost as the command line has it: 4096, 0.5, or sizes 128,256."""
+    if "," in text:
+        return tuple(int(size) for size in text.split(","))
+    return float(text) if "." in text else int(text)
+
+
+def _given(words: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
+    """name=value, each name among `known`. Raises SystemExit."""
+    names, given = sorted(known), {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in names:
+            raise SystemExit(f"{name!r} is unknown; expected one of {', '.join(names)}")
+        given[name] = _number(value)
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Simulates, prints one JSON object and returns it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--set", nargs="*", default=[], metavar="LIMIT=N", help="of ServeLimits")
+    parser.add_argument("--card", nargs="*", default=[], metavar="COST=MS", help="of Card")
+    parser.add_argument("--seeds", type=int, default=1, help="draws of clients, averaged")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    limits = limits_of(**_given(args.set, (each.name for each in fields(ServeLimits))))
+    card = Card(**_given(args.card, (each.name for each in fields(Card))))
+    result = {
+        "command": " ".join(["python -m benchmarks.simulate_load", *(arguments or sys.argv[1:])]),
+        "card": asdict(card),
+        "prefill_buckets": limits.prefill_buckets,
+        "prefill_budget": limits.prefill_budget,
+        "patterns": mean([simulate(limits, card, seed=seed) for seed in range(args.seeds)]),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

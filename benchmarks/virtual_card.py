@@ -37,8 +37,8 @@ class Card:
     dispatch: float = 1.5
     read: float = 0.3
     row: float = 0.06
-    arrive: float = 3.0
-    deliver: float = 1.5
+    arrive: float = 1.5
+    deliver: float = 0.7
 
     def step(self, plan: StepPlan, limits: ServeLimits) -> float:
         """Milliseconds of a step on the device, in the nearest of all its programs."""

@@ -160,6 +160,8 @@ class ServeLimits:
     num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages of the
     full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
     decode_buckets and prefill_buckets ascend: B and T of the programs.
+    prefill_budget: prompt tokens between two decode steps, while there is something to decode
+    (`scheduler/policy.py`); 0 is chunk_size.
     num_rounds: verifications of one decode step, one behind the other without the host.
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     """
@@ -172,6 +174,7 @@ class ServeLimits:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
+    prefill_budget: int = 0
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128
@@ -179,6 +182,7 @@ class ServeLimits:
     prefix_cache: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
         if not 0 <= self.overlap_depth <= 2:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:

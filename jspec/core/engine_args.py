@@ -199,6 +199,16 @@ class EngineArgs:
         _MEMORY,
         low=1,
     )
+    prefill_budget_tokens: int | None = argument(
+        None,
+        "Prompt tokens computed between two decode steps while rows decode, up to six times as "
+        "many in a burst (a quarter of --chunked-prefill-size; all of it on a CPU)",
+        _MEMORY,
+        low=1,
+    )
+    prefill_max_requests: int | None = argument(
+        None, "Most prompts of a prefill step (4 on a CPU, else 16)", _MEMORY, low=1
+    )
     overlap_depth: int = argument(
         1,
         "Steps dispatched before the one being read, 0 to 2: the same tokens",

@@ -32,6 +32,7 @@ from jspec.core.protocols import TextStream
 from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
 from jspec.scheduler import budget, policy
 from jspec.scheduler.pages import FullPages, Hit
+from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import check_result
 from jspec.scheduler.sequence import (
     Cut,
@@ -60,10 +61,10 @@ class Scheduler:
         self._epochs = [0] * (limits.num_slots + 1)
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
+        self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
         self._in_flight: deque[StepPlan] = deque()
-        self._last_kind = StepKind.DECODE
         self._num_steps = 0
         self._totals = Totals(counters=empty_counters(limits.spec))
 
@@ -170,11 +171,13 @@ class Scheduler:
         """
         if len(self._in_flight) > self._limits.overlap_depth:
             return None
-        for kind in policy.kinds_to_try(self._last_kind):
-            plan = self._plan_prefill() if kind is StepKind.PREFILL else self._plan_decode()
-            if plan is not None:
-                self._mark_in_flight(plan)
-                return plan
+        first, last = self._prefilling.rooms(
+            self._waiting, num_running=len(self._running), num_free_slots=len(self._free_slots)
+        )
+        plan = self._plan_prefill(first) or self._plan_decode() or self._plan_prefill(last)
+        if plan is not None:
+            self._mark_in_flight(plan)
+            return plan
         if self._sequences and not self._in_flight:
             raise InvariantError(
                 f"nothing is in flight and nothing can be planned for {len(self._running)} "
@@ -182,14 +185,13 @@ class Scheduler:
             )
         return None
 
-    def _plan_prefill(self) -> StepPlan | None:
-        packer = policy.ChunkPacker(self._limits)
+    def _plan_prefill(self, room: int) -> StepPlan | None:
+        packer = policy.ChunkPacker(self._limits, room)
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
-        for sequence in self._running.values():
-            tenancy = sequence.held_tenancy
-            if packer.has_room and not tenancy.is_prefill_dispatched:
+        for tenancy in self._prefilling.tenancies:
+            if packer.has_room:
                 chunks.append(packer.pack(tenancy))
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._free_slots:
@@ -268,15 +270,13 @@ class Scheduler:
 
     def _mark_in_flight(self, plan: StepPlan) -> None:
         self._num_steps = plan.step
-        self._last_kind = plan.kind
+        self._prefilling.count(plan)
         self._in_flight.append(plan)
         for chunk in plan.chunks:
             tenancy = self._tenancies[chunk.row]
-            tenancy.num_filled += len(chunk.token_ids)
+            self._prefilling.advance(tenancy, chunk)
             self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
-            if chunk.is_final:
-                tenancy.sequence.state = SequenceState.RUNNING
         for row in plan.rows:
             self._tenancies[row].rounds_in_flight += self._limits.num_rounds
         for row in plan.row_refs:
@@ -341,9 +341,7 @@ class Scheduler:
         fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
         if not (fits and self._windows.may_admit(newcomer)):
             return None
-        held = (sequence.held_tenancy for sequence in running)
-        writers = (tenancy for tenancy in held if not tenancy.is_prefill_dispatched)
-        return None if self._pages.waits(newcomer, hit, writers) else hit
+        return None if self._pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
 
     def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
         slot = heapq.heappop(self._free_slots)
@@ -366,7 +364,7 @@ class Scheduler:
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
         sequence.tenancy = tenancy
-        sequence.state = SequenceState.PREFILLING
+        self._prefilling.add(sequence)
         return tenancy
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
@@ -387,6 +385,7 @@ class Scheduler:
         if tenancy is None:
             return
         del self._running[sequence.request.request_id]
+        self._prefilling.drop(sequence)
         if keeps_pages:
             self._pages.keep(tenancy, step=self._num_steps)
         tenancy.ended = True
