@@ -153,6 +153,14 @@ class WindowSpace:
     num_pages: int
 
 
+class PriorityOrder(enum.Enum):
+    """Whose request goes first: that of the higher number is SGLang's order, vLLM's the other."""
+
+    OFF = "off"
+    HIGH_FIRST = "high first"
+    LOW_FIRST = "low first"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
     """Static sizes of one engine: what the host may plan and what the device has compiled.
@@ -178,6 +186,7 @@ class ServeLimits:
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128
+    priority_order: PriorityOrder = PriorityOrder.OFF
     windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
 

@@ -4,16 +4,19 @@ Pure decisions over sequences and numbers. Nothing here changes a sequence, the 
 the scheduler does what these functions say.
 
 The rules:
-  - First come, first served: the head of the queue is admitted when a slot is free and the pages
-    of its whole fill and of its first decode are; nobody overtakes it. A newcomer that would run
-    beside others also leaves the pages that it and they need for the next few steps.
+  - First come, first served, or by priority (`waiting.py`): the head of the queue is admitted when
+    a slot is free and the pages of its whole fill and of its first decode are; nobody overtakes
+    it. A newcomer that would run beside others also leaves the pages that it and they need for the
+    next few steps.
   - Prompts are computed as soon as they are there, but rows that decode wait for a bounded number
     of their tokens: `prefill_room`.
   - A prefill step packs chunks in order of arrival until it is out of tokens or of rows. While
-    several prompts wait it is short, so that the first of them need not wait for the last.
+    several prompts wait it is short, so that the first of them need not wait for the last. One
+    that fills many steps leaves half of each to shorter ones.
   - A decode row short of pages waits while a step in flight may still help it: by ending its
     uncertainty (its own unread steps) or by returning pages (of rows that ended). Otherwise the
-    newest running sequence is retracted: that one has waited least and loses least.
+    newest running sequence, of those of the lowest rank, is retracted: that one has waited least
+    and loses least.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from jspec.core.config import ServeLimits
 from jspec.core.plan import PrefillChunk
 from jspec.scheduler import budget
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.waiting import rank_of
 
 # Found by benchmarks/simulate_load.py (decision 21). While (WAVE times) more prompts wait than rows
 # decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and who decodes then
@@ -89,10 +93,14 @@ def _unpadded(limits: ServeLimits, room: int) -> int:
 
 @dataclass(slots=True)
 class ChunkPacker:
-    """Fills one prefill step: at most `limits.prefill_rows` rows and `room` tokens."""
+    """Fills one prefill step: at most `limits.prefill_rows` rows and `room` tokens.
+
+    leaves_half: a row that would fill the step and more takes half of what is left.
+    """
 
     limits: ServeLimits
     room: int
+    leaves_half: bool = False
     num_rows: int = 0
     num_tokens: int = 0
 
@@ -107,7 +115,10 @@ class ChunkPacker:
         start 4, tokens 4..6, next_id is fill token 7.
         """
         start, fill_ids = tenancy.num_filled, tenancy.fill_ids
-        end = min(len(fill_ids), start + self.room - self.num_tokens)
+        most = self.room - self.num_tokens
+        if self.leaves_half and len(fill_ids) - start > self.room:
+            most = -(-most // 2)
+        end = min(len(fill_ids), start + most)
         self.num_rows += 1
         self.num_tokens += end - start
         next_id = fill_ids[end] if end < len(fill_ids) else None
@@ -166,6 +177,7 @@ def may_decode(sequence: Sequence) -> bool:
     return tenancy.emitting_in_flight < sequence.num_tokens_left
 
 
-def choose_victim(running: Ordered[Sequence]) -> Sequence:
-    """Whom to retract: the newest arrival. The caller never asks about the last sequence."""
-    return max(running, key=lambda sequence: sequence.arrival)
+def choose_victim(limits: ServeLimits, running: Ordered[Sequence]) -> Sequence:
+    """Whom to retract: the newest arrival of the lowest rank. The caller never asks about the last
+    sequence."""
+    return max(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))

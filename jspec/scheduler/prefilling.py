@@ -36,25 +36,29 @@ class Prefilling:
         """A row that ends, wherever it is."""
         self._rows.pop(sequence.request.request_id, None)
 
-    def rooms(
+    def packers(
         self, waiting: Iterable[Sequence], *, num_running: int, num_free_slots: int
-    ) -> tuple[int, int]:
-        """Prompt tokens of the next step before a decode step is tried (0: none), and after it if
-        there is nothing to decode."""
+    ) -> tuple[policy.ChunkPacker, policy.ChunkPacker]:
+        """For the next step: before a decode step is tried, and after it if there is none."""
         tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
         tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
-        if not tokens:
-            return 0, 0
         unfilled = policy.Unfilled(num_rows=len(tokens), num_tokens=sum(tokens))
-        room = policy.prefill_room(
-            self._limits,
-            unfilled,
-            num_decoding=num_running - len(self._rows),
-            since_decode=self._since_decode,
+        room = later = 0
+        if tokens:
+            room = policy.prefill_room(
+                self._limits,
+                unfilled,
+                num_decoding=num_running - len(self._rows),
+                since_decode=self._since_decode,
+            )
+        if tokens and not room:
+            later = policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
+        shortest = min(tokens, default=0)
+        first, last = (
+            policy.ChunkPacker(self._limits, size, leaves_half=2 * shortest <= size)
+            for size in (room, later)
         )
-        if room:
-            return room, 0
-        return 0, policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
+        return first, last
 
     def count(self, plan: StepPlan) -> None:
         """A step is dispatched now."""

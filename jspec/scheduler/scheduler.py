@@ -44,6 +44,7 @@ from jspec.scheduler.sequence import (
     surviving_drafts,
 )
 from jspec.scheduler.stats import SchedulerStats, Totals
+from jspec.scheduler.waiting import WaitingQueue
 from jspec.scheduler.windows import WindowPages
 
 
@@ -59,7 +60,7 @@ class Scheduler:
         self._windows = WindowPages(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue(limits)
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
@@ -101,6 +102,7 @@ class Scheduler:
         name = request.request_id
         if name in self._sequences:
             raise RequestError(f"request_id is {name!r}; expected one that is not in use")
+        budget.check_priority(self._limits, request)
         max_new_tokens = budget.clip_max_new_tokens(
             self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
         )
@@ -119,7 +121,7 @@ class Scheduler:
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += sequence.prompt_len
         self._sequences[name] = sequence
-        self._waiting.append(sequence)
+        self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
         """Ends a request now; its last chunk has the text held back. None if it is not there."""
@@ -171,7 +173,7 @@ class Scheduler:
         """
         if len(self._in_flight) > self._limits.overlap_depth:
             return None
-        first, last = self._prefilling.rooms(
+        first, last = self._prefilling.packers(
             self._waiting, num_running=len(self._running), num_free_slots=len(self._free_slots)
         )
         plan = self._plan_prefill(first) or self._plan_decode() or self._plan_prefill(last)
@@ -185,8 +187,7 @@ class Scheduler:
             )
         return None
 
-    def _plan_prefill(self, room: int) -> StepPlan | None:
-        packer = policy.ChunkPacker(self._limits, room)
+    def _plan_prefill(self, packer: policy.ChunkPacker) -> StepPlan | None:
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
@@ -195,11 +196,10 @@ class Scheduler:
                 chunks.append(packer.pack(tenancy))
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._free_slots:
-            newcomer = self._waiting[0]
-            hit = self._hit_of(newcomer)
+            hit = self._hit_of(self._waiting.head)
             if hit is None:
                 break
-            tenancy = self._admit(self._waiting.popleft(), hit)
+            tenancy = self._admit(self._waiting.pop(), hit)
             admissions.append(tenancy.admission)
             chunks.append(packer.pack(tenancy))
             grants += self._grant_for_chunk(tenancy, chunks[-1])
@@ -253,7 +253,7 @@ class Scheduler:
                     f"the only running sequence misses {num_missing} pages and "
                     f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
-            self._retract(policy.choose_victim(tuple(self._running.values())))
+            self._retract(policy.choose_victim(self._limits, tuple(self._running.values())))
         return num_missing
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
@@ -373,7 +373,7 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_retractions += 1
         self._totals.num_retractions += 1
-        self._waiting.appendleft(sequence)
+        self._waiting.push_back(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self._end_tenancy(sequence)

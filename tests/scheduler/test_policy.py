@@ -194,4 +194,4 @@ def test_a_waiting_sequence_does_not_decode() -> None:
 
 def test_the_newest_gives_way() -> None:
     sequences = [make_sequence(4, arrival=arrival) for arrival in (2, 7, 5)]
-    assert policy.choose_victim(sequences) is sequences[1]
+    assert policy.choose_victim(LIMITS, sequences) is sequences[1]
