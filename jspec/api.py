@@ -48,8 +48,9 @@ class Engine:
     The engine lives on an event loop in a thread of its own: any thread and any event loop, one
     asyncio.run after the other, may use it.
 
-    Raises ConfigError and CheckpointError from the constructor, RequestError and QueueFullError
-    for a request, EngineClosedError after shutdown. Ctrl-C while it starts is KeyboardInterrupt.
+    Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
+    QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C while it starts is
+    KeyboardInterrupt.
     """
 
     def __init__(
@@ -63,7 +64,12 @@ class Engine:
         with interruptible():
             self.args = EngineArgs.from_mapping(arguments)
             self._start(progress)
-            self._loop = EngineLoop(self._scheduler, self._runner, trace=trace)
+            self._loop = EngineLoop(
+                self._scheduler,
+                self._runner,
+                trace=trace,
+                queue_time_limit=self.args.queue_time_limit,
+            )
         self._home = HomeLoop()
         self.startup_seconds = time.monotonic() - started
 
@@ -131,10 +137,11 @@ class Engine:
         *,
         request_id: str | None = None,
         extra_key: str | None = None,
+        priority: int = 0,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         names = {"request_id": request_id, "extra_key": extra_key}
-        return self._intake.requests(prompt, input_ids, sampling_params, **names)
+        return self._intake.requests(prompt, input_ids, sampling_params, priority=priority, **names)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:

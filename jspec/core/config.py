@@ -124,6 +124,12 @@ class SpeculativeConfig:
             advance_rows=drafting.advance_rows(self.num_steps, self.topk),
         )
 
+    @property
+    def num_root_rows(self) -> int:
+        """Rows that a drafter writes behind a prompt: 1 where it keeps the root's own."""
+        rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
+        return max(rows - self.max_emitted, 0)
+
     def num_scratch_pages(self, page_size: int) -> int:
         """Pages that a pool has beside those of its tokens, so that scratch costs no token.
 

@@ -209,6 +209,8 @@ class Request:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise RequestError(f"priority is {shown(self.priority)}; expected an integer")
         if self.sampling.min_new_tokens and len(self.stop_ids) > MAX_MASKED_STOP_IDS:
             raise RequestError(
                 f"min_new_tokens is {self.sampling.min_new_tokens} with {len(self.stop_ids)} stop "

@@ -65,6 +65,7 @@ def size_pool(
         overlap_depth=config.overlap_depth,
         num_rounds=config.num_continuous_decode_steps,
         max_queued_requests=config.max_queued_requests,
+        priority_order=config.priority_order,
         prefix_cache=not config.disable_radix_cache,
     )
     dtype = jnp.dtype(config.dtype)

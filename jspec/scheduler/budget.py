@@ -82,7 +82,7 @@ def check_batch(
                 f"request_id is {request.request_id!r}; expected one that is not in use"
             )
         names.add(request.request_id)
-        check_priority(limits, request)
+        _check_priority(limits, request)
         clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
     check_number(limits, len(requests))
     if num_queued + len(requests) > limits.max_queued_requests:
@@ -92,8 +92,18 @@ def check_batch(
         )
 
 
-def check_priority(limits: ServeLimits, request: Request) -> None:
-    """Raises RequestError for a priority where there are none."""
+def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> None:
+    """Raises QueueFullError where one more may not wait, RequestError for a priority without an
+    order of them."""
+    _check_priority(limits, request)
+    if num_queued >= limits.max_queued_requests:
+        raise QueueFullError(
+            f"{num_queued} requests are waiting; expected fewer than max_queued_requests "
+            f"{limits.max_queued_requests}"
+        )
+
+
+def _check_priority(limits: ServeLimits, request: Request) -> None:
     if request.priority and limits.priority_order is PriorityOrder.OFF:
         raise RequestError(
             f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "

@@ -23,7 +23,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
+from jspec.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    JspecError,
+    QueueTimeoutError,
+    clear_frames,
+)
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.core.request import Request, StreamChunk
@@ -39,10 +45,10 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._items: deque[StreamChunk | EngineClosedError] = deque()
+        self._items: deque[StreamChunk | JspecError] = deque()
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
-    def put(self, item: StreamChunk | EngineClosedError) -> None:
+    def put(self, item: StreamChunk | JspecError) -> None:
         """From any thread; never waits for the reader."""
         with self._lock:
             self._items.append(item)
@@ -51,7 +57,7 @@ class Mailbox:
             with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
                 reader[0].call_soon_threadsafe(_wake, reader[1])
 
-    async def get(self) -> StreamChunk | EngineClosedError:
+    async def get(self) -> StreamChunk | JspecError:
         """The oldest item, as soon as there is one."""
         while True:
             with self._lock:
@@ -116,7 +122,8 @@ class ChunkStream(AsyncIterator[StreamChunk]):
     Whoever goes away aborts the request: by aclose(), by cancelling the wait for a chunk, or by
     dropping the last reference to the stream.
 
-    Raises EngineClosedError, after the chunks that were committed, if the engine ends first.
+    Raises EngineClosedError, after the chunks that were committed, if the engine ends first, and
+    QueueTimeoutError if the request waited too long.
     """
 
     def __init__(self, engine_loop: EngineLoop, request_id: str, queue: Mailbox) -> None:
@@ -145,7 +152,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         if self._is_done:
             return None
         item = await self._queue.get()
-        if isinstance(item, EngineClosedError):
+        if isinstance(item, JspecError):
             self._end()
             raise item
         if item.finish is not None:
@@ -175,10 +182,16 @@ class EngineLoop:
     Only the chunks may be read elsewhere.
 
     trace: a list of the caller's, to which every call of the runner is appended.
+    queue_time_limit: seconds that a request may wait before it first runs; None: any number.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, trace: list[TraceEvent] | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        trace: list[TraceEvent] | None = None,
+        queue_time_limit: float | None = None,
     ) -> None:
         if scheduler.limits != runner.limits:
             raise ConfigError(
@@ -187,6 +200,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._trace = trace
+        self._queue_time_limit = queue_time_limit
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
@@ -231,6 +245,8 @@ class EngineLoop:
         if self._task is None:
             self._task = event_loop.create_task(self._run(), name="jspec-engine-loop")
         self._wake.set()
+        if self._queue_time_limit is not None:
+            event_loop.call_later(self._queue_time_limit, self._expire, request.request_id, queue)
         return ChunkStream(self, request.request_id, queue)
 
     @property
@@ -254,6 +270,15 @@ class EngineLoop:
             return False
         self._publish(chunk)
         return True
+
+    def _expire(self, request_id: str, queue: Mailbox) -> None:
+        """Ends a request that is still in the queue; a later one of that id stays."""
+        limit = self._queue_time_limit
+        if limit is None or self._queues.get(request_id) is not queue:
+            return
+        if self._scheduler.expire(request_id):
+            queue.put(QueueTimeoutError(request_id, limit))
+            del self._queues[request_id]
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError, QueueFullError, RequestError
+from jspec.core.errors import InvariantError, RequestError
 from jspec.core.features import PLAIN, StepFeatures
 from jspec.core.plan import (
     Admission,
@@ -96,21 +96,16 @@ class Scheduler:
         """Queues a request. max_new_tokens is bounded (budget.clip_max_new_tokens).
 
         Raises:
-            RequestError: its id is in use, or it can never run (budget.clip_max_new_tokens).
+            RequestError: its id is in use, or it can never run (budget).
             QueueFullError: max_queued_requests are waiting.
         """
         name = request.request_id
         if name in self._sequences:
             raise RequestError(f"request_id is {name!r}; expected one that is not in use")
-        budget.check_priority(self._limits, request)
         max_new_tokens = budget.clip_max_new_tokens(
             self._limits, len(request.prompt_ids), request.sampling.max_new_tokens
         )
-        if len(self._waiting) >= self._limits.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting; expected fewer than "
-                f"max_queued_requests {self._limits.max_queued_requests}"
-            )
+        budget.check_queue(self._limits, request, num_queued=len(self._waiting))
         sequence = Sequence(
             request=request,
             arrival=self._totals.num_requests,
@@ -134,6 +129,12 @@ class Scheduler:
         finish = FinishReason(kind=FinishKind.ABORT, message="aborted by request")
         self._finish(sequence)
         return sequence.chunk(Cut(ids=(), text=sequence.text_stream.flush(), finish=finish))
+
+    def expire(self, request_id: str) -> bool:
+        """Ends a request that still waits and never ran; whether it did."""
+        sequence = self._sequences.get(request_id)
+        has_run = sequence is None or sequence.tenancy is not None or sequence.num_retractions > 0
+        return not has_run and self.abort(request_id) is not None
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.
@@ -262,7 +263,7 @@ class Scheduler:
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
         return self._windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
 
     def _features_of(self, rows: Iterable[RowRef]) -> StepFeatures:
