@@ -99,7 +99,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),
         by_columns=checkpoint.draft_path is not None and dtype == "bfloat16",
         decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
-        prefill_buckets=_prefill_buckets(chunk, is_cpu=is_cpu),
+        prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
     )
     if config.compile_at_start != "auto":
@@ -166,7 +166,7 @@ def _few(num_slots: int) -> tuple[int, ...]:
     return (*(size for size in (1, 4) if size < num_slots), num_slots)
 
 
-def _prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
+def prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
     """Tokens of the prefill programs. Their products take padding as they take tokens, so most
     prompts pay for little of it: every 128 up to 1,024, four sizes an octave up to 2,048, two above
     (decision 21). On a CPU a compilation costs more than that.
