@@ -237,7 +237,8 @@ def test_who_waits_too_long_gets_a_503_with_retry_after(
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert "queue_time_limit" in response.json()["message"]
-        (event,) = events_of(client, "/generate", {"text": "y", "stream": True})
+        streamed = client.post("/generate", json={"text": "y", "stream": True})
+        (event,) = events_of(streamed.text)
         assert event["error"]["code"] == 503
         client.post("/abort_request", json={"abort_all": True}).raise_for_status()
         assert len(filling.result(timeout=120)) == 2
