@@ -112,7 +112,7 @@ def test_prefill_programs_lie_close_where_prompts_do() -> None:
 
 def test_an_order_of_priorities() -> None:
     assert resolved().priority_order is PriorityOrder.OFF
-    order = {"enable_priority_scheduling": True}
+    order: dict[str, Any] = {"enable_priority_scheduling": True}
     assert resolved(**order).priority_order is PriorityOrder.HIGH_FIRST
     both = {**order, "schedule_low_priority_values_first": True}
     assert resolved(**both).priority_order is PriorityOrder.LOW_FIRST

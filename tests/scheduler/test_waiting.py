@@ -115,7 +115,7 @@ def test_a_priority_needs_an_order() -> None:
     with pytest.raises(RequestError, match="priority is 3, but"):
         budget.check_batch(OFF, [urgent("a", 3)], in_use=(), num_queued=0)
     with pytest.raises(RequestError, match=r"priority is 1\.5; expected an integer"):
-        replace(make_request("a"), priority=1.5)
+        replace(make_request("a"), priority=1.5)  # type: ignore[arg-type]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
