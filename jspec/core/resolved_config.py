@@ -37,6 +37,7 @@ class ResolvedConfig(EngineArgs):
     max_running_requests: int
     max_queued_requests: int
     chunked_prefill_size: int
+    prefill_budget_tokens: int
     kernels: str
     by_columns: bool
     decode_buckets: tuple[int, ...]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
 from jspec.core.errors import EngineClosedError, RequestError
 from jspec.core.request import StreamChunk
-from jspec.scheduler.loop import ChunkStream
+from jspec.scheduler.chunk_stream import ChunkStream
 
 T = TypeVar("T")
 # Seconds for work to end by itself when the home stops, or once it is cancelled.
@@ -109,6 +109,19 @@ class HomeLoop:
             if not future.done():  # not an error of the work
                 self._cancel(work, future)
             raise
+
+    def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
+        """The items of a generator that runs at home, one by one; closes it at the end."""
+        try:
+            while True:
+                item = self.run(next_or_none(stream))
+                if item is None:
+                    return
+                yield item
+        finally:
+            # Refused once the home is not running, and if dropped on it: it ends by that.
+            with contextlib.suppress(EngineClosedError, RequestError):
+                self.run(close_unless_running(stream))
 
     def stop(self) -> None:
         """Ends the background thread, if it was started, after what was handed over ended.
@@ -234,3 +247,15 @@ async def close_unless_running(stream: AsyncGenerator[Any]) -> None:
     """Closes a generator. One that is run at this moment was cancelled, and ends by that."""
     if not getattr(stream, "ag_running", False):
         await stream.aclose()
+
+
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs all at once and returns their results in order. The first error cancels the others,
+    and is raised after they ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

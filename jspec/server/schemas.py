@@ -23,12 +23,13 @@ from jspec.server.fields import (
     check_text,
     expand_rid,
     get_bool,
+    get_priority,
     shorten,
     without_neutral,
 )
 
 GENERATE_FIELDS = frozenset(
-    {"text", "input_ids", "sampling_params", "rid", "stream", "return_spec_tokens"}
+    {"text", "input_ids", "sampling_params", "rid", "stream", "return_spec_tokens", "priority"}
 )
 NEUTRAL_GENERATE: Neutral = {
     "input_embeds": (None,),
@@ -51,7 +52,6 @@ NEUTRAL_GENERATE: Neutral = {
     "session_params": (None,),
     "custom_logit_processor": (None,),
     "extra_key": (None,),
-    "priority": (None, 0),
     "conversation_id": (None,),
     "data_parallel_rank": (None,),
     "bootstrap_host": (None,),
@@ -97,12 +97,16 @@ GENERATE_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one."""
+    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one.
+
+    priority: whether it goes before others, where the engine has priorities.
+    """
 
     sampling: SamplingParams
     text: str | None = None
     input_ids: tuple[int, ...] | None = None
     rid: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +135,10 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
         values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
     )
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
-    rid = values.get("rid")
+    rid, priority = values.get("rid"), get_priority(values)
     return GenerateCall(
         prompts=tuple(
-            PromptCall(**source, sampling=params, rid=name)
+            PromptCall(**source, sampling=params, rid=name, priority=priority)
             for source, params, name in zip(sources, sampling, rids, strict=True)
         ),
         is_list=is_list,
