@@ -11,7 +11,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -171,7 +172,7 @@ class Connections:
         self._host, self._port = parts.hostname, parts.port or 80
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def post(self, path: str, body: bytes) -> AsyncIterator[bytes]:
+    async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
         """The lines of the answer, as they come. Raises RuntimeError unless its status is 200."""
         reader, writer = await self._connection()
         is_whole = False
@@ -232,22 +233,23 @@ async def send(connections: Connections, job: Job, seen: Seen) -> None:
     first: float | None = None
     num_tokens, gaps, itl, meta = 0, [], [], {"prompt_tokens": 0}
     try:
-        async for line in connections.post("/generate", job.body):
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            now = time.perf_counter()
-            event = json.loads(line[6:])
-            if "meta_info" not in event:
-                raise RuntimeError(str(event)[:100])
-            meta = event["meta_info"]
-            num_new = meta["completion_tokens"] - num_tokens
-            if num_new > 0:
-                if first is None:
-                    first = now
-                else:
-                    gaps.append(now - last)
-                    itl += [(now - last) / num_new] * num_new
-                num_tokens, last = num_tokens + num_new, now
+        async with aclosing(connections.post("/generate", job.body)) as lines:
+            async for line in lines:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                now = time.perf_counter()
+                event = json.loads(line[6:])
+                if "meta_info" not in event:
+                    raise RuntimeError(str(event)[:100])
+                meta = event["meta_info"]
+                num_new = meta["completion_tokens"] - num_tokens
+                if num_new > 0:
+                    if first is None:
+                        first = now
+                    else:
+                        gaps.append(now - last)
+                        itl += [(now - last) / num_new] * num_new
+                    num_tokens, last = num_tokens + num_new, now
     except Exception as error:  # one request's failure is counted, and the load goes on
         seen.errors.append(f"{type(error).__name__}: {error}"[:200])
         return

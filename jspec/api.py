@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Unpack
 
@@ -32,10 +32,11 @@ from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler import budget
+from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.gathering import run_all
-from jspec.scheduler.home import EngineStream, HomeLoop, close_unless_running, next_or_none
+from jspec.scheduler.home import EngineStream, HomeLoop
 from jspec.scheduler.live_weights import LiveWeights
-from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent
+from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
@@ -53,8 +54,9 @@ class Engine(LiveWeights):
     The engine lives on an event loop in a thread of its own: any thread and any event loop, one
     asyncio.run after the other, may use it.
 
-    Raises ConfigError and CheckpointError from the constructor, RequestError and QueueFullError
-    for a request, EngineClosedError after shutdown. Ctrl-C while it starts is KeyboardInterrupt.
+    Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
+    QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C while it starts is
+    KeyboardInterrupt.
     """
 
     def __init__(
@@ -68,7 +70,12 @@ class Engine(LiveWeights):
         with interruptible():
             self.args = EngineArgs.from_mapping(arguments)
             self._start(progress)
-            self._loop = EngineLoop(self._scheduler, self._runner, trace=trace)
+            self._loop = EngineLoop(
+                self._scheduler,
+                self._runner,
+                trace=trace,
+                queue_time_limit=self.args.queue_time_limit,
+            )
         self._home = HomeLoop()
         self.startup_seconds = time.monotonic() - started
 
@@ -144,10 +151,11 @@ class Engine(LiveWeights):
         *,
         request_id: str | None = None,
         extra_key: str | None = None,
+        priority: int = 0,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
         names = {"request_id": request_id, "extra_key": extra_key}
-        return self._intake.requests(prompt, input_ids, sampling_params, **names)
+        return self._intake.requests(prompt, input_ids, sampling_params, priority=priority, **names)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -281,7 +289,7 @@ class Engine(LiveWeights):
         requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
         if not is_single:
             raise RequestError(f"stream with {len(requests)} sequences; expected one")
-        return self._iterate(requests[0], self._token_text(**logprobs))
+        return self._home.iterate(self._stream(requests[0], self._token_text(**logprobs)))
 
     def _token_text(self, **logprobs: Unpack[LogprobOptions]) -> TokenText | None:
         return self.token_texts.text if logprobs.get("return_text_in_logprobs") else None
@@ -310,19 +318,6 @@ class Engine(LiveWeights):
         )
         return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 
-    def _iterate(self, request: Request, text: TokenText | None) -> Iterator[dict[str, Any]]:
-        stream = self._stream(request, text)
-        try:
-            while True:
-                item = self._home.run(next_or_none(stream))
-                if item is None:
-                    return
-                yield item
-        finally:
-            # Refused once the engine is closed, and if dropped on its own loop: it ends by that.
-            with suppress(EngineClosedError, RequestError):
-                self._home.run(close_unless_running(stream))
-
     # The engine itself.
 
     async def abort(self, request_id: str) -> bool:
@@ -348,11 +343,7 @@ class Engine(LiveWeights):
 
     async def continue_generation(self) -> None:
         """Goes on where it was paused; nothing if it was not."""
-
-        async def run() -> None:
-            self._loop.resume()
-
-        await self._home.call(run())
+        await self._home.ask(self._loop.resume)
 
     @property
     def is_paused(self) -> bool:

@@ -61,18 +61,35 @@ def test_percentiles_are_ranks() -> None:
     assert percentile([3.0], 50) == 3.0
 
 
-async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+class KnownServer:
     """Three events of 1, 3 and the rest of the tokens; a prompt that begins with 13 is refused."""
-    while True:
+
+    def __init__(self) -> None:
+        self._clients: set[asyncio.Task[None]] = set()
+
+    async def ended(self) -> None:
+        """After the last client has gone. A loop that ends before would cancel who still reads."""
+        await asyncio.gather(*self._clients)
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = asyncio.current_task()
+        assert client is not None
+        self._clients.add(client)
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        except asyncio.IncompleteReadError:
-            break
+            while True:
+                await self._answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):  # the client closed it
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
         size = int(head.lower().split("content-length:")[1].split()[0])
         body = json.loads(await reader.readexactly(size))
         if body["input_ids"][0] % 13 == 0:
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno")
-            continue
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for count in (1, 4, body["sampling_params"]["max_new_tokens"]):
             meta = {"completion_tokens": count, "prompt_tokens": len(body["input_ids"])}
@@ -82,16 +99,18 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await asyncio.sleep(GAP_SECONDS)
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-    writer.close()
 
 
 @pytest.mark.parametrize("text", ["c3:12", "r200:12"])
 def test_a_load_against_a_server_that_is_known(text: str) -> None:
     async def main() -> tuple[Seen, float]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        known = KnownServer()
+        async with await asyncio.start_server(known.connect, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             pattern = Pattern(prompt_len=8, new_tokens=20, vocab_size=500, trace=True)
-            return await run_point(f"http://127.0.0.1:{port}", Point.parse(text), pattern)
+            found = await run_point(f"http://127.0.0.1:{port}", Point.parse(text), pattern)
+            await known.ended()
+            return found
 
     seen, seconds = asyncio.run(main())
     figures = summary(seen, seconds)

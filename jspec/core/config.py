@@ -127,6 +127,12 @@ class SpeculativeConfig:
             advance_rows=drafting.advance_rows(self.num_steps, self.topk),
         )
 
+    @property
+    def num_root_rows(self) -> int:
+        """Rows that a drafter writes behind a prompt: 1 where it keeps the root's own."""
+        rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
+        return max(rows - self.max_emitted, 0)
+
     def num_scratch_pages(self, page_size: int) -> int:
         """Pages that a pool has beside those of its tokens, so that scratch costs no token.
 
@@ -156,6 +162,14 @@ class WindowSpace:
     num_pages: int
 
 
+class PriorityOrder(enum.Enum):
+    """Whose request goes first: that of the higher number is SGLang's order, vLLM's the other."""
+
+    OFF = "off"
+    HIGH_FIRST = "high first"
+    LOW_FIRST = "low first"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLimits:
     """Static sizes of one engine: what the host may plan and what the device has compiled.
@@ -163,6 +177,8 @@ class ServeLimits:
     num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages of the
     full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
     decode_buckets and prefill_buckets ascend: B and T of the programs.
+    prefill_budget: prompt tokens between two decode steps, while there is something to decode
+    (`scheduler/policy.py`); 0 is chunk_size.
     num_rounds: verifications of one decode step, one behind the other without the host.
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
@@ -176,14 +192,17 @@ class ServeLimits:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
+    prefill_budget: int = 0
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128
+    priority_order: PriorityOrder = PriorityOrder.OFF
     windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
         if not 0 <= self.overlap_depth <= 2:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:

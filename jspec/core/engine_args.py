@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jspec.core.arguments import Shorthand, argument, check_arguments
-from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.config import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
@@ -199,6 +199,29 @@ class EngineArgs:
         _MEMORY,
         low=1,
     )
+    enable_priority_scheduling: bool = argument(
+        False, "Requests with a higher `priority` go first; nobody waits for ever", _MEMORY
+    )
+    schedule_low_priority_values_first: bool = argument(
+        False, "With it: those with a lower one do, as in vLLM", _MEMORY
+    )
+    queue_time_limit: float | None = argument(
+        None,
+        "Seconds that a request may wait before it first runs; beyond: 503. Unset: any number",
+        _MEMORY,
+        above=0,
+        expected="seconds, more than 0",
+    )
+    prefill_budget_tokens: int | None = argument(
+        None,
+        "Prompt tokens computed between two decode steps while rows decode, up to six times as "
+        "many in a burst (a quarter of --chunked-prefill-size; all of it on a CPU)",
+        _MEMORY,
+        low=1,
+    )
+    prefill_max_requests: int | None = argument(
+        None, "Most prompts of a prefill step (4 on a CPU, else 16)", _MEMORY, low=1
+    )
     overlap_depth: int = argument(
         1,
         "Steps dispatched before the one being read, 0 to 2: the same tokens",
@@ -246,6 +269,11 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise ConfigError(
+                "schedule_low_priority_values_first is True, but enable_priority_scheduling is "
+                "False; expected both"
+            )
         self._check_drafter()
         self.speculative  # noqa: B018  (an impossible S/K/N is refused here, not later)
 
@@ -324,6 +352,14 @@ class EngineArgs:
                 f"speculative_algorithm is {name!r}; expected one of {', '.join(known)}"
             )
         return known[name]
+
+    @property
+    def priority_order(self) -> PriorityOrder:
+        """Whose request goes first."""
+        if not self.enable_priority_scheduling:
+            return PriorityOrder.OFF
+        is_low = self.schedule_low_priority_values_first
+        return PriorityOrder.LOW_FIRST if is_low else PriorityOrder.HIGH_FIRST
 
     @property
     def uses_bundled_draft(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 
+MAX_RETRY_SECONDS = 60.0
 SHOWN_CHARS = 80  # of a value in a message: what a person reads
 
 
@@ -44,6 +45,17 @@ class QueueFullError(JspecError):
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+class QueueTimeoutError(QueueFullError):
+    """A request waited as long as it may, `limit` seconds, and has not run; try again after the
+    same time, at most MAX_RETRY_SECONDS."""
+
+    def __init__(self, request_id: str, limit: float) -> None:
+        super().__init__(
+            f"request {request_id!r} waited for queue_time_limit, {limit:g} s, and has not run",
+            retry_after_seconds=min(limit, MAX_RETRY_SECONDS),
+        )
 
 
 class EngineClosedError(JspecError):

@@ -258,6 +258,7 @@ class Request:
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     extra_key: requests with different ones share no cached prefix.
+    priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
     """
 
     request_id: str
@@ -267,8 +268,11 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
     extra_key: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise RequestError(f"priority is {shown(self.priority)}; expected an integer")
         if self.sampling.min_new_tokens and len(self.stop_ids) > MAX_MASKED_STOP_IDS:
             raise RequestError(
                 f"min_new_tokens is {self.sampling.min_new_tokens} with {len(self.stop_ids)} stop "

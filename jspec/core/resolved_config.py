@@ -40,6 +40,7 @@ class ResolvedConfig(EngineArgs):
     max_queued_requests: int
     chunked_prefill_size: int
     drafts_as: str
+    prefill_budget_tokens: int
     kernels: str
     by_columns: bool
     decode_buckets: tuple[int, ...]

@@ -61,9 +61,11 @@ def size_pool(
         decode_buckets=config.decode_buckets,
         prefill_buckets=config.prefill_buckets,
         prefill_rows=config.prefill_rows,
+        prefill_budget=config.prefill_budget_tokens,
         overlap_depth=config.overlap_depth,
         num_rounds=config.num_continuous_decode_steps,
         max_queued_requests=config.max_queued_requests,
+        priority_order=config.priority_order,
         prefix_cache=not config.disable_radix_cache,
         logprobs=config.logprobs,
     )

@@ -92,13 +92,16 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
 
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
-    """What is still to be made beside `ready`: decode without features, prefill, then the rest."""
+    """What is still to be made beside `ready`: decode without features, prefill, then the rest.
+
+    Prefill by powers of two first: with each of those a prompt pads no more than it has tokens.
+    """
     missing = set(program_keys(limits)).difference(ready)
 
     def turn(key: ProgramKey) -> int:
         if key.kind is StepKind.PREFILL:
-            return 1
-        return 0 if key.features == PLAIN else 2
+            return 1 if key.bucket.bit_count() == 1 else 2
+        return 0 if key.features == PLAIN else 3
 
     return tuple(sorted((key for key in program_keys(limits) if key in missing), key=turn))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jspec.core import shapes
-from jspec.core.config import ServeLimits
+from jspec.core.config import PriorityOrder, ServeLimits
 from jspec.core.errors import QueueFullError, RequestError
 from jspec.core.request import DEFAULT_NEW_TOKENS, Request
 
@@ -82,6 +82,7 @@ def check_batch(
                 f"request_id is {request.request_id!r}; expected one that is not in use"
             )
         names.add(request.request_id)
+        _check_priority(limits, request)
         check_request(limits, request)
     check_number(limits, len(requests))
     if num_queued + len(requests) > limits.max_queued_requests:
@@ -100,6 +101,25 @@ def check_request(limits: ServeLimits, request: Request) -> int:
             "disable_logprobs"
         )
     return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
+
+
+def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> None:
+    """Raises QueueFullError where one more may not wait, RequestError for a priority without an
+    order of them."""
+    _check_priority(limits, request)
+    if num_queued >= limits.max_queued_requests:
+        raise QueueFullError(
+            f"{num_queued} requests are waiting; expected fewer than max_queued_requests "
+            f"{limits.max_queued_requests}"
+        )
+
+
+def _check_priority(limits: ServeLimits, request: Request) -> None:
+    if request.priority and limits.priority_order is PriorityOrder.OFF:
+        raise RequestError(
+            f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
+            f"an engine with enable_priority_scheduling"
+        )
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:

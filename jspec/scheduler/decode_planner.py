@@ -50,11 +50,6 @@ class DecodePlanner:
         """Must be called when a sequence begins or ceases to run."""
         self._lineup = None
 
-    @property
-    def leaves_some(self) -> bool:
-        """Whether some running sequence is still being prefilled."""
-        return not self._table.decodes[self._rows()[0]].all()
-
     def plan(self, *, step: int) -> Flight | None:
         """The next decode, None if no row can run. Pages are granted and rows retracted by it."""
         slots, tenancies = self._rows()
@@ -123,7 +118,7 @@ class DecodePlanner:
                     f"the only running sequence misses {num_missing} pages and "
                     f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
-            self._retract(policy.choose_victim(tuple(self._running.values())))
+            self._retract(policy.choose_victim(self._limits, tuple(self._running.values())))
         return num_missing
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:

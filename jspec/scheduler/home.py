@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
 
 from jspec.core.errors import EngineClosedError, RequestError
 from jspec.core.request import StreamChunk
-from jspec.scheduler.loop import ChunkStream
+from jspec.scheduler.chunk_stream import ChunkStream
 
 T = TypeVar("T")
 # Seconds for work to end by itself when the home stops, or once it is cancelled.
@@ -109,6 +109,19 @@ class HomeLoop:
             if not future.done():  # not an error of the work
                 self._cancel(work, future)
             raise
+
+    def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
+        """The items of a generator that runs at home, one by one; closes it at the end."""
+        try:
+            while True:
+                item = self.run(next_or_none(stream))
+                if item is None:
+                    return
+                yield item
+        finally:
+            # Refused once the home is not running, and if dropped on it: it ends by that.
+            with contextlib.suppress(EngineClosedError, RequestError):
+                self.run(close_unless_running(stream))
 
     def stop(self) -> None:
         """Ends the background thread, if it was started, after what was handed over ended.

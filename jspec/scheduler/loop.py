@@ -15,16 +15,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from jspec.core.errors import ConfigError, EngineClosedError, clear_frames
+from jspec.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    QueueTimeoutError,
+    clear_frames,
+)
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
-from jspec.core.request import DEFAULT_VERSION, Request, StreamChunk
+from jspec.core.request import DEFAULT_VERSION, Request
+from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.mailbox import Mailbox, Waiting, wake
 from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.scheduler import Scheduler
@@ -42,75 +47,21 @@ SLOW_READER = "aborted: its reader left too much unread"
 Visit = Callable[[Callable[[Callable[[], None]], Awaitable[None]]], Awaitable[None]]
 
 
-class ChunkStream(AsyncIterator[StreamChunk]):
-    """The chunks of one request, up to and including the one with the finish reason.
-
-    Whoever goes away aborts the request: by aclose(), by cancelling the wait for a chunk, or by
-    dropping the last reference to the stream.
-
-    Raises EngineClosedError, after the chunks that were committed, if the engine ends first.
-    """
-
-    def __init__(self, engine_loop: EngineLoop, request_id: str, queue: Mailbox) -> None:
-        self._engine_loop = engine_loop
-        self._request_id = request_id
-        self._queue = queue
-        self._is_done = False
-        # Holds the loop and the queue, never the stream itself, which could then not be dropped.
-        self._on_drop = weakref.finalize(
-            self, engine_loop.abandon_soon, asyncio.get_running_loop(), request_id, queue
-        )
-        self._on_drop.atexit = False
-
-    async def __anext__(self) -> StreamChunk:
-        try:
-            item = await self.receive()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if item is None:
-            raise StopAsyncIteration
-        return item
-
-    async def receive(self) -> StreamChunk | None:
-        """The next chunk, on any event loop; None after the last. Cancelling it aborts nothing."""
-        if self._is_done:
-            return None
-        item = await self._queue.get()
-        if isinstance(item, EngineClosedError):
-            self._end()
-            raise item
-        if item.finish is not None:
-            self._end()
-        return item
-
-    def ready(self) -> list[StreamChunk]:
-        """Further chunks that need no waiting, for who reads more slowly than they come."""
-        chunks = [] if self._is_done else self._queue.get_ready()
-        if chunks and chunks[-1].finish is not None:
-            self._end()
-        return chunks
-
-    async def aclose(self) -> None:
-        """Aborts the request unless it is finished. May be called twice."""
-        if not self._is_done:
-            self._end()
-            self._engine_loop.abandon(self._request_id, self._queue)
-
-    def _end(self) -> None:
-        self._is_done = True
-        self._on_drop.detach()
-
-
 class EngineLoop:
     """Runs `scheduler` against `runner`. Call it from one event loop; the task starts by itself.
     Only the chunks may be read elsewhere.
 
     trace: a list of the caller's, to which every call of the runner is appended.
+    queue_time_limit: seconds that a request may wait before it first runs; None: any number.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, trace: list[TraceEvent] | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        trace: list[TraceEvent] | None = None,
+        queue_time_limit: float | None = None,
     ) -> None:
         if scheduler.limits != runner.limits:
             raise ConfigError(
@@ -120,6 +71,7 @@ class EngineLoop:
         self._runner = runner
         self._trace = trace
         self._first_tokens: FirstTokens | None = None
+        self._queue_time_limit = queue_time_limit
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
         self._in_flight: deque[StepPlan] = deque()
@@ -167,6 +119,10 @@ class EngineLoop:
         queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
         self._start()
+        if self._queue_time_limit is not None:
+            asyncio.get_running_loop().call_later(
+                self._queue_time_limit, self._expire, request.request_id, queue
+            )
         return ChunkStream(self, request.request_id, queue)
 
     def trace_requests(self, trace: RequestTrace) -> None:
@@ -226,6 +182,15 @@ class EngineLoop:
         self._unpublished.append(piece)  # after what was committed before it
         self._publish()
         return True
+
+    def _expire(self, request_id: str, queue: Mailbox) -> None:
+        """Ends a request that is still in the queue; a later one of that id stays."""
+        limit = self._queue_time_limit
+        if limit is None or self._queues.get(request_id) is not queue:
+            return
+        if self._scheduler.expire(request_id):
+            del self._queues[request_id]
+            wake([queue.put(QueueTimeoutError(request_id, limit))])
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
-from jspec.core.errors import EngineClosedError
+from jspec.core.errors import EngineClosedError, QueueTimeoutError
 from jspec.core.request import StreamChunk
 from jspec.scheduler.transcript import Piece
 
+Failure = EngineClosedError | QueueTimeoutError
 Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
@@ -28,10 +29,10 @@ class Mailbox:
 
     def __init__(self, max_unread: int | None = None) -> None:
         self._max_unread = max_unread
-        self._items: deque[Piece | EngineClosedError] = deque()
+        self._items: deque[Piece | Failure] = deque()
         self._waiting: Waiting | None = None
 
-    def put(self, item: Piece | EngineClosedError) -> Waiting | None:
+    def put(self, item: Piece | Failure) -> Waiting | None:
         """From the engine's loop; never waits. Returns who is to be woken (`wake`)."""
         self._items.append(item)
         waiting = self._waiting
@@ -42,7 +43,7 @@ class Mailbox:
         """Whether more lies here than its reader may leave unread."""
         return self._max_unread is not None and len(self._items) > self._max_unread
 
-    async def get(self) -> StreamChunk | EngineClosedError:
+    async def get(self) -> StreamChunk | Failure:
         """The oldest item, as soon as there is one."""
         while not self._items:
             event_loop = asyncio.get_running_loop()

@@ -4,14 +4,19 @@ Pure decisions over sequences and numbers. Nothing here changes a sequence, the 
 the scheduler does what these functions say.
 
 The rules:
-  - First come, first served: the head of the queue is admitted when a slot is free and the pages
-    of its whole fill and of its first decode are; nobody overtakes it. A newcomer that would run
-    beside others also leaves the pages that it and they need for the next few steps.
-  - Prefill and decode steps alternate while both are pending.
-  - A prefill step packs chunks in order of arrival until it is out of tokens or of rows.
+  - First come, first served, or by priority (`waiting.py`): the head of the queue is admitted when
+    a slot is free and the pages of its whole fill and of its first decode are; nobody overtakes
+    it. A newcomer that would run beside others also leaves the pages that it and they need for the
+    next few steps.
+  - Prompts are computed as soon as they are there, but rows that decode wait for a bounded number
+    of their tokens: `prefill_room`.
+  - A prefill step packs chunks in order of arrival until it is out of tokens or of rows. While
+    several prompts wait it is short, so that the first of them need not wait for the last. One
+    that fills many steps leaves half of each to shorter ones.
   - A decode row short of pages waits while a step in flight may still help it: by ending its
     uncertainty (its own unread steps) or by returning pages (of rows that ended). Otherwise the
-    newest running sequence is retracted: that one has waited least and loses least.
+    newest running sequence, of those of the lowest rank, is retracted: that one has waited least
+    and loses least.
 """
 
 from __future__ import annotations
@@ -19,39 +24,101 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+from jspec.core import shapes
 from jspec.core.config import ServeLimits
-from jspec.core.plan import PrefillChunk, StepKind
+from jspec.core.plan import PrefillChunk
 from jspec.scheduler import budget
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.waiting import rank_of
+
+# Found by benchmarks/simulate_load.py (decision 21). While (WAVE times) more prompts wait than rows
+# decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and who decodes then
+# does so together.
+WAVE = 8
+MOST_SHARES = 6
+# A step takes a budget's STEPS-th part, or what waits in as many as STEPS_OF_WAVE steps.
+STEPS = 2
+STEPS_OF_WAVE = 4
+# Less than this part of a budget is not worth a step of its own.
+SCRAPS = 8
 
 
-def kinds_to_try(last: StepKind) -> tuple[StepKind, StepKind]:
-    """Which kind of step to plan first: the one that did not run last."""
-    if last is StepKind.PREFILL:
-        return StepKind.DECODE, StepKind.PREFILL
-    return StepKind.PREFILL, StepKind.DECODE
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfilled:
+    """Prompts that are not all dispatched: running ones, and waiting ones for which slots are free.
+
+    num_tokens: of them that are not dispatched.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+
+def prefill_room(
+    limits: ServeLimits, unfilled: Unfilled, *, num_decoding: int, since_decode: int
+) -> int:
+    """Prompt tokens of the next step if it is a prefill; 0: those that decode come first.
+
+    since_decode: prompt tokens dispatched since the last decode step. Between two of those there
+    are at most limits.prefill_budget tokens, and more in a burst:
+
+        budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
+        20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 6 times at most
+    """
+    step = _step_tokens(limits, unfilled)
+    if num_decoding:
+        wave = min(max(WAVE * (unfilled.num_rows - 1), num_decoding), MOST_SHARES * num_decoding)
+        room = limits.prefill_budget * wave // num_decoding - since_decode
+        if room < max(limits.prefill_budget // SCRAPS, 1):
+            return 0
+        step = min(step, room)
+    if unfilled.num_tokens <= step:
+        return step
+    # What has waited for a decode step does not wait for another.
+    return _unpadded(limits, step) or (0 if since_decode else step)
+
+
+def _step_tokens(limits: ServeLimits, unfilled: Unfilled) -> int:
+    if unfilled.num_rows <= 1 or limits.prefill_budget >= limits.chunk_size:
+        return limits.chunk_size
+    step = max(limits.prefill_budget // STEPS, unfilled.num_tokens // STEPS_OF_WAVE, 1)
+    return shapes.bucket(min(step, limits.chunk_size), limits.prefill_buckets)
+
+
+def _unpadded(limits: ServeLimits, room: int) -> int:
+    """Most tokens within `room` that pad nothing; 0 if that leaves more than half of it unused."""
+    sizes = [size for size in limits.prefill_buckets if size <= room]
+    return sizes[-1] if sizes and 2 * sizes[-1] >= room else 0
 
 
 @dataclass(slots=True)
 class ChunkPacker:
-    """Fills one prefill step: at most `limits.prefill_rows` rows and `limits.chunk_size` tokens."""
+    """Fills one prefill step: at most `limits.prefill_rows` rows and `room` tokens.
+
+    leaves_half: a row that would fill the step and more takes half of what is left.
+    """
 
     limits: ServeLimits
+    room: int
+    leaves_half: bool = False
     num_rows: int = 0
     num_tokens: int = 0
 
     @property
     def has_room(self) -> bool:
-        return self.num_rows < self.limits.prefill_rows and self.num_tokens < self.limits.chunk_size
+        return self.num_rows < self.limits.prefill_rows and self.num_tokens < self.room
 
     def pack(self, tenancy: Tenancy) -> PrefillChunk:
         """The next chunk of a row whose prefill is not all dispatched, as long as it may be.
 
-        Worked example: chunk_size 8, 5 tokens already packed, a fill of 10 of which 4 are
-        dispatched: start 4, tokens 4..6, next_id is fill token 7.
+        Worked example: room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched:
+        start 4, tokens 4..6, next_id is fill token 7.
         """
         start, fill_ids = tenancy.num_filled, tenancy.fill_ids
-        end = min(len(fill_ids), start + self.limits.chunk_size - self.num_tokens)
+        most = self.room - self.num_tokens
+        if self.leaves_half and len(fill_ids) - start > self.room:
+            most = -(-most // 2)
+        end = min(len(fill_ids), start + most)
         self.num_rows += 1
         self.num_tokens += end - start
         next_id = fill_ids[end] if end < len(fill_ids) else None
@@ -110,6 +177,7 @@ def may_decode(sequence: Sequence) -> bool:
     return tenancy.emitting_in_flight < sequence.num_tokens_left
 
 
-def choose_victim(running: Ordered[Sequence]) -> Sequence:
-    """Whom to retract: the newest arrival. The caller never asks about the last sequence."""
-    return max(running, key=lambda sequence: sequence.arrival)
+def choose_victim(limits: ServeLimits, running: Ordered[Sequence]) -> Sequence:
+    """Whom to retract: the newest arrival of the lowest rank. The caller never asks about the last
+    sequence."""
+    return max(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))

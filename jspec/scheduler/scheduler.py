@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError, QueueFullError, RequestError
-from jspec.core.features import PLAIN, StepFeatures
+from jspec.core.errors import InvariantError, RequestError
+from jspec.core.features import PLAIN
 from jspec.core.plan import (
     Admission,
     PageGrant,
@@ -35,11 +35,13 @@ from jspec.core.request import Request, StreamChunk
 from jspec.scheduler import budget, policy
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import FullPages, Hit
+from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, RoundReader, check_result
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.transcript import Piece, Tally
+from jspec.scheduler.waiting import WaitingQueue
 from jspec.scheduler.windows import WindowPages
 
 
@@ -56,12 +58,12 @@ class Scheduler:
         self._table = RowTable.empty(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue(limits)
         self._running: dict[str, Sequence] = {}  # in order of arrival
+        self._prefilling = Prefilling(limits)
         self._sequences: dict[str, Sequence] = {}  # all unfinished ones
         self._tenancies: dict[RowRef, Tenancy] = {}  # whatever still holds a slot
         self._in_flight: deque[Flight] = deque()
-        self._last_kind = StepKind.DECODE
         self._num_steps = 0
         self._totals = Totals(tally=Tally(limits.spec))
         self._reader = RoundReader(self._table, self._totals, finish=self._finish)
@@ -102,18 +104,14 @@ class Scheduler:
         """Queues a request. max_new_tokens is bounded (budget.clip_max_new_tokens).
 
         Raises:
-            RequestError: its id is in use, or it can never run (budget.clip_max_new_tokens).
+            RequestError: its id is in use, or it can never run (budget).
             QueueFullError: max_queued_requests are waiting.
         """
         name = request.request_id
         if name in self._sequences:
             raise RequestError(f"request_id is {name!r}; expected one that is not in use")
         max_new_tokens = budget.check_request(self._limits, request)
-        if len(self._waiting) >= self._limits.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting; expected fewer than "
-                f"max_queued_requests {self._limits.max_queued_requests}"
-            )
+        budget.check_queue(self._limits, request, num_queued=len(self._waiting))
         sequence = Sequence.begin(
             request,
             arrival=self._totals.num_requests,
@@ -124,7 +122,7 @@ class Scheduler:
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += sequence.prompt_len
         self._sequences[name] = sequence
-        self._waiting.append(sequence)
+        self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
         """As `end`, with the text made here and now."""
@@ -147,6 +145,12 @@ class Scheduler:
         self._totals.num_slow_readers += is_slow
         self._finish(sequence)
         return sequence.abort(why)
+
+    def expire(self, request_id: str) -> bool:
+        """Ends a request that still waits and never ran; whether it did."""
+        sequence = self._sequences.get(request_id)
+        has_run = sequence is None or sequence.tenancy is not None or sequence.num_retractions > 0
+        return not has_run and self.end(request_id) is not None
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.
@@ -186,17 +190,17 @@ class Scheduler:
         """
         if len(self._in_flight) > self._limits.overlap_depth:
             return None
-        for kind in policy.kinds_to_try(self._last_kind):
-            if kind is StepKind.DECODE:
-                flight = self._decodes.plan(step=self._num_steps + 1)
-            elif self._waiting or self._decodes.leaves_some:
-                plan = self._plan_prefill()
-                flight = None if plan is None else self._flight_of(plan)
-            else:
-                flight = None
-            if flight is not None:
-                self._mark_in_flight(flight)
-                return flight.plan
+        first, last = self._prefilling.packers(
+            self._waiting, num_running=len(self._running), num_free_slots=len(self._free_slots)
+        )
+        flight = (
+            self._plan_prefill(first)
+            or self._decodes.plan(step=self._num_steps + 1)
+            or self._plan_prefill(last)
+        )
+        if flight is not None:
+            self._mark_in_flight(flight)
+            return flight.plan
         if self._sequences and not self._in_flight:
             raise InvariantError(
                 f"nothing is in flight and nothing can be planned for {len(self._running)} "
@@ -204,60 +208,51 @@ class Scheduler:
             )
         return None
 
-    def _plan_prefill(self) -> StepPlan | None:
-        packer = policy.ChunkPacker(self._limits)
+    def _plan_prefill(self, packer: policy.ChunkPacker) -> Flight | None:
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
-        for sequence in self._running.values():
-            tenancy = sequence.held_tenancy
-            if packer.has_room and not tenancy.is_prefill_dispatched:
+        for tenancy in self._prefilling.tenancies:
+            if packer.has_room:
                 chunks.append(packer.pack(tenancy))
                 grants += self._grant_for_chunk(tenancy, chunks[-1])
         while packer.has_room and self._waiting and self._free_slots:
-            newcomer = self._waiting[0]
-            hit = self._hit_of(newcomer)
+            hit = self._hit_of(self._waiting.head)
             if hit is None:
                 break
-            tenancy = self._admit(self._waiting.popleft(), hit)
+            tenancy = self._admit(self._waiting.pop(), hit)
             admissions.append(tenancy.admission)
             chunks.append(packer.pack(tenancy))
             grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
-        return StepPlan(
+        rows = [chunk.row for chunk in chunks]
+        tenancies = tuple([self._tenancies[row] for row in rows])
+        plan = StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.PREFILL,
-            features=self._features_of(chunk.row for chunk in chunks),
+            features=PLAIN.union(tenancy.sequence.features for tenancy in tenancies),
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
         )
+        return Flight(plan, np.array([row.slot for row in rows], np.int64), tenancies)
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
         return self._windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
-
-    def _features_of(self, rows: Iterable[RowRef]) -> StepFeatures:
-        return PLAIN.union(self._tenancies[row].sequence.features for row in rows)
-
-    def _flight_of(self, plan: StepPlan) -> Flight:
-        slots = np.array([row.slot for row in plan.row_refs], np.int64)
-        return Flight(plan, slots, tuple([self._tenancies[row] for row in plan.row_refs]))
 
     def _mark_in_flight(self, flight: Flight) -> None:
         plan, table = flight.plan, self._table
         self._num_steps = plan.step
-        self._last_kind = plan.kind
+        self._prefilling.count(plan)
         self._in_flight.append(flight)
         for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
-            tenancy.num_filled += len(chunk.token_ids)
+            self._prefilling.advance(tenancy, chunk)
             self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
-            if chunk.is_final:
-                tenancy.sequence.state = SequenceState.RUNNING
-                table.decodes[chunk.row.slot] = True
+            table.decodes[chunk.row.slot] = chunk.is_final
         if plan.kind is StepKind.DECODE:
             table.rounds[flight.slots] += self._limits.num_rounds
         table.steps[flight.slots] += 1
@@ -303,9 +298,7 @@ class Scheduler:
         fits = policy.may_admit(self._limits, newcomer, running, num_free_pages=num_free)
         if not (fits and self._windows.may_admit(newcomer)):
             return None
-        held = (sequence.held_tenancy for sequence in running)
-        writers = (tenancy for tenancy in held if not tenancy.is_prefill_dispatched)
-        return None if self._pages.waits(newcomer, hit, writers) else hit
+        return None if self._pages.waits(newcomer, hit, self._prefilling.tenancies) else hit
 
     def _admit(self, sequence: Sequence, hit: Hit) -> Tenancy:
         slot = heapq.heappop(self._free_slots)
@@ -324,7 +317,7 @@ class Scheduler:
         self._running[sequence.request.request_id] = sequence
         self._decodes.changed()
         sequence.tenancy = tenancy
-        sequence.state = SequenceState.PREFILLING
+        self._prefilling.add(sequence)
         return tenancy
 
     def _retract(self, sequence: Sequence, *, keeps_pages: bool = True) -> None:
@@ -333,7 +326,7 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_retractions += 1
         self._totals.num_retractions += 1
-        self._waiting.appendleft(sequence)
+        self._waiting.push_back(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self._end_tenancy(sequence)
@@ -345,6 +338,7 @@ class Scheduler:
             return
         del self._running[sequence.request.request_id]
         self._decodes.changed()
+        self._prefilling.drop(sequence)
         if keeps_pages:
             self._pages.keep(sequence.tenancy, step=self._num_steps)
         tenancy = sequence.leave()

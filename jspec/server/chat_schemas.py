@@ -19,6 +19,7 @@ from jspec.server.fields import (
     as_object,
     check_rid,
     get_bool,
+    get_priority,
     shorten,
     without_neutral,
 )
@@ -91,6 +92,7 @@ class ChatCall:
     template_options: Mapping[str, Any]
     options: AnswerOptions
     rid: str | None
+    priority: int
 
     @property
     def num_chars(self) -> int:
@@ -141,6 +143,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         },
         options=replace(answer_options(values), logprobs=asks),
         rid=None if values.get("rid") is None else check_rid(values["rid"]),
+        priority=get_priority(values),
     )
 
 

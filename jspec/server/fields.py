@@ -19,6 +19,7 @@ Hints = Mapping[str, str]
 NO_HINTS: Hints = {}
 NO_DEFAULTS: Mapping[str, Any] = {}
 MAX_RID_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
 MAX_PROMPTS = 65_536  # the queue takes fewer
 
 
@@ -143,3 +144,16 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int):
             raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
     return tuple(value)
+
+
+def get_priority(body: JsonObject) -> int:
+    """The call's priority, 0 where it names none. Raises RequestError."""
+    value = body.get("priority")
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {shorten(value)}; expected an integer from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}"
+        )
+    return value

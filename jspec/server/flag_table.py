@@ -164,8 +164,8 @@ _OTHER_SPECULATIVE = (
 _OTHER_MEMORY = (
     _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
     _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
-    _warns("--max-prefill-tokens", _INT, "--chunked-prefill-size bounds a step"),
-    _warns("--enable-mixed-chunk", _SWITCH, "prefill chunks and decode steps alternate"),
+    _warns("--max-prefill-tokens", _INT, "--prefill-budget-tokens says what decoding waits for"),
+    _warns("--enable-mixed-chunk", _SWITCH, "--prefill-budget-tokens says what decoding waits for"),
     _warns("--disable-cuda-graph", _SWITCH, "every step is one compiled program anyway"),
     _warns("--disable-cuda-graph-padding", _SWITCH, "batches are padded to compiled sizes"),
     _warns("--cuda-graph-max-bs", _INT, "--max-running-requests decides what is compiled"),

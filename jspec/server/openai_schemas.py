@@ -31,6 +31,7 @@ from jspec.server.fields import (
     check_text,
     expand_rid,
     get_bool,
+    get_priority,
     shorten,
     without_neutral,
 )
@@ -45,6 +46,7 @@ ANSWER_FIELDS = frozenset(
         "stream",
         "stream_options",
         "rid",
+        "priority",
         "user",
         "return_meta_info",
         "return_spec_tokens_details",
@@ -67,7 +69,6 @@ NEUTRAL_OPENAI: Neutral = {
     "custom_logit_processor": (None,),
     "extra_key": (None,),
     "cache_salt": (None,),
-    "priority": (None, 0),
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
@@ -142,7 +143,7 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     return CompletionCall(
         prompts=tuple(
-            PromptCall(**source, sampling=sampling, rid=name)
+            PromptCall(**source, sampling=sampling, rid=name, priority=get_priority(values))
             for source, name in zip(sources, names, strict=True)
         ),
         options=options,

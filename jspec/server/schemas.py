@@ -23,6 +23,7 @@ from jspec.server.fields import (
     check_text,
     expand_rid,
     get_bool,
+    get_priority,
     shorten,
     without_neutral,
 )
@@ -38,6 +39,7 @@ GENERATE_FIELDS = frozenset(
         "stream",
         "return_spec_tokens",
         "return_text_in_logprobs",
+        "priority",
         *LOGPROB_FIELDS,
     }
 )
@@ -57,7 +59,6 @@ NEUTRAL_GENERATE: Neutral = {
     "session_params": (None,),
     "custom_logit_processor": (None,),
     "extra_key": (None,),
-    "priority": (None, 0),
     "conversation_id": (None,),
     "data_parallel_rank": (None,),
     "bootstrap_host": (None,),
@@ -104,12 +105,16 @@ GENERATE_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCall:
-    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one."""
+    """One prompt of a call: text or input_ids, how to sample it, and its name if it has one.
+
+    priority: whether it goes before others, where the engine has priorities.
+    """
 
     sampling: SamplingParams
     text: str | None = None
     input_ids: tuple[int, ...] | None = None
     rid: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +145,10 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     )
     sampling = _with_logprobs(values, sampling, is_list=is_list)
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
-    rid = values.get("rid")
+    rid, priority = values.get("rid"), get_priority(values)
     return GenerateCall(
         prompts=tuple(
-            PromptCall(**source, sampling=params, rid=name)
+            PromptCall(**source, sampling=params, rid=name, priority=priority)
             for source, params, name in zip(sources, sampling, rids, strict=True)
         ),
         is_list=is_list,

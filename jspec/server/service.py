@@ -222,7 +222,7 @@ class Service:
             ids, sampling = await asyncio.to_thread(make)
         else:
             ids, sampling = make()
-        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid)
+        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid, priority=call.priority)
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
         return [
@@ -233,6 +233,7 @@ class Service:
                 input_ids=prompt.input_ids,
                 sampling_params=prompt.sampling,
                 request_id=prompt.rid or uuid.uuid4().hex,
+                priority=prompt.priority,
             )
         ]
 

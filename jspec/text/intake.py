@@ -75,10 +75,11 @@ class Intake:
         *,
         request_id: str | None = None,
         extra_key: str | None = None,
+        priority: int = 0,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
-        extra_key: requests with different ones share no cached prefix.
+        extra_key: requests with different ones share no cached prefix. priority: who goes first.
         """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
@@ -101,6 +102,7 @@ class Intake:
                 eos_token_ids=self._eos_token_ids,
                 stop_matching=automaton,
                 extra_key=extra_key,
+                priority=priority,
             )
             for i in range(sampling.n)
         )

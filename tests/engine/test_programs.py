@@ -25,6 +25,7 @@ from jspec.engine.programs import (
     programs_at_start,
     step_programs,
 )
+from jspec.engine.resolving import prefill_buckets
 from jspec.engine.runner import ReadyPrograms
 
 FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
@@ -99,7 +100,7 @@ def limits_with(decode: tuple[int, ...], prefill: tuple[int, ...]) -> ServeLimit
 
 
 BUCKETS = st.sets(st.integers(1, 12), min_size=1).map(sorted).map(tuple)
-H200 = limits_with((1, 2, 4, 8, 16, 32, 48), (128, 256, 512, 1024, 2048, 4096, 8192))
+H200 = limits_with((1, 2, 4, 8, 16, 32, 48), prefill_buckets(8192, is_cpu=False))
 CPU = limits_with((1, 4, 8), (32, 256))
 
 
@@ -120,7 +121,7 @@ def test_the_first_programs_serve_every_plan_and_the_later_ones_are_the_rest(
     assert later_programs(limits, every) == ()
 
 
-def test_of_24_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
+def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
     assert [str(key) for key in first_programs(H200)] == [
         "prefill T=8192 all",
         "decode B=48 all",
@@ -132,7 +133,7 @@ def test_of_24_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
     ]
     assert programs_at_start(H200, "first") == first_programs(H200)
     assert programs_at_start(H200, "all") == program_keys(H200)
-    assert len(program_keys(H200)) == 24
+    assert len(program_keys(H200)) == 33
     assert len(step_programs(CPU)) == FEW_PROGRAMS
     assert programs_at_start(CPU, "all") == program_keys(CPU)
     assert programs_at_start(CPU, "first") == first_programs(CPU)
@@ -142,6 +143,12 @@ def test_of_24_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
         "decode B=4 sampling",
         "decode B=8 sampling",
     ]
+
+
+def test_powers_of_two_come_before_what_lies_between() -> None:
+    later = later_programs(H200, first_programs(H200))
+    sizes = [key.bucket for key in later if key.kind is StepKind.PREFILL]
+    assert sizes[:6] == [256, 512, 1024, 2048, 4096, 384]
 
 
 @given(needed=st.lists(KEYS, max_size=6), added=st.lists(KEYS, max_size=6))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspec.core.config import PriorityOrder
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.resolved_config import ResolvedConfig
@@ -90,6 +91,35 @@ def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
     odd = dataclasses.replace(PLAIN, head_dims=(128, 80))
     with pytest.raises(ConfigError, match="'pallas', with head_dim 80; expected 64 or 128"):
         resolved(H200, odd, attention_backend="pallas")
+
+
+def test_prefill_programs_lie_close_where_prompts_do() -> None:
+    config = resolved(TPU, chunked_prefill_size=8192)
+    assert config.prefill_buckets == (
+        *(128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+        *(3072, 4096, 6144, 8192),
+    )
+    assert resolved(TPU, chunked_prefill_size=700).prefill_buckets == (
+        *(128, 256, 384, 512, 640),
+        700,
+    )
+    assert resolved(TPU, chunked_prefill_size=100).prefill_buckets == (100,)
+    assert (config.prefill_budget_tokens, config.prefill_rows) == (2048, 16)
+    assert resolved(TPU, prefill_max_requests=3).prefill_rows == 3
+    assert resolved(TPU, prefill_budget_tokens=300).prefill_budget_tokens == 300
+    assert resolved().prefill_budget_tokens == resolved().chunked_prefill_size
+
+
+def test_an_order_of_priorities() -> None:
+    assert resolved().priority_order is PriorityOrder.OFF
+    order: dict[str, Any] = {"enable_priority_scheduling": True}
+    assert resolved(**order).priority_order is PriorityOrder.HIGH_FIRST
+    both = {**order, "schedule_low_priority_values_first": True}
+    assert resolved(**both).priority_order is PriorityOrder.LOW_FIRST
+    with pytest.raises(ConfigError, match="enable_priority_scheduling is False; expected both"):
+        resolved(schedule_low_priority_values_first=True)
+    with pytest.raises(ConfigError, match="queue_time_limit is 0; expected seconds, more than 0"):
+        resolved(queue_time_limit=0)
 
 
 def test_what_was_given_wins() -> None:

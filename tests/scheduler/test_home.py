@@ -23,7 +23,8 @@ async def loop_id() -> int:
 
 def test_first_callers_from_many_threads_find_one_home() -> None:
     for _ in range(40):
-        home, found = HomeLoop(), []
+        home = HomeLoop()
+        found: list[int] = []
         barrier = threading.Barrier(4)
 
         def call(home: HomeLoop = home, found: list[int] = found, at: object = barrier) -> None:
@@ -159,7 +160,9 @@ def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
     class Interrupted(asyncio.SelectorEventLoop):
         """Garbage is collected at any time: here, once, while a callback is handed over."""
 
-        def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:
+        def call_soon_threadsafe(  # type: ignore[override]
+            self, callback: Any, *args: Any, **options: Any
+        ) -> Any:
             if threading.current_thread() is not home._thread and not found:
                 found.append(0)
                 found.append(home.run(loop_id()))

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from jspec.core.config import ServeLimits
-from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from jspec.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+)
 from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
-from jspec.scheduler.loop import ChunkStream, EngineLoop, TraceEvent, TraceKind
+from jspec.scheduler.chunk_stream import ChunkStream
+from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
 from jspec.scheduler.scheduler import Scheduler
 from jspec.testing.fake_runner import FakeRunner, hash_token, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
@@ -321,3 +328,29 @@ def test_what_nobody_reads_ends_and_others_do_not_notice(caplog: pytest.LogCaptu
 
     run(main())
     assert "request left was aborted: its reader left too much unread" in caplog.text
+
+
+def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
+    """One slot; the second never gets it in time, the third comes later under the same name."""
+
+    async def main() -> None:
+        limits = small_limits(num_slots=1, num_pages=200, context_length=400)
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        runner = FakeRunner(limits, step_seconds=STEP_SECONDS)
+        loop = EngineLoop(scheduler, runner, queue_time_limit=0.02)
+        first = make_request("a", max_new_tokens=300)
+        running = loop.submit(first)
+        waiting = loop.submit(make_request("b"))
+        with pytest.raises(
+            QueueTimeoutError, match=r"'b' waited for queue_time_limit, 0.02 s"
+        ) as e:
+            await read(waiting)
+        assert e.value.retry_after_seconds == 0.02
+        check_output(first, await read(running))
+        again = make_request("b")
+        check_output(again, await read(loop.submit(again)))
+        await until_idle(loop)
+        assert loop.request_ids == ()
+        await loop.close()
+
+    run(main())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from jspec.core.plan import RowRef, StepKind
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.plan import RowRef
 from jspec.core.request import Request, SamplingParams
 from jspec.scheduler import policy
 from jspec.scheduler.row_table import RowTable
@@ -42,27 +46,86 @@ def seat(sequence: Sequence, *, num_filled: int = 0, num_pages: int = 0) -> Tena
     return tenancy
 
 
-def test_kinds_alternate() -> None:
-    assert policy.kinds_to_try(StepKind.PREFILL) == (StepKind.DECODE, StepKind.PREFILL)
-    assert policy.kinds_to_try(StepKind.DECODE) == (StepKind.PREFILL, StepKind.DECODE)
+GPU = replace(
+    small_limits(num_slots=64, num_pages=4096, context_length=9000, prefill_rows=16),
+    prefill_buckets=(*range(128, 1025, 128), 1536, 2048, 3072, 4096, 8192),
+    prefill_budget=2048,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "num_decoding", "since_decode", "expected"),
+    [
+        (1, 8000, 0, 0, 8192),  # alone a prompt is not cut
+        (1, 8000, 1, 0, 2048),  # beside rows that decode it is
+        (1, 8000, 1, 2048, 0),  # and then it is their turn
+        (1, 700, 40, 700, 1348),  # what is left of the budget
+        (1, 8000, 40, 700, 1024),  # all of it that pads nothing
+        (1, 700, 40, 1900, 0),  # scraps
+        (2, 1500, 40, 0, 1024),  # the first of two does not wait for the second
+        (5, 3800, 40, 1024, 1024),
+        (5, 3800, 40, 2048, 0),
+        (11, 8000, 20, 2048, 2048),  # four budgets: 8 * 10 / 20
+        (11, 8000, 20, 4 * 2048, 0),
+        (60, 46_000, 4, 0, 8192),  # six budgets at most
+        (60, 46_000, 4, 6 * 2048, 0),
+        (60, 46_000, 0, 99_999, 8192),
+    ],
+)
+def test_the_room_of_a_prefill(
+    num_rows: int, num_tokens: int, num_decoding: int, since_decode: int, expected: int
+) -> None:
+    unfilled = policy.Unfilled(num_rows=num_rows, num_tokens=num_tokens)
+    room = policy.prefill_room(GPU, unfilled, num_decoding=num_decoding, since_decode=since_decode)
+    assert room == expected
+
+
+@given(
+    buckets=st.sets(st.integers(1, 40), min_size=1).map(sorted).map(tuple),
+    budget=st.integers(0, 60),
+    num_rows=st.integers(1, 9),
+    more_tokens=st.integers(0, 90),
+    num_decoding=st.integers(0, 9),
+    since_decode=st.integers(0, 99),
+)
+def test_every_prompt_gets_its_turn_and_no_step_is_too_large(
+    buckets: tuple[int, ...],
+    budget: int,
+    num_rows: int,
+    more_tokens: int,
+    num_decoding: int,
+    since_decode: int,
+) -> None:
+    limits = replace(GPU, prefill_buckets=buckets, prefill_budget=budget)
+    unfilled = policy.Unfilled(num_rows=num_rows, num_tokens=num_rows + more_tokens)
+
+    def room(since: int) -> int:
+        return policy.prefill_room(limits, unfilled, num_decoding=num_decoding, since_decode=since)
+
+    assert 0 <= room(since_decode) <= limits.chunk_size
+    assert room(0) > 0
+    if num_decoding:
+        most = policy.MOST_SHARES * limits.prefill_budget
+        assert since_decode + room(since_decode) <= most or not room(since_decode)
+        assert room(most) == 0
 
 
 def test_packing_the_worked_example() -> None:
-    packer = policy.ChunkPacker(LIMITS, num_rows=1, num_tokens=5)
+    packer = policy.ChunkPacker(LIMITS, 8, num_rows=1, num_tokens=5)
     chunk = packer.pack(seat(make_sequence(10), num_filled=4))
     assert (chunk.start, chunk.token_ids, chunk.next_id) == (4, (104, 105, 106), 107)
     assert not packer.has_room
 
 
 def test_the_final_chunk_has_no_next_id() -> None:
-    packer = policy.ChunkPacker(LIMITS)
+    packer = policy.ChunkPacker(LIMITS, 8)
     chunk = packer.pack(seat(make_sequence(5), num_filled=2))
     assert (chunk.start, chunk.token_ids, chunk.next_id) == (2, (102, 103, 104), None)
     assert packer.has_room
 
 
 def test_a_prefill_is_full_by_rows_too() -> None:
-    packer = policy.ChunkPacker(LIMITS)
+    packer = policy.ChunkPacker(LIMITS, 8)
     packer.pack(seat(make_sequence(1)))
     packer.pack(seat(make_sequence(1)))
     assert not packer.has_room
@@ -128,4 +191,4 @@ def test_a_waiting_sequence_does_not_decode() -> None:
 
 def test_the_newest_gives_way() -> None:
     sequences = [make_sequence(4, arrival=arrival) for arrival in (2, 7, 5)]
-    assert policy.choose_victim(sequences) is sequences[1]
+    assert policy.choose_victim(LIMITS, sequences) is sequences[1]

@@ -54,7 +54,8 @@ def test_the_worked_example_of_a_prompt() -> None:
     limits = limits_of(20, overlap_depth=2)
     scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
     scheduler.submit(request_of(20, 1))
-    indices, num_free = [], []
+    indices: list[list[int]] = []
+    num_free: list[int] = []
     for _ in range(3):  # nothing is read in between
         plan = scheduler.plan()
         assert plan is not None

@@ -225,6 +225,37 @@ def test_a_list_is_refused_as_a_whole(client: httpx.Client, engine: Engine) -> N
     assert engine.stats.num_requests == before
 
 
+def test_who_waits_too_long_gets_a_503_with_retry_after(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_idle(engine)
+    monkeypatch.setattr(engine._loop, "_queue_time_limit", 0.2)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        filling = pool.submit(generate, client, text=["x"] * 2, sampling_params=ENDLESS)
+        wait_running(engine, 2)
+        response = client.post("/generate", json={"text": "y"})
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert "queue_time_limit" in response.json()["message"]
+        streamed = client.post("/generate", json={"text": "y", "stream": True})
+        (event,) = events_of(streamed.text)
+        assert event["error"]["code"] == 503
+        client.post("/abort_request", json={"abort_all": True}).raise_for_status()
+        assert len(filling.result(timeout=120)) == 2
+    wait_idle(engine)
+
+
+def test_a_priority_needs_an_engine_with_priorities(client: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    calls = (("/generate", {"text": "x"}), ("/v1/completions", {"prompt": "x"}))
+    for path, body in (*calls, ("/v1/chat/completions", chat)):
+        refused = client.post(path, json={**body, "priority": 3})
+        assert refused.status_code == 400
+        assert "enable_priority_scheduling" in refused.json()["message"]
+        assert client.post(path, json={**body, "priority": 1.5}).status_code == 400
+    assert client.post("/generate", json={"text": "x", "priority": 0}).status_code == 200
+
+
 def test_a_full_queue_is_a_503_with_retry_after(client: httpx.Client, engine: Engine) -> None:
     wait_idle(engine)
     with ThreadPoolExecutor(max_workers=8) as pool:

@@ -282,6 +282,26 @@ def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
+    """Nor on what a retraction computes anew: in target and draft, up to rounding."""
+    compiled = engine(kind)
+    request = make_request(0, prompt_len=45, seed=5, max_new_tokens=20, temperature=2.0)
+    whole = Session(compiled, prefix_cache=False, chunk_size=32)
+    (expected,) = whole.serve([request])
+    for chunk_size, retract_after in ((7, None), (32, 6), (5, 12)):
+        session = Session(compiled, prefix_cache=False, chunk_size=chunk_size, overlap_depth=0)
+        (chunks,) = session.serve([request], retract_after=retract_after)
+        assert ids_of(chunks) == ids_of(expected)
+        assert chunks[-1].num_retractions == (retract_after is not None)
+        # A retraction moves the verifications, and what the last one proposed is scratch.
+        committed = 45 + 19 - compiled.limits.spec.num_scratch_rows
+        for name in ("kv", "draft_kv"):
+            ours, theirs = (rows_of(each, name, committed) for each in (session, whole))
+            for mine, other in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
 def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     """What the pools hold for the first `count` tokens of the last row, which was in slot 1."""
     table = np.asarray(session.runner.state.rows.page_table)[1]

@@ -1,0 +1,75 @@
+"""The rows whose prompt is not all dispatched, and how much of it the next step may compute.
+
+It counts for `policy.prefill_room`, which decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from jspec.core.config import ServeLimits
+from jspec.core.plan import PrefillChunk, StepKind, StepPlan
+from jspec.scheduler import policy
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+
+
+class Prefilling:
+    """Owned by the scheduler, which tells it of admissions, ends and dispatched steps."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._limits = limits
+        self._rows: dict[str, Sequence] = {}  # in order of admission
+        self._since_decode = 0  # prompt tokens dispatched after the last decode step
+
+    @property
+    def tenancies(self) -> list[Tenancy]:
+        """In order of admission."""
+        return [sequence.held_tenancy for sequence in self._rows.values()]
+
+    def add(self, sequence: Sequence) -> None:
+        """A row that was admitted now."""
+        sequence.state = SequenceState.PREFILLING
+        self._rows[sequence.request.request_id] = sequence
+
+    def drop(self, sequence: Sequence) -> None:
+        """A row that ends, wherever it is."""
+        self._rows.pop(sequence.request.request_id, None)
+
+    def packers(
+        self, waiting: Iterable[Sequence], *, num_running: int, num_free_slots: int
+    ) -> tuple[policy.ChunkPacker, policy.ChunkPacker]:
+        """For the next step: before a decode step is tried, and after it if there is none."""
+        tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
+        tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
+        unfilled = policy.Unfilled(num_rows=len(tokens), num_tokens=sum(tokens))
+        room = later = 0
+        if tokens:
+            room = policy.prefill_room(
+                self._limits,
+                unfilled,
+                num_decoding=num_running - len(self._rows),
+                since_decode=self._since_decode,
+            )
+        if tokens and not room:
+            later = policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
+        shortest = min(tokens, default=0)
+        first, last = (
+            policy.ChunkPacker(self._limits, size, leaves_half=2 * shortest <= size)
+            for size in (room, later)
+        )
+        return first, last
+
+    def count(self, plan: StepPlan) -> None:
+        """A step is dispatched now."""
+        if plan.kind is StepKind.DECODE:
+            self._since_decode = 0
+        for chunk in plan.chunks:
+            self._since_decode += len(chunk.token_ids)
+
+    def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
+        """The row's next chunk is dispatched now; it decodes behind the last one."""
+        tenancy.num_filled += len(chunk.token_ids)
+        if chunk.is_final:
+            tenancy.sequence.state = SequenceState.RUNNING
+            self.drop(tenancy.sequence)

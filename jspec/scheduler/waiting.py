@@ -1,0 +1,83 @@
+"""The queue: who is admitted next.
+
+First come, first served among requests of one rank; a higher rank goes first (`rank_of`). Nobody
+starves: whoever saw so many pass (PATIENCE for each slot, beyond those that were before it) is
+next, whatever its rank. A retracted sequence goes before all others of its rank.
+
+It knows no pages and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from jspec.core.config import PriorityOrder, ServeLimits
+from jspec.scheduler.sequence import Sequence
+
+PATIENCE = 4
+
+
+def rank_of(limits: ServeLimits, sequence: Sequence) -> int:
+    """A higher rank goes first; all have the same where priorities are off."""
+    priority = sequence.request.priority
+    if limits.priority_order is PriorityOrder.OFF:
+        return 0
+    return priority if limits.priority_order is PriorityOrder.HIGH_FIRST else -priority
+
+
+class WaitingQueue:
+    """Waiting sequences by rank. Iterated in the order in which they would go if no more came."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._limits = limits
+        self._by_rank: dict[int, deque[Sequence]] = {}
+        self._latest: dict[int, int] = {}  # by arrival: how many may have gone before it goes
+        self._num_gone = 0
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for rank in sorted(self._by_rank, reverse=True):
+            yield from self._by_rank[rank]
+
+    def push(self, sequence: Sequence) -> None:
+        """At the end of its rank."""
+        patience = PATIENCE * self._limits.num_slots
+        self._latest[sequence.arrival] = self._num_gone + len(self) + patience
+        self._of(sequence).append(sequence)
+
+    def push_back(self, sequence: Sequence) -> None:
+        """A retracted one, before all others of its rank."""
+        self._latest[sequence.arrival] = self._num_gone + PATIENCE * self._limits.num_slots
+        self._of(sequence).appendleft(sequence)
+
+    @property
+    def head(self) -> Sequence:
+        """Who is next. Raises ValueError if nobody waits."""
+        firsts = [waiting[0] for waiting in self._by_rank.values()]
+        if len(firsts) > 1:
+            overdue = [each for each in firsts if self._latest[each.arrival] <= self._num_gone]
+            if overdue:
+                return min(overdue, key=lambda each: self._latest[each.arrival])
+        return max(firsts, key=lambda each: rank_of(self._limits, each))
+
+    def pop(self) -> Sequence:
+        """Takes the head, which is admitted now."""
+        head = self.head
+        self.remove(head)
+        self._num_gone += 1
+        return head
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes out one that ends while it waits. Raises ValueError if it is not there."""
+        rank = rank_of(self._limits, sequence)
+        waiting = self._by_rank.get(rank, deque())
+        waiting.remove(sequence)
+        if not waiting:
+            del self._by_rank[rank]
+        del self._latest[sequence.arrival]
+
+    def _of(self, sequence: Sequence) -> deque[Sequence]:
+        return self._by_rank.setdefault(rank_of(self._limits, sequence), deque())

@@ -1,0 +1,158 @@
+"""The queue: by rank, then by arrival, and nobody starves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import PriorityOrder
+from jspec.core.errors import RequestError
+from jspec.core.plan import StepKind
+from jspec.core.request import Request
+from jspec.scheduler import budget
+from jspec.scheduler.sequence import Sequence
+from jspec.scheduler.waiting import PATIENCE, WaitingQueue
+from jspec.testing.fake_runner import small_limits
+from tests.scheduler.test_policy import make_sequence
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+
+OFF = small_limits(num_slots=2)
+HIGH = replace(OFF, priority_order=PriorityOrder.HIGH_FIRST)
+LOW = replace(OFF, priority_order=PriorityOrder.LOW_FIRST)
+
+
+def waiting(arrival: int, priority: int = 0) -> Sequence:
+    sequence = make_sequence(4, arrival=arrival)
+    sequence.request = replace(sequence.request, priority=priority)
+    return sequence
+
+
+def urgent(name: str, priority: int, **more: int) -> Request:
+    return replace(make_request(name, **more), priority=priority)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [(OFF, [0, 1, 2, 3, 4]), (HIGH, [3, 1, 4, 0, 2]), (LOW, [0, 2, 1, 4, 3])],
+    ids=["off", "high first", "low first"],
+)
+def test_a_rank_goes_first_and_within_it_who_came_first(limits, expected) -> None:  # type: ignore[no-untyped-def]
+    queue = WaitingQueue(limits)
+    for arrival, priority in enumerate([0, 5, 0, 9, 5]):
+        queue.push(waiting(arrival, priority if limits is not OFF else 0))
+    assert [each.arrival for each in queue] == expected
+    assert [queue.pop().arrival for _ in expected] == expected
+    assert len(queue) == 0
+
+
+def test_a_retracted_one_goes_before_all_of_its_rank_and_no_other() -> None:
+    queue = WaitingQueue(HIGH)
+    queue.push(waiting(7, 0))
+    queue.push(waiting(8, 5))
+    queue.push_back(waiting(3, 0))
+    assert [queue.pop().arrival for _ in range(3)] == [8, 3, 7]
+
+
+def test_who_ends_while_it_waits_is_gone() -> None:
+    queue, one = WaitingQueue(HIGH), waiting(0, 5)
+    queue.push(one)
+    queue.push(waiting(1))
+    queue.remove(one)
+    assert [each.arrival for each in queue] == [1]
+    with pytest.raises(ValueError, match="not in deque"):
+        queue.remove(one)
+
+
+@given(
+    before=st.integers(0, 5),
+    priorities=st.lists(st.integers(1, 9), min_size=40, max_size=60),
+)
+def test_nobody_starves(before: int, priorities: list[int]) -> None:
+    """However many of higher ranks come, one for each that goes."""
+    queue = WaitingQueue(HIGH)
+    for arrival in range(before):
+        queue.push(waiting(arrival, 9))
+    queue.push(waiting(1000, 0))
+    for passed, priority in enumerate(priorities):
+        queue.push(waiting(before + passed, priority))
+        if queue.pop().arrival == 1000:
+            assert passed <= before + PATIENCE * HIGH.num_slots
+            return
+    raise AssertionError("it was never its turn")
+
+
+def test_the_scheduler_admits_by_priority_and_writes_the_same_text() -> None:
+    limits = replace(HIGH, num_slots=1, decode_buckets=(1,), overlap_depth=0)
+    bench = Bench(limits)
+    requests = [urgent("a", 0), urgent("b", -1), urgent("c", 3)]
+    bench.submit(*requests)
+    bench.run_all()
+    order = [a.request.request_id for plan in bench.runner.plans for a in plan.admissions]
+    assert order == ["c", "a", "b"]
+    for request in requests:
+        assert bench.output(request.request_id) == expected_ids(request, 8)
+    assert bench.scheduler.stats.num_leaked_pages == 0
+
+
+def test_of_two_rows_the_lower_rank_gives_way() -> None:
+    """Pages for one of them; the one that came first is the less urgent."""
+    limits = replace(HIGH, num_pages=28, page_size=4, context_length=80, overlap_depth=0)
+    bench = Bench(limits)
+    bench.submit(urgent("a", 0, max_new_tokens=60), urgent("b", 1, max_new_tokens=60))
+    bench.run_all()
+    retracted = {name: chunks[-1].num_retractions for name, chunks in bench.chunks.items()}
+    assert retracted["a"] > 0
+    assert retracted["b"] == 0
+
+
+def test_a_priority_needs_an_order() -> None:
+    bench = Bench(OFF)
+    with pytest.raises(RequestError, match=r"priority is 3, but .* enable_priority_scheduling"):
+        bench.submit(urgent("a", 3))
+    with pytest.raises(RequestError, match="priority is 3, but"):
+        budget.check_batch(OFF, [urgent("a", 3)], in_use=(), num_queued=0)
+    with pytest.raises(RequestError, match=r"priority is 1\.5; expected an integer"):
+        replace(make_request("a"), priority=1.5)  # type: ignore[arg-type]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """The long one takes half of each step, until it is all there."""
+    limits = small_limits(
+        chunk_size=16, num_slots=4, num_pages=200, context_length=400, overlap_depth=0
+    )
+    bench = Bench(limits)
+    bench.submit(make_request("long", prompt_len=300, max_new_tokens=2))
+    bench.must_dispatch(StepKind.PREFILL)
+    bench.collect()
+    bench.submit(make_request("short", prompt_len=6, max_new_tokens=2))
+    plan = bench.must_dispatch(StepKind.PREFILL)
+    assert [(len(chunk.token_ids), chunk.is_final) for chunk in plan.chunks] == [
+        (8, False),
+        (6, True),
+    ]
+    bench.collect()
+    bench.run_all()
+    assert bench.output("short") == expected_ids(make_request("short", prompt_len=6), 2)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_decode_steps_come_within_the_budget(depth: int) -> None:
+    """A prompt of 300 beside a row that decodes: at most `prefill_budget` tokens between steps."""
+    limits = small_limits(
+        chunk_size=32, num_pages=300, context_length=400, overlap_depth=depth, prefill_rows=4
+    )
+    bench = Bench(replace(limits, prefill_budget=8))
+    bench.submit(make_request("a", max_new_tokens=200))
+    bench.must_dispatch(StepKind.PREFILL)
+    bench.submit(make_request("b", prompt_len=190, max_new_tokens=2))
+    bench.run_all()
+    since, most = 0, 0
+    for plan in bench.runner.plans[1:]:
+        since += sum(len(chunk.token_ids) for chunk in plan.chunks)
+        most = max(most, since)
+        if plan.kind is StepKind.DECODE:
+            since = 0
+    assert most == 8
