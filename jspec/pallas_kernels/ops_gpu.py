@@ -111,12 +111,10 @@ class GpuOps(Ops):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
         return fused_attention_gpu.rotate_write_and_attend(
             heads,
-            rotation.cos,
-            rotation.sin,
+            rotation,
             kv_pages,
             rows,
             sinks=sinks,
-            num_heads=rotation.num_heads,
             queries_per_row=call.queries_per_row,
             interpret=self.interpret,
             **call.settings,
