@@ -136,7 +136,7 @@ def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None
 
 
 # Whole rounds; the last round of both products partly behind the end.
-CUTS = (OneTuning(16, 16, 1, 1, 16, 16, 1), OneTuning(16, 32, 2, 1, 16, 64, 1))
+CUTS = (OneTuning(16, 16, 1, 1, 16, 16, 2, 1), OneTuning(16, 32, 2, 1, 16, 64, 1, 1))
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -169,7 +169,9 @@ def down(
         functools.partial(_down, tuning=tuning),
         grid=(ids.size, size // tuning.down_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
-        compiler_params=_compiler_params(tuning),
+        compiler_params=plt.CompilerParams(
+            num_warps=tuning.num_warps, num_stages=tuning.down_stages or tuning.num_stages
+        ),
         interpret=interpret,
         name="few_experts_down",
     )(inner_rows, kernel, ids)

@@ -2,9 +2,10 @@
 
 One row needs no matrix unit and no ring in shared memory. A program takes a block of weights that
 its registers hold, asks for all of it at once, and multiplies when it is there; so much is on its
-way at any time as the programs hold that fit the chip. few_gpu's tiles for 16 tokens keep one
-program of 512 KiB on each of 96 multiprocessors at Qwen3-30B-A3B's sizes, each waiting for the rank
-of its expert before it reads, and the last of them alone at the end.
+way at any time as the programs hold that fit the chip. The order of the lines matters: the compiler
+moves no read ahead of a barrier, and every sum over a block has some. few_gpu's tiles for 16 tokens
+keep one program of 512 KiB on each of 96 multiprocessors at Qwen3-30B-A3B's sizes, each waiting for
+the rank of its expert before it reads, and the last of them alone at the end.
 
 So the first product is cut along its inputs, too. Its shares are added up by the programs of the
 second, which also apply the bias and the gate, each for the inputs that it multiplies. They lie in
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
@@ -99,35 +101,48 @@ def _choose_and_gate_up(
     cut, place, tile = (pl.program_id(axis) for axis in range(3))
     only, inner = place * 0, out_ref.shape[2] // 2  # the token; no store at a constant index
     top_k, size = ids_ref.shape[1], x_ref.shape[1]
+    start, step = cut * tuning.gate_up_k * tuning.gate_up_rounds, tuning.gate_up_k
+    rounds = [
+        start + i * step + jnp.arange(step, dtype=jnp.int32) for i in range(tuning.gate_up_rounds)
+    ]
+    insides = [None if size % (step * len(rounds)) == 0 else at < size for at in rounds]
+    rows = [
+        plt.load(x_ref.at[only, at], mask=inside, other=_zero(inside))
+        for at, inside in zip(rounds, insides, strict=True)
+    ]
     expert, weight = expert_at(
         place, router_ref, router_bias_ref, top_k=top_k, routing=routing, dtype=x_ref.dtype
     )
+    # Gate's columns and then up's as one block, so that both are on their way and summed at once.
+    # In:  gate_up_n 2, inner 6, tile 1      Out: 2 3 | 8 9
+    lane = jnp.arange(2 * tuning.gate_up_n, dtype=jnp.int32)
+    half = lax.div(lane, jnp.full_like(lane, tuning.gate_up_n))
+    column = lane + half * (inner - tuning.gate_up_n) + tile * tuning.gate_up_n
+    blocks = [
+        _block(kernel_ref, expert, at, column, inside)
+        for at, inside in zip(rounds, insides, strict=True)
+    ]
 
     @pl.when((cut == 0) & (tile == 0))
     def _() -> None:
         plt.store(ids_ref.at[only, place], expert)
         plt.store(weights_ref.at[only, place], weight)
 
-    column = tile * tuning.gate_up_n + jnp.arange(tuning.gate_up_n, dtype=jnp.int32)
-    start = cut * tuning.gate_up_k * tuning.gate_up_rounds
-    for columns in (column, inner + column):
-        parts = []
-        for i in range(tuning.gate_up_rounds):
-            at = start + i * tuning.gate_up_k + jnp.arange(tuning.gate_up_k, dtype=jnp.int32)
-            inside = None if size % (tuning.gate_up_k * tuning.gate_up_rounds) == 0 else at < size
-            row = plt.load(x_ref.at[only, at], mask=inside, other=_zero(inside))
-            parts.append(_product(row, kernel_ref, expert, at, columns, inside))
-        plt.store(out_ref.at[cut, place, columns], functools.reduce(jnp.add, parts))
+    parts = [_product(row, block) for row, block in zip(rows, blocks, strict=True)]
+    plt.store(out_ref.at[cut, place, column], functools.reduce(jnp.add, parts))
 
 
-def _product(
-    row: jax.Array, kernel_ref: Any, expert: Any, at: jax.Array, columns: jax.Array, inside: Any
+def _block(
+    kernel_ref: Any, expert: Any, at: jax.Array, columns: jax.Array, inside: Any
 ) -> jax.Array:
-    """In a kernel: row @ kernel[expert, at, columns], f32; `inside` of `at`, or None: all are."""
+    """In a kernel: kernel[expert, at, columns]; `inside` of `at`, or None: all are."""
     mask = None if inside is None else inside[:, None]
-    block = plt.load(
-        kernel_ref.at[expert, at[:, None], columns[None]], mask=mask, other=_zero(inside)
-    )
+    where = kernel_ref.at[expert, at[:, None], columns[None]]
+    return plt.load(where, mask=mask, other=_zero(inside))
+
+
+def _product(row: jax.Array, block: jax.Array) -> jax.Array:
+    """In a kernel: row @ block, multiplied and summed in f32."""
     return jnp.sum(row.astype(jnp.float32)[:, None] * block.astype(jnp.float32), axis=0)
 
 
@@ -150,13 +165,18 @@ def _down(
     expert = plt.load(ids_ref.at[place * 0, place])
     column = tile * tuning.down_n + jnp.arange(tuning.down_n, dtype=jnp.int32)
     parts = []
-    for i in range(pl.cdiv(inner, tuning.down_k)):
-        at = i * tuning.down_k + jnp.arange(tuning.down_k, dtype=jnp.int32)
-        inside = None if inner % tuning.down_k == 0 else at < inner
-        row = _gated_row(
-            shares_ref, bias_ref, place, expert, at, inside, gate=gate, dtype=out_ref.dtype
-        )
-        parts.append(_product(row, kernel_ref, expert, at, column, inside))
+    num_rounds, step = pl.cdiv(inner, tuning.down_k), tuning.down_k
+    for first in range(0, num_rounds, tuning.down_held):  # what is asked for at once
+        held = range(first, min(first + tuning.down_held, num_rounds))
+        rounds = [i * step + jnp.arange(step, dtype=jnp.int32) for i in held]
+        insides = [None if inner % step == 0 else at < inner for at in rounds]
+        each = list(zip(rounds, insides, strict=True))
+        blocks = [_block(kernel_ref, expert, at, column, inside) for at, inside in each]
+        for (at, inside), block in zip(each, blocks, strict=True):
+            row = _gated_row(
+                shares_ref, bias_ref, place, expert, at, inside, gate=gate, dtype=out_ref.dtype
+            )
+            parts.append(_product(row, block))
     total = functools.reduce(jnp.add, parts)
     plt.store(out_ref.at[place, column], total.astype(out_ref.dtype))
 

@@ -31,6 +31,7 @@ class ExpertsTuning:
 
     tile_m: pairs of a block. gate_up_n: columns of the gated result (a tile has as many gate and
     as many up columns); down_n: of the second product's. gate_up_k, down_k: inputs of one round.
+    down_stages: rounds on their way in few_gpu's second product, 0: num_stages, as in the first.
     """
 
     tile_m: int = LEAST
@@ -40,13 +41,14 @@ class ExpertsTuning:
     down_k: int = 64
     num_warps: int = 4
     num_stages: int = 4
+    down_stages: int = 0
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that the larger of the two products may take, at 2 bytes an element."""
-        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n)
-        down = self.down_k * (self.tile_m + self.down_n)
-        return 2 * self.num_stages * max(gate_up, down)
+        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n) * self.num_stages
+        down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
+        return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int) -> str | None:
         """Why these tiles cannot serve experts of E = size and I = inner, or None."""
@@ -73,7 +75,8 @@ class OneTuning:
 
     gate_up_n: columns of the gated result, as many of gate and of up; gate_up_k: inputs of one
     round, of which a program has gate_up_rounds, all asked for before the first is used. down_n,
-    down_k: the same of the second product, of which a program has all rounds.
+    down_k: the same of the second product, of which a program has all rounds, and asks for
+    down_held at once.
     """
 
     gate_up_n: int = 64
@@ -82,6 +85,7 @@ class OneTuning:
     gate_up_warps: int = 8
     down_n: int = 64
     down_k: int = 256
+    down_held: int = 3
     down_warps: int = 8
 
     def cuts(self, size: int) -> int:
