@@ -45,15 +45,16 @@ FEW: dict[str, dict[str, int]] = {
 }
 ONE: dict[str, dict[str, int]] = {
     "one": {},
-    "one, 2 rounds": {"gate_up_rounds": 2},
-    "one, 4 rounds": {"gate_up_rounds": 4},
-    "one, 128 inputs": {"gate_up_k": 128, "gate_up_warps": 4},
-    "one, 128 inputs, 4 rounds": {"gate_up_k": 128, "gate_up_rounds": 4, "gate_up_warps": 4},
     "one, 4 warps": {"gate_up_warps": 4, "down_warps": 4},
-    "one, down 128 inputs, 4 warps": {"down_k": 128, "down_warps": 4},
-    "one, down 32 columns": {"down_n": 32, "down_warps": 4},
+    "one, down holds 3": {"down_held": 3},
+    "one, down holds 1": {"down_held": 1},
+    "one, 2 rounds": {"gate_up_rounds": 2},
+    "one, 2 rounds, 4 warps": {"gate_up_rounds": 2, "gate_up_warps": 4},
+    "one, 2 rounds of 128, 4 warps": {"gate_up_k": 128, "gate_up_rounds": 2, "gate_up_warps": 4},
+    "one, 4 rounds": {"gate_up_rounds": 4},
+    "one, down 32 columns, 4 warps": {"down_n": 32, "down_warps": 4},
+    "one, down 128 inputs, 4 warps": {"down_k": 128, "down_held": 3, "down_warps": 4},
     "one, 32 columns, 512 inputs": {"gate_up_n": 32, "gate_up_k": 512},
-    "one, 16 warps": {"gate_up_warps": 16, "down_warps": 16},
 }
 
 

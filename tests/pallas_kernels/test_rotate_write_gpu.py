@@ -319,6 +319,26 @@ def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, t
     np.testing.assert_array_equal(values, np.asarray(heads[:, num_heads + num_kv :], np.float32))
 
 
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 4, 128), (3, 1, 64)])
+def test_norms_on_the_chip(num_heads: int, num_kv: int, width: int, tokens: int) -> None:
+    heads, positions, pool = draw(
+        num_heads, num_kv, width, tokens=tokens, page_size=16, dtype=jnp.bfloat16
+    )
+    heads = heads * jnp.arange(1, heads.shape[1] + 1, dtype=jnp.bfloat16)[:, None]
+    page = jnp.arange(1, tokens + 1, dtype=jnp.int32)
+    cos, sin = angles_of(positions, head_dim=width, rope=ROPE)
+    arrays, norms = (heads, cos, sin, pool, page, page % 16), norms_of(width, dtype=jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        found = KERNEL(*arrays, num_heads=num_heads, norms=norms)
+    expected = REFERENCE(*arrays, num_heads=num_heads, norms=norms)
+    for mine, wanted in zip(found, expected, strict=True):
+        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+        np.testing.assert_allclose(mine, wanted, rtol=2**-7, atol=2e-2)
+
+
 @pytest.mark.slow
 @needs_cuda_compiler
 def test_compiles_ahead_of_time_for_an_h200_and_copies_no_pool() -> None:

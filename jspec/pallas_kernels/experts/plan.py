@@ -85,7 +85,7 @@ class OneTuning:
     gate_up_warps: int = 8
     down_n: int = 64
     down_k: int = 256
-    down_held: int = 3
+    down_held: int = 2
     down_warps: int = 8
 
     def cuts(self, size: int) -> int:
@@ -143,7 +143,8 @@ FEW = {
 
 
 # What one_gpu uses at E and I, chosen by reckoning: not timed yet. Qwen3-30B-A3B: 768 programs of
-# 64 KiB, two or three a multiprocessor, and 256 of 96 KiB. Other sizes are left to few_gpu.
+# 64 KiB, two a multiprocessor by their registers, and 256 of 96 KiB with two of three rounds held:
+# with all three a thread has 160 registers, and one program fits. Other sizes are left to few_gpu.
 ONE = {(2048, 768): OneTuning()}
 
 
