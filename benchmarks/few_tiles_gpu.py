@@ -70,9 +70,14 @@ class Candidate:
 
     def compiled(self) -> Callable[..., Any]:
         x, _, _ = drawn_once(self.model, self.tokens)
-        chain: Any = layers(self.model, self.tuning, self.one)
+        chain: Any = layers(self.model, self.tuning, self.one, count=length())
         program: Callable[..., Any] = chain.lower(x, weights_once(self.model)).compile()
         return program
+
+
+def length() -> int:
+    """Of the chain; interpreted, its compilation takes seconds a layer."""
+    return LAYERS if jax.default_backend() == "gpu" else 2
 
 
 @cache
@@ -113,11 +118,16 @@ def measured(candidate: Candidate, program: Callable[[], Any]) -> dict[str, Any]
     row: dict[str, Any] = asdict(candidate) | {"floor_microseconds": floor * 1e6}
     try:
         arguments = (x, weights_once(candidate.model))
-        seconds = seconds_per_call(program(), arguments, LAYERS, samples=5)
+        seconds = seconds_per_call(program(), arguments, length(), samples=5)
         row |= {"microseconds": seconds * 1e6, "share": floor / seconds}
     except Exception as failure:  # the other candidates go on
         row["error"] = f"{type(failure).__name__}: {str(failure)[:200]}"
     return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    took = f"{row['microseconds']:7.1f} us {row['share']:6.1%}" if "share" in row else row["error"]
+    return f"{row['model']:14} {row['tokens']:>2} {took}  {row['name']}"
 
 
 def main() -> None:
@@ -139,11 +149,10 @@ def main() -> None:
         if time.monotonic() > deadline:
             break
         rows.append(measured(candidate, program))
+        print(shown(rows[-1]), flush=True)
         write_result(arguments.out, {"rows": rows})
     rows.sort(key=lambda row: (row["model"], row["tokens"], row.get("microseconds", 1e9)))
-    for row in rows:
-        shown = f"{row['microseconds']:7.1f} us {row['share']:6.1%}" if "share" in row else "failed"
-        print(f"{row['model']:14} {row['tokens']:>2} {shown}  {row['name']}")
+    print("", *map(shown, rows), sep="\n")
     write_result(arguments.out, {"rows": rows})
 
 

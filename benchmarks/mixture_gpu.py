@@ -83,10 +83,14 @@ def weights_of(name: str) -> dict[str, Any]:
 
 
 def layers(
-    name: str, tuning: ExpertsTuning | None, one_tuning: OneTuning | None = None
+    name: str,
+    tuning: ExpertsTuning | None,
+    one_tuning: OneTuning | None = None,
+    *,
+    count: int = LAYERS,
 ) -> Callable[..., Any]:
-    """A chain of LAYERS mixtures: few_gpu's with `tuning`, or those with tables. one_tuning: of one
-    token's products, where they are one_gpu's."""
+    """A chain of `count` mixtures: few_gpu's with `tuning`, or those with tables. one_tuning: of
+    one token's products, where they are one_gpu's."""
     spec, ops, interpret = spec_of(MODELS[name]), OPS["gpu"], jax.default_backend() != "gpu"
     ops = OPS["gpu_interpret"] if interpret else ops
 
@@ -111,7 +115,7 @@ def layers(
         return ops.add_norm(total, out, scale, eps=EPS)[1]
 
     def chain(x: jax.Array, params: Any) -> jax.Array:
-        for _ in range(LAYERS):
+        for _ in range(count):
             x = one(x, params)
         return x
 

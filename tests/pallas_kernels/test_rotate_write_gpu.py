@@ -136,12 +136,11 @@ def test_norms_of_q_and_k_are_those_of_a_norm_of_its_own(
     assert float(jnp.max(jnp.abs(k))) < 5 < float(jnp.max(jnp.abs(v)))
     for run in (partial(KERNEL, interpret=True), REFERENCE):
         q, pages = run(heads, cos, sin, pool, page, page % 8, num_heads=num_heads, norms=norms)
-        for found, wanted in ((q, expected_q), (pages[page, page % 8], expected[page, page % 8])):
-            found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+        for mine, right in ((q, expected_q), (pages[page, page % 8], expected[page, page % 8])):
+            found, wanted = (np.asarray(x, np.float32) for x in (mine, right))
             # The squares' order is the kernel's own: the last bit of a rounded norm may differ.
-            np.testing.assert_allclose(
-                found, wanted, rtol=2**-7, atol=2e-2 if dtype == jnp.bfloat16 else 1e-5
-            )
+            near = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=near)
         values = np.asarray(pages[page, page % 8], np.float32)[:, 1::2]
         np.testing.assert_array_equal(
             values, np.asarray(heads[:, num_heads + num_kv :], np.float32)
@@ -244,9 +243,8 @@ def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool
     )
     real = np.arange(8) < 7 if packed else np.arange(8) != 7
     if normed:  # the squares' order is the kernel's own
-        close = {"rtol": 2**-7, "atol": 2e-2}
         written, wanted = (np.asarray(x, np.float32)[1:4] for x in (pages, expected_pages))
-        np.testing.assert_allclose(written, wanted, **close)
+        np.testing.assert_allclose(written, wanted, rtol=2**-7, atol=2e-2)
     else:
         np.testing.assert_array_equal(bits(pages)[1:], bits(expected_pages)[1:])
     found, wanted = (np.asarray(x, np.float32)[real] for x in (out, expected))
