@@ -190,10 +190,13 @@ def measure(engine: Any, name: str, workload: Workload, rng: np.random.Generator
         rates.append((long.num_tokens - short.num_tokens) / (long.seconds - short.seconds))
         acceptance = long.acceptance_length
     rate = statistics.median(rates)
+    milliseconds = 1e3 * int(size) * acceptance / rate
+    floor = target_floor_ms(workload, group, int(size))
     return {
         "tokens_per_second": round(rate, 1),
-        "ms_per_step": round(1e3 * int(size) * acceptance / rate, 4),
-        "target_floor_ms": round(target_floor_ms(workload, group, int(size)), 4),
+        "ms_per_step": round(milliseconds, 4),
+        "target_floor_ms": round(floor, 4),
+        "share_of_floor": round(floor / milliseconds, 4),
         "acceptance_length": round(acceptance, 3),
         "all_tokens_per_second": [round(r, 1) for r in rates],
     }

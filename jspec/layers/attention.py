@@ -2,8 +2,8 @@
 
 The caller passes `attend(heads, rotation, sinks) -> out`. Training passes dense causal attention, a
 step passes paged attention over its pool; the layer cannot tell them apart. Heads are handed over
-as the projection leaves them, with the rotation still to come, so that an attend may fuse RoPE with
-the writing of K and V; who wants q, k and v apart calls `rotate_and_split`.
+as the projection leaves them, with their norms and the rotation still to come, so that an attend
+may fuse those with the writing of K and V; who wants q, k and v apart calls `rotate_and_split`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import AttentionSpec
 from jspec.layers.linear import Shard, linear
-from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate_and_split
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
@@ -43,16 +42,17 @@ def attention(
     """The projections of one layer around `attend`.
 
     params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
-    every head of q and of k is normed before RoPE; sinks, where there are some, go to `attend`;
-    with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
+    every head of q and of k is normed before RoPE, by `attend`; sinks, where there are some, go to
+    it, too; with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
     spec counts the heads of all shards; the shapes inside are one shard's.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
+    norms = None
     if "q_norm" in params:
-        heads = _normed_heads(params, heads, num_heads=num_heads, eps=eps)
+        norms = HeadNorms(q=params["q_norm"]["scale"], k=params["k_norm"]["scale"], eps=eps)
     cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
-    rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads)
+    rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
     mixed = attend(heads, rotation, params.get("sinks"))
     if spec.value_dim < spec.head_dim:
         mixed = mixed[..., : spec.value_dim]
@@ -76,16 +76,6 @@ def _heads(
     v = (v.astype(jnp.float32) * spec.value_scale).astype(v.dtype)
     v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, D - Dv)])
     return jnp.concatenate((qk, v), axis=-2)
-
-
-def _normed_heads(
-    params: dict[str, Any], heads: jax.Array, *, num_heads: int, eps: float
-) -> jax.Array:
-    """heads[*b, H + 2G, D] with those of q and k normed."""
-    first_v = (heads.shape[-2] + num_heads) // 2
-    q, k, v = jnp.split(heads, (num_heads, first_v), axis=-2)
-    q, k = norm(params["q_norm"], q, eps=eps), norm(params["k_norm"], k, eps=eps)
-    return jnp.concatenate((q, k, v), axis=-2)
 
 
 def causal_attention(

@@ -13,8 +13,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jspec.core.pytree import pytree
+from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.ops import Ops, rms_norm
+from jspec.pallas_kernels.ops import Ops
 
 
 @pytree

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
 from jspec.core.model_spec import Gate, MoESpec
+from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.attention import reference, streaming
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
@@ -85,7 +86,10 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
-        """A layer's attention from projected heads (q, then k, then v) to mixed ones."""
+        """A layer's attention from projected heads (q, then k, then v) to mixed ones.
+
+        rotation: all that is still to be done to the heads, their norms included.
+        """
         q, k, v = rotate_and_split(heads, rotation)
         out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks)
         return out[..., : heads.shape[-1]], kv_pages  # a pool may be wider than a head
@@ -221,14 +225,6 @@ class ReferenceOps(Ops):
             q, kv_pages, rows, sinks=sinks, queries_per_row=call.queries_per_row, **call.settings
         )
         return out, kv_pages
-
-
-def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float) -> jax.Array:
-    """x / rms(x) * scale, computed in float32 whatever the activations are."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def without_nan(logits: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
+from jspec.pallas_kernels.experts.plan import choose_experts, choose_few, choose_one
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
@@ -111,12 +111,10 @@ class GpuOps(Ops):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
         return fused_attention_gpu.rotate_write_and_attend(
             heads,
-            rotation.cos,
-            rotation.sin,
+            rotation,
             kv_pages,
             rows,
             sinks=sinks,
-            num_heads=rotation.num_heads,
             queries_per_row=call.queries_per_row,
             interpret=self.interpret,
             **call.settings,
@@ -184,7 +182,15 @@ class GpuOps(Ops):
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(
-            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
+            x,
+            delta,
+            scale,
+            params,
+            eps=eps,
+            spec=spec,
+            tuning=tuning,
+            one=choose_one(size=size, inner=inner),
+            interpret=self.interpret,
         )
 
     def mixed_norm(

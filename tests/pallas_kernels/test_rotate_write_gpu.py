@@ -25,7 +25,7 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.reference import LARGE, interleave_kv, write_rows
-from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate, rotate_and_split
+from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate, rotate_and_split
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu, needs_mosaic_gpu
 
@@ -112,6 +112,41 @@ def test_equals_rope_interleaving_and_scatter(
         np.testing.assert_array_equal(bits(pages)[untouched], bits(pool)[untouched])
 
 
+def norms_of(width: int, *, dtype: Any) -> HeadNorms:
+    rng = np.random.default_rng(3)
+    q, k = (jnp.asarray(1 + 0.3 * rng.standard_normal(width), dtype) for _ in range(2))
+    return HeadNorms(q=q, k=k, eps=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "width", "dtype"),
+    [(16, 2, 128, jnp.bfloat16), (3, 1, 20, jnp.float32)],
+)
+def test_norms_of_q_and_k_are_those_of_a_norm_of_its_own(
+    num_heads: int, num_kv: int, width: int, dtype: Any
+) -> None:
+    """v is not normed; the heads differ in size, so that a head takes its own factor."""
+    heads, positions, pool = draw(num_heads, num_kv, width, tokens=5, page_size=8, dtype=dtype)
+    heads = heads * jnp.arange(1, heads.shape[1] + 1, dtype=dtype)[:, None]
+    page, norms = jnp.asarray([3, 1, 6, 2, 5], jnp.int32), norms_of(width, dtype=dtype)
+    cos, sin = angles_of(positions, head_dim=width, rope=ROPE)
+    rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
+    expected_q, k, v = rotate_and_split(heads, rotation)
+    expected = write_rows(pool, page, page % 8, interleave_kv(k, v, width=width))
+    assert float(jnp.max(jnp.abs(k))) < 5 < float(jnp.max(jnp.abs(v)))
+    for run in (partial(KERNEL, interpret=True), REFERENCE):
+        q, pages = run(heads, cos, sin, pool, page, page % 8, num_heads=num_heads, norms=norms)
+        for mine, right in ((q, expected_q), (pages[page, page % 8], expected[page, page % 8])):
+            found, wanted = (np.asarray(x, np.float32) for x in (mine, right))
+            # The squares' order is the kernel's own: the last bit of a rounded norm may differ.
+            near = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=near)
+        values = np.asarray(pages[page, page % 8], np.float32)[:, 1::2]
+        np.testing.assert_array_equal(
+            values, np.asarray(heads[:, num_heads + num_kv :], np.float32)
+        )
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: Any) -> None:
@@ -164,7 +199,9 @@ def test_what_the_kernel_serves() -> None:
     assert not rotate_write_gpu.serves(63, 63)
 
 
-def paged(ops: str, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any]:
+def paged(
+    ops: str, *, packed: bool, wide: int, normed: bool = False
+) -> tuple[Callable[..., Any], Any]:
     """(attend of two rows with 4 and 3 new tokens, its arguments); heads 64 wide, 4 over 2."""
     rng = np.random.default_rng(1)
     prefix, lens = np.asarray([21, 3]), np.asarray([4, 3])
@@ -183,7 +220,8 @@ def paged(ops: str, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any
         heads: jax.Array, rows: AttentionRows, pool: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         cos, sin = angles_of(rows.q_positions, head_dim=64, rope=ROPE)
-        rotation = Rotation(cos=cos, sin=sin, num_heads=4)
+        norms = norms_of(64, dtype=jnp.bfloat16) if normed else None
+        rotation = Rotation(cos=cos, sin=sin, num_heads=4, norms=norms)
         call = AttentionCall(queries_per_row=None if packed else 4, scale=0.125)
         return OPS[ops].rotate_write_and_attend(heads, rotation, pool, rows, call)
 
@@ -191,15 +229,24 @@ def paged(ops: str, *, packed: bool, wide: int) -> tuple[Callable[..., Any], Any
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize(("packed", "wide"), [(False, 64), (True, 64), (False, 128)])
-def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int) -> None:
+@pytest.mark.parametrize(
+    ("packed", "wide", "normed"),
+    [(False, 64, False), (True, 64, True), (False, 128, False), (False, 64, True)],
+)
+def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool) -> None:
     """Also where the pool is wider than a head, and the kernel gives way."""
-    attend, args = paged("gpu_interpret", packed=packed, wide=wide)
+    attend, args = paged("gpu_interpret", packed=packed, wide=wide, normed=normed)
     assert ("rotate_and_write" in str(jax.make_jaxpr(attend)(*args))) == (wide == 64)
     out, pages = jax.jit(attend)(*args)
-    expected, expected_pages = jax.jit(paged("xla", packed=packed, wide=wide)[0])(*args)
+    expected, expected_pages = jax.jit(paged("xla", packed=packed, wide=wide, normed=normed)[0])(
+        *args
+    )
     real = np.arange(8) < 7 if packed else np.arange(8) != 7
-    np.testing.assert_array_equal(bits(pages)[1:], bits(expected_pages)[1:])
+    if normed:  # the squares' order is the kernel's own
+        written, wanted = (np.asarray(x, np.float32)[1:4] for x in (pages, expected_pages))
+        np.testing.assert_allclose(written, wanted, rtol=2**-7, atol=2e-2)
+    else:
+        np.testing.assert_array_equal(bits(pages)[1:], bits(expected_pages)[1:])
     found, wanted = (np.asarray(x, np.float32)[real] for x in (out, expected))
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(found, wanted, atol=0.02)
@@ -268,6 +315,26 @@ def test_equals_the_steps_on_the_chip(num_heads: int, num_kv: int, width: int, t
         )
     values = np.asarray(pages[page, offset], np.float32)[:, 1::2]
     np.testing.assert_array_equal(values, np.asarray(heads[:, num_heads + num_kv :], np.float32))
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv", "width"), [(32, 4, 128), (3, 1, 64)])
+def test_norms_on_the_chip(num_heads: int, num_kv: int, width: int, tokens: int) -> None:
+    heads, positions, pool = draw(
+        num_heads, num_kv, width, tokens=tokens, page_size=16, dtype=jnp.bfloat16
+    )
+    heads = heads * jnp.arange(1, heads.shape[1] + 1, dtype=jnp.bfloat16)[:, None]
+    page = jnp.arange(1, tokens + 1, dtype=jnp.int32)
+    cos, sin = angles_of(positions, head_dim=width, rope=ROPE)
+    arrays, norms = (heads, cos, sin, pool, page, page % 16), norms_of(width, dtype=jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+        found = KERNEL(*arrays, num_heads=num_heads, norms=norms)
+    expected = REFERENCE(*arrays, num_heads=num_heads, norms=norms)
+    for mine, wanted in zip(found, expected, strict=True):
+        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+        np.testing.assert_allclose(mine, wanted, rtol=2**-7, atol=2e-2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A layer's attention on a Hopper GPU from projected heads to mixed ones, in two kernels.
 
-kv_write/gpu.py rotates q and k, writes K and V, and lays q as the second kernel reads it;
+kv_write/gpu.py norms and rotates q and k, writes K and V, and lays q as the second kernel reads it;
 gpu.py (rows of equal length) or prefill/gpu.py (packed rows) attends.
 """
 
@@ -13,6 +13,7 @@ from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
+from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 
 
@@ -25,12 +26,10 @@ def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None
 
 def rotate_write_and_attend(
     heads: Float[Array, "T heads D"],
-    cos: Float[Array, "T half"],
-    sin: Float[Array, "T half"],
+    rotation: Rotation,
     kv_pages: Float[Array, "NP S G2 D"],
     rows: AttentionRows,
     *,
-    num_heads: int,
     queries_per_row: int | None,
     scale: float,
     window: int | None = None,
@@ -38,7 +37,7 @@ def rotate_write_and_attend(
     sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-    """What contract.py's contract asks for q and k rotated by (cos, sin), and v.
+    """What contract.py's contract asks for q and k normed and rotated, and v.
 
     heads are q, then k, then v.
     """
@@ -48,12 +47,13 @@ def rotate_write_and_attend(
     )
     q, kv_pages = rotate_write_gpu.rotate_and_write(
         heads,
-        cos,
-        sin,
+        rotation.cos,
+        rotation.sin,
         kv_pages,
         page,
         offset,
-        num_heads=num_heads,
+        num_heads=rotation.num_heads,
+        norms=rotation.norms,
         queries_per_row=queries_per_row,
         interpret=interpret,
     )
@@ -78,7 +78,7 @@ def rotate_write_and_attend(
         soft_cap=soft_cap,
         sinks=sinks,
         queries_per_row=queries_per_row,
-        packed_heads=num_heads,
+        packed_heads=rotation.num_heads,
         interpret=interpret,
     )
     return out, kv_pages

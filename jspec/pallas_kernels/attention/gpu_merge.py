@@ -38,7 +38,7 @@ def merge_shares(
     items are B * G * tiles, laid out by query_tiles.py; D is a power of two.
     """
     batch, queries = valid.shape
-    extra = () if sinks is None else (sinks.astype(jnp.float32) * LOG2E,)
+    extra = () if sinks is None else (sinks,)
     merged: jax.Array = pl.pallas_call(
         functools.partial(_merge_one, queries=queries, num_kv=num_kv),
         grid=(batch * queries, num_heads),
@@ -101,7 +101,7 @@ def _merge_one(
     height = plt.load(heights_ref.at[part, item, row], mask=exists, other=NOTHING)
     top = jnp.max(height)
     if sinks_ref:
-        sink = plt.load(sinks_ref[0].at[head])
+        sink = plt.load(sinks_ref[0].at[head]).astype(jnp.float32) * LOG2E
         top = jnp.maximum(top, sink)
     weight = jnp.where(exists, jnp.exp2(height - top), 0.0)
     total = jnp.sum(weight)

@@ -31,6 +31,7 @@ class ExpertsTuning:
 
     tile_m: pairs of a block. gate_up_n: columns of the gated result (a tile has as many gate and
     as many up columns); down_n: of the second product's. gate_up_k, down_k: inputs of one round.
+    down_stages: rounds on their way in few_gpu's second product, 0: num_stages, as in the first.
     """
 
     tile_m: int = LEAST
@@ -40,13 +41,14 @@ class ExpertsTuning:
     down_k: int = 64
     num_warps: int = 4
     num_stages: int = 4
+    down_stages: int = 0
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that the larger of the two products may take, at 2 bytes an element."""
-        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n)
-        down = self.down_k * (self.tile_m + self.down_n)
-        return 2 * self.num_stages * max(gate_up, down)
+        gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n) * self.num_stages
+        down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
+        return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int) -> str | None:
         """Why these tiles cannot serve experts of E = size and I = inner, or None."""
@@ -64,6 +66,42 @@ class ExpertsTuning:
                 return f"{name} {tile} does not divide {what} {length}"
         if self.shared_bytes > SHARED_BYTES:
             return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class OneTuning:
+    """What a program of one_gpu takes of one token's two products. Sizes are elements.
+
+    gate_up_n: columns of the gated result, as many of gate and of up; gate_up_k: inputs of one
+    round, of which a program has gate_up_rounds, all asked for before the first is used. down_n,
+    down_k: the same of the second product, of which a program has all rounds, and asks for
+    down_held at once.
+    """
+
+    gate_up_n: int = 64
+    gate_up_k: int = 256
+    gate_up_rounds: int = 1
+    gate_up_warps: int = 8
+    down_n: int = 64
+    down_k: int = 256
+    down_held: int = 2
+    down_warps: int = 8
+
+    def cuts(self, size: int) -> int:
+        """Programs that share the first product's inputs."""
+        return -(-size // (self.gate_up_k * self.gate_up_rounds))
+
+    def problem(self, size: int, inner: int) -> str | None:
+        """Why it cannot serve experts of E = size and I = inner, or None."""
+        sides = {"gate_up_n": self.gate_up_n, "gate_up_k": self.gate_up_k}
+        sides |= {"down_n": self.down_n, "down_k": self.down_k}
+        for name, side in sides.items():
+            if side < LEAST or side & (side - 1):
+                return f"{name} is {side}; expected a power of two from {LEAST}"
+        for name, what, length in (("gate_up_n", "I", inner), ("down_n", "E", size)):
+            if length % sides[name]:
+                return f"{name} {sides[name]} does not divide {what} {length}"
         return None
 
 
@@ -102,6 +140,17 @@ FEW = {
     (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
     (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
 }
+
+
+# What one_gpu uses at E and I, chosen by reckoning: not timed yet. Qwen3-30B-A3B: 768 programs of
+# 64 KiB, two a multiprocessor by their registers, and 256 of 96 KiB with two of three rounds held:
+# with all three a thread has 160 registers, and one program fits. Other sizes are left to few_gpu.
+ONE = {(2048, 768): OneTuning()}
+
+
+def choose_one(*, size: int, inner: int) -> OneTuning | None:
+    """How one token's products are cut at E and I; None: few_gpu's tiles are as good."""
+    return ONE.get((size, inner))
 
 
 def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> ExpertsTuning | None:

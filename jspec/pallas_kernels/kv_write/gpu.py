@@ -1,5 +1,8 @@
 """Pallas-Triton kernel: rotates q and k (RoPE) and writes K and V into their pages, in one launch.
 
+Where every head of q and of k is normed first, it does that, too: XLA makes three launches of the
+two norms and of putting the heads side by side again.
+
 A token's heads lie as the projection left them: q, then k, then v. A program takes up to 16 heads
 of one token, so that one token already keeps a few multiprocessors busy; a thread holds 16 bytes
 of each half of a head. It knows no rows and no lengths: each token comes with its page and offset,
@@ -21,8 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
 from jspec.pallas_kernels.kv_write.reference import finite, pool_rows, write_rows
+from jspec.pallas_kernels.kv_write.rotation import HeadNorms
 
 HEADS_PER_PROGRAM = 16
 VECTOR_BYTES, WARP = 16, 32  # what one thread loads at once; threads
@@ -42,6 +47,7 @@ def rotate_and_write(
     offset: Int[Array, "T"],
     *,
     num_heads: int,
+    norms: HeadNorms | None = None,
     queries_per_row: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
@@ -50,8 +56,9 @@ def rotate_and_write(
     q is [T, H, D]; with queries_per_row it lies as query_tiles.pack_queries would lay it, [B * G,
     rows, D], its padding not written.
 
-    heads are q (num_heads of them), then k, then v; cos and sin f32, half a head wide. The pool is
-    written in place where it is donated. Raises ValueError for heads that do not fit the pool.
+    heads are q (num_heads of them), then k, then v; cos and sin f32, half a head wide. With norms
+    each head of q and k is normed, and rounded, before it turns. The pool is written in place where
+    it is donated. Raises ValueError for heads that do not fit the pool.
     """
     tokens, total, width = heads.shape
     _check(heads, cos, kv_pages, num_heads=num_heads)
@@ -67,6 +74,7 @@ def rotate_and_write(
         functools.partial(
             _rotate_and_write,
             num_heads=num_heads,
+            eps=None if norms is None else norms.eps,
             queries_per_row=queries_per_row,
             block=block,
             half=half,
@@ -80,7 +88,7 @@ def rotate_and_write(
         compiler_params=plt.CompilerParams(num_warps=min(max(threads // WARP, 1), 8), num_stages=1),
         interpret=interpret,
         name="rotate_and_write",
-    )(heads, cos, sin, page, offset, kv_pages)
+    )(heads, cos, sin, page, offset, kv_pages, *(() if norms is None else (norms.q, norms.k)))
     return q, pool
 
 
@@ -93,10 +101,15 @@ def reference(
     offset: Int[Array, "T"],
     *,
     num_heads: int,
+    norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
     """The definition of `rotate_and_write`, step by step."""
     _check(heads, cos, kv_pages, num_heads=num_heads)
     num_kv = (heads.shape[1] - num_heads) // 2
+    if norms is not None:
+        q, k, v = jnp.split(heads, (num_heads, num_heads + num_kv), axis=1)
+        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
+        heads = jnp.concatenate((q, k, v), axis=1)
     first, second = jnp.split(heads[:, : num_heads + num_kv].astype(jnp.float32), 2, axis=-1)
     halves = _turn(first, second, cos[:, None], sin[:, None])
     rotated = jnp.concatenate(halves, axis=-1).astype(heads.dtype)
@@ -129,14 +142,14 @@ def _rotate_and_write(
     page_ref: Any,
     offset_ref: Any,
     _: Any,  # the pool as it came: the same memory as pool_ref
-    q_ref: Any,
-    pool_ref: Any,
-    *,
+    *scales_and_out: Any,
     num_heads: int,
+    eps: float | None,
     queries_per_row: int | None,
     block: int,
     half: int,
 ) -> None:
+    *scale_refs, q_ref, pool_ref = scales_and_out
     total, width = heads_ref.shape[1:]
     num_kv = (total - num_heads) // 2
     token = pl.program_id(0)
@@ -168,6 +181,11 @@ def _rotate_and_write(
         for start in (0, width // 2)
     ]
     first, second = (x.astype(jnp.float32) for x in loaded)
+    if eps is not None:
+        first, second = (
+            x.astype(heads_ref.dtype).astype(jnp.float32)
+            for x in _normed(scale_refs, first, second, lane, is_query=is_query, eps=eps)
+        )
     turned = _turn(first, second, cos, sin)
     for plain, rotated, start in zip(loaded, turned, (0, width // 2), strict=True):
         value = jnp.where(is_key, rotated.astype(plain.dtype), plain)
@@ -177,3 +195,28 @@ def _rotate_and_write(
             finite(value.astype(pool_ref.dtype)),
             mask=(head >= num_heads) & (head < total) & inside,
         )
+
+
+def _normed(
+    scale_refs: list[Any],
+    first: jax.Array,
+    second: jax.Array,
+    lane: jax.Array,
+    *,
+    is_query: jax.Array,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Both halves of each head divided by its rms, times q's or k's scale; v's are not used."""
+    width = scale_refs[0].shape[0]
+    inside = lane < width // 2
+    mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width
+    factor = jax.lax.rsqrt(mean_square + eps)
+
+    def scaled(x: jax.Array, start: int) -> jax.Array:
+        q, k = (
+            plt.load(ref.at[start + lane], mask=inside, other=0.0).astype(jnp.float32)[None]
+            for ref in scale_refs
+        )
+        return x * factor * jnp.where(is_query, q, k)
+
+    return scaled(first, 0), scaled(second, width // 2)

@@ -1,5 +1,7 @@
 """Turning heads by their token's angles (RoPE, Su et al., 2021; half-split as in Llama).
 
+Where a family norms every head of q and of k first (Qwen3), that is part of it.
+
 The definition; on a Hopper GPU gpu.py does it while it writes K and V.
 """
 
@@ -11,6 +13,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.pallas_kernels.add_norm.reference import rms_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """The RMSNorm of each head of q and of k, before it is turned: their scales."""
+
+    q: jax.Array  # [D]
+    k: jax.Array  # [D]
+    eps: float = field(metadata={"static": True})
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +34,7 @@ class Rotation:
     cos: jax.Array  # f32[*b, half]; half of what is turned of a head
     sin: jax.Array  # f32[*b, half]
     num_heads: int = field(metadata={"static": True})  # H
+    norms: HeadNorms | None = None
 
 
 def rotate(
@@ -42,8 +57,10 @@ def rotate(
 def rotate_and_split(
     heads: Float[Array, "*b heads D"], rotation: Rotation
 ) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
-    """(q rotated, k rotated, v)."""
+    """(q normed and rotated, k normed and rotated, v); without norms, rotated."""
     first_k = rotation.num_heads
     first_v = (heads.shape[-2] + first_k) // 2
     q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+    if (norms := rotation.norms) is not None:
+        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
     return rotate(q, rotation.cos, rotation.sin), rotate(k, rotation.cos, rotation.sin), v

@@ -1,0 +1,15 @@
+"""RMSNorm (Zhang and Sennrich, 2019): the definition, for any platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float) -> jax.Array:
+    """x / rms(x) * scale, computed in float32 whatever the activations are."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + eps)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
