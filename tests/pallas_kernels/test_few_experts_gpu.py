@@ -19,13 +19,7 @@ from jspec.layers.moe import mixture_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
-from jspec.pallas_kernels.experts.plan import (
-    MOST_TOKENS,
-    ExpertsTuning,
-    OneTuning,
-    choose_few,
-    choose_one,
-)
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import choose, norm_and_score
 from tests.pallas_kernels.chips import needs_gpu
 
@@ -133,43 +127,6 @@ def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None
     for mine, wanted in zip(found, expected, strict=True):
         assert mine.dtype == case.dtype
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
-
-
-# Whole rounds; the last round of both products partly behind the end.
-CUTS = (OneTuning(16, 16, 1, 1, 16, 16, 2, 1), OneTuning(16, 32, 2, 1, 16, 64, 1, 1))
-
-
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("case", CASES[:2])
-def test_one_token_s_products_cut_along_their_inputs_equal_xla(case: Case, cuts: OneTuning) -> None:
-    stream, params, scale = drawn(case, 4)
-    expected = XLA(stream, params, scale, spec=case.spec)
-    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
-    assert isinstance(stream.delta, jax.Array)
-    total, mixed = few_gpu.mixture_of_sum(
-        stream.x,
-        stream.delta,
-        scale["scale"],
-        poisoned,
-        eps=EPS,
-        spec=case.spec,
-        tuning=ExpertsTuning(gate_up_n=16, gate_up_k=16, down_n=16, down_k=16),
-        one=cuts,
-        interpret=True,
-    )
-    found = few_gpu.mixed_norm(total, mixed, scale["scale"], eps=EPS, interpret=True)
-    for mine, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cuts_of_one_token_do_not_serve() -> None:
-    tuning = choose_one(size=2048, inner=768)
-    assert tuning is not None
-    assert tuning.problem(2048, 768) is None
-    assert tuning.cuts(2048) * tuning.gate_up_k * tuning.gate_up_rounds == 2048
-    assert choose_one(size=2048, inner=700) is None
-    assert "gate_up_n 64 does not divide I 96" in str(tuning.problem(2048, 96))
-    assert "down_k is 48; expected a power of two" in str(OneTuning(down_k=48).problem(2048, 768))
 
 
 @pytest.mark.parametrize("case", CASES)
