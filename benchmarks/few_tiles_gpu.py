@@ -4,10 +4,9 @@
                                        [--seconds 100] [--out few_tiles_gpu.json]
 
 What is timed is `benchmarks.mixture_gpu`'s chain of 24 layers, and the floors are its floors. For
-each model and number of tokens: the plan, the plan with one or two of its tiles changed, and for
-one token ways to cut the products along their inputs (one_gpu). Several programs compile at once;
-nothing compiles while one is timed. What is left when the time is over is not timed: the candidates
-are ordered by what is expected of them.
+each model and number of tokens: the plan, and the plan with one or two of its tiles changed.
+Several programs compile at once; nothing compiles while one is timed. What is left when the time is
+over is not timed: the candidates are ordered by what is expected of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from benchmarks.environment import write_result
 from benchmarks.experts_gpu import MODELS
 from benchmarks.gpu_timing import compiled_in_waves, seconds_per_call
 from benchmarks.mixture_gpu import LAYERS, drawn, layers, weights_of
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, OneTuning, choose_few
+from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_few
 
 RESULT = Path(__file__).parent / "results" / "few_tiles_gpu.json"
 # Of a multiprocessor's 227 KiB, so much should be on its way: the programs that fit one, times what
@@ -36,6 +35,7 @@ FEW: dict[str, dict[str, int]] = {
     "down, 8 stages": {"down_stages": 8},
     "down, 128 columns": {"down_n": 128},
     "down, 128 columns and inputs, 3 stages": {"down_n": 128, "down_k": 128, "down_stages": 3},
+    "four stages": {"num_stages": 4, "down_stages": 0},
     "gate and up, 6 stages": {"num_stages": 6, "down_stages": 8},
     "gate and up, 3 stages": {"num_stages": 3, "down_stages": 6},
     "gate and up in rounds of 128, 3 stages": {"gate_up_k": 128, "num_stages": 3, "down_stages": 6},
@@ -43,34 +43,20 @@ FEW: dict[str, dict[str, int]] = {
     "eight warps": {"num_warps": 8},
     "two warps": {"num_warps": 2},
 }
-ONE: dict[str, dict[str, int]] = {
-    "one": {},
-    "one, 4 warps": {"gate_up_warps": 4, "down_warps": 4},
-    "one, down holds 3": {"down_held": 3},
-    "one, down holds 1": {"down_held": 1},
-    "one, 2 rounds": {"gate_up_rounds": 2},
-    "one, 2 rounds, 4 warps": {"gate_up_rounds": 2, "gate_up_warps": 4},
-    "one, 2 rounds of 128, 4 warps": {"gate_up_k": 128, "gate_up_rounds": 2, "gate_up_warps": 4},
-    "one, 4 rounds": {"gate_up_rounds": 4},
-    "one, down 32 columns, 4 warps": {"down_n": 32, "down_warps": 4},
-    "one, down 128 inputs, 4 warps": {"down_k": 128, "down_held": 3, "down_warps": 4},
-    "one, 32 columns, 512 inputs": {"gate_up_n": 32, "gate_up_k": 512},
-}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles at one model and number of tokens; one: of one token's products, where cut."""
+    """Tiles at one model and number of tokens."""
 
     model: str
     tokens: int
     name: str
     tuning: ExpertsTuning
-    one: OneTuning | None = None
 
     def compiled(self) -> Callable[..., Any]:
         x, _, _ = drawn_once(self.model, self.tokens)
-        chain: Any = layers(self.model, self.tuning, self.one, count=length())
+        chain: Any = layers(self.model, self.tuning, count=length())
         program: Callable[..., Any] = chain.lower(x, weights_once(self.model)).compile()
         return program
 
@@ -97,19 +83,12 @@ def candidates(name: str, tokens: int) -> list[Candidate]:
     if plan is None:
         raise SystemExit(f"{tokens} tokens of {name} have no plan; expected 1 to 16")
     found = [Candidate(name, tokens, "few", plan)]
-    if tokens == 1:
-        cuts = {what: replace(OneTuning(), **change) for what, change in ONE.items()}
-        if model.size < 64:  # a run without a GPU
-            cuts = {"one": OneTuning(16, 16, 1, 1, 16, 16, 1, 1)}
-        found += [Candidate(name, 1, what, plan, cut) for what, cut in cuts.items()]
     for what, change in FEW.items():
-        found.append(Candidate(name, tokens, what, replace(plan, **change)))
-
-    def serves(candidate: Candidate) -> bool:
-        sizes = (model.size, model.inner)
-        return not any(t.problem(*sizes) for t in (candidate.tuning, candidate.one) if t)
-
-    return [candidate for candidate in found if serves(candidate)]
+        tuning = replace(plan, **change)
+        is_new = all(tuning != candidate.tuning for candidate in found)
+        if is_new and tuning.problem(model.size, model.inner) is None:
+            found.append(Candidate(name, tokens, what, tuning))
+    return found
 
 
 def measured(candidate: Candidate, program: Callable[[], Any]) -> dict[str, Any]:

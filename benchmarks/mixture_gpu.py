@@ -34,7 +34,7 @@ from jspec.layers.moe import mixture
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import ExpertsTuning, OneTuning, choose_few, choose_one
+from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import SLICE, choose, norm_and_score
 
 LAYERS, EPS = 24, 1e-6
@@ -82,15 +82,8 @@ def weights_of(name: str) -> dict[str, Any]:
     return {"router": router, "experts": experts, "scale": jnp.ones(model.size, jnp.bfloat16)}
 
 
-def layers(
-    name: str,
-    tuning: ExpertsTuning | None,
-    one_tuning: OneTuning | None = None,
-    *,
-    count: int = LAYERS,
-) -> Callable[..., Any]:
-    """A chain of `count` mixtures: few_gpu's with `tuning`, or those with tables. one_tuning: of
-    one token's products, where they are one_gpu's."""
+def layers(name: str, tuning: ExpertsTuning | None, *, count: int = LAYERS) -> Callable[..., Any]:
+    """A chain of `count` mixtures: few_gpu's with `tuning`, or those with tables."""
     spec, ops, interpret = spec_of(MODELS[name]), OPS["gpu"], jax.default_backend() != "gpu"
     ops = OPS["gpu_interpret"] if interpret else ops
 
@@ -99,15 +92,7 @@ def layers(
         scale = params["scale"]
         if tuning is not None:
             total, mixed = few_gpu.mixture_of_sum(
-                x,
-                x,
-                scale,
-                params,
-                eps=EPS,
-                spec=spec,
-                tuning=tuning,
-                one=one_tuning,
-                interpret=interpret,
+                x, x, scale, params, eps=EPS, spec=spec, tuning=tuning, interpret=interpret
             )
             return few_gpu.mixed_norm(total, mixed, scale, eps=EPS, interpret=interpret)[1]
         total, normed = ops.add_norm(x, x, scale, eps=EPS)
@@ -199,8 +184,7 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
     time("tables", layers(name, None), (x, params))
     if planned is None:
         return found
-    cut = choose_one(size=model.size, inner=model.inner)
-    time("mixture", layers(name, planned, cut), (x, params))
+    time("mixture", layers(name, planned), (x, params))
     for kernel, run in kernels(name, tokens, planned).items():
         time(kernel, run, (x, calls, params))
     for change, values in () if quick else CHANGES.items():

@@ -21,7 +21,7 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import choose_experts, choose_few, choose_one
+from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
@@ -182,15 +182,7 @@ class GpuOps(Ops):
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(
-            x,
-            delta,
-            scale,
-            params,
-            eps=eps,
-            spec=spec,
-            tuning=tuning,
-            one=choose_one(size=size, inner=inner),
-            interpret=self.interpret,
+            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
         )
 
     def mixed_norm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +20,7 @@ from jspec.layers.moe import mixture_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
-from jspec.pallas_kernels.experts.plan import (
-    MOST_TOKENS,
-    ExpertsTuning,
-    OneTuning,
-    choose_few,
-    choose_one,
-)
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import choose, norm_and_score
 from tests.pallas_kernels.chips import needs_gpu
 
@@ -135,43 +130,6 @@ def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
-# Whole rounds; the last round of both products partly behind the end.
-CUTS = (OneTuning(16, 16, 1, 1, 16, 16, 2, 1), OneTuning(16, 32, 2, 1, 16, 64, 1, 1))
-
-
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("case", CASES[:2])
-def test_one_token_s_products_cut_along_their_inputs_equal_xla(case: Case, cuts: OneTuning) -> None:
-    stream, params, scale = drawn(case, 4)
-    expected = XLA(stream, params, scale, spec=case.spec)
-    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
-    assert isinstance(stream.delta, jax.Array)
-    total, mixed = few_gpu.mixture_of_sum(
-        stream.x,
-        stream.delta,
-        scale["scale"],
-        poisoned,
-        eps=EPS,
-        spec=case.spec,
-        tuning=ExpertsTuning(gate_up_n=16, gate_up_k=16, down_n=16, down_k=16),
-        one=cuts,
-        interpret=True,
-    )
-    found = few_gpu.mixed_norm(total, mixed, scale["scale"], eps=EPS, interpret=True)
-    for mine, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cuts_of_one_token_do_not_serve() -> None:
-    tuning = choose_one(size=2048, inner=768)
-    assert tuning is not None
-    assert tuning.problem(2048, 768) is None
-    assert tuning.cuts(2048) * tuning.gate_up_k * tuning.gate_up_rounds == 2048
-    assert choose_one(size=2048, inner=700) is None
-    assert "gate_up_n 64 does not divide I 96" in str(tuning.problem(2048, 96))
-    assert "down_k is 48; expected a power of two" in str(OneTuning(down_k=48).problem(2048, 768))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_bundle_takes_the_kernels(case: Case) -> None:
     assert is_served(case)
@@ -242,6 +200,14 @@ def test_any_logits_give_different_experts(logits: list[float]) -> None:
         assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 8)).all()
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """Even where there is a GPU: it rounds bfloat16 otherwise, and bits are compared."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("size", "num_experts"), [(32, 3), (256, 16), (300, 20)])
 def test_the_norm_and_the_scores(size: int, num_experts: int) -> None:
     rng = np.random.default_rng(size)
@@ -277,6 +243,16 @@ def test_real_sizes_are_served(size: int, inner: int, num_experts: int, tokens: 
     tuning = choose_few(tokens, num_experts=num_experts, size=size, inner=inner)
     assert tuning is not None
     assert tuning.problem(size, inner) is None
+
+
+def test_only_one_token_of_qwen_has_deeper_rings() -> None:
+    def stages(tokens: int, size: int, inner: int) -> tuple[int, int]:
+        tuning = choose_few(tokens, num_experts=32, size=size, inner=inner)
+        assert tuning is not None
+        return tuning.num_stages, tuning.down_stages
+
+    assert stages(1, 2048, 768) == (6, 8)
+    assert stages(2, 2048, 768) == stages(1, 2880, 2880) == stages(1, 2048, 256) == (4, 0)
 
 
 @pytest.mark.parametrize(

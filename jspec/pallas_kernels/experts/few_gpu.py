@@ -9,8 +9,7 @@ take. Rows of other tokens are 0 there and are not stored.
 
     norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
 
-For one token every program of the first product ranks the experts for itself (routing_gpu), and
-both products may be cut otherwise (one_gpu).
+For one token every program of the first product ranks the experts for itself (routing_gpu).
 
 Rounded as the separate kernels round (gpu.py, add_norm/gpu.py), and the router as layers.moe does.
 """
@@ -30,17 +29,17 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.add_norm.gpu import num_warps
-from jspec.pallas_kernels.experts import one_gpu
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import (
-    MOST_TOKENS,
-    RANKED_IN_PLACE,
-    ExpertsTuning,
-    OneTuning,
-)
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
-from jspec.pallas_kernels.experts.routing_gpu import choose, expert_at, norm_and_score
+from jspec.pallas_kernels.experts.routing_gpu import (
+    at_rank,
+    choose,
+    norm_and_score,
+    ranked,
+    scores_of,
+)
 
 
 def mixture_of_sum(
@@ -52,32 +51,21 @@ def mixture_of_sum(
     eps: float,
     spec: MoESpec,
     tuning: ExpertsTuning,
-    one: OneTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
     """(x + delta, the mixture of that sum's norm). params: router, experts, as layers.moe has them.
 
-    one: how one_gpu cuts one token's products; None: `tuning` serves it, too. Raises ValueError for
-    more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
+    Raises ValueError for more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
     """
     router, experts = params["router"], params["experts"]
-    _check(x.shape[0], experts["down"].shape, tuning, one)
+    _check(x.shape[0], experts["down"].shape, tuning)
     total, normed, shares = norm_and_score(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
     bias = router.get("bias")
     rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
     how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
-    is_ranked_in_place = x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE
-    if is_ranked_in_place and one is not None:
-        cuts, ids, weights = one_gpu.choose_and_gate_up(
-            normed, shares, bias, experts["gate_up"], tuning=one, **rule
-        )
-        rows = one_gpu.down(
-            cuts, ids, experts, gate=spec.gate, dtype=x.dtype, tuning=one, interpret=interpret
-        )
-        return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
-    if is_ranked_in_place:
+    if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
         inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
     else:
         ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
@@ -86,16 +74,11 @@ def mixture_of_sum(
     return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
 
 
-def _check(
-    num_tokens: int, down: tuple[int, ...], tuning: ExpertsTuning, one: OneTuning | None
-) -> None:
+def _check(num_tokens: int, down: tuple[int, ...], tuning: ExpertsTuning) -> None:
     if not 1 <= num_tokens <= MOST_TOKENS:
         raise ValueError(f"{num_tokens} tokens; expected 1 to {MOST_TOKENS}")
     _, inner, size = down
-    problem = tuning.problem(size, inner)
-    if problem is None and one is not None:
-        problem = one.problem(size, inner)
-    if problem:
+    if problem := tuning.problem(size, inner):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
 
 
@@ -238,14 +221,15 @@ def _choose_and_gate_up(
     top_k = ids_ref.shape[1]
     place = pl.program_id(0)
     only = place * 0  # the token; jax 0.10 interprets no store at a constant index
-    expert, weight = expert_at(
-        place, shares_ref, router_bias_ref, top_k=top_k, routing=routing, dtype=x_ref.dtype
-    )
+    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
+    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    found, chosen = at_rank(place[None], rank, weight)
+    expert = jnp.sum(found)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         plt.store(ids_ref.at[only, place], expert)
-        plt.store(weights_ref.at[only, place], weight)
+        plt.store(weights_ref.at[only, place], jnp.sum(chosen))
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
     tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)

@@ -69,42 +69,6 @@ class ExpertsTuning:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class OneTuning:
-    """What a program of one_gpu takes of one token's two products. Sizes are elements.
-
-    gate_up_n: columns of the gated result, as many of gate and of up; gate_up_k: inputs of one
-    round, of which a program has gate_up_rounds, all asked for before the first is used. down_n,
-    down_k: the same of the second product, of which a program has all rounds, and asks for
-    down_held at once.
-    """
-
-    gate_up_n: int = 64
-    gate_up_k: int = 256
-    gate_up_rounds: int = 1
-    gate_up_warps: int = 8
-    down_n: int = 64
-    down_k: int = 256
-    down_held: int = 2
-    down_warps: int = 8
-
-    def cuts(self, size: int) -> int:
-        """Programs that share the first product's inputs."""
-        return -(-size // (self.gate_up_k * self.gate_up_rounds))
-
-    def problem(self, size: int, inner: int) -> str | None:
-        """Why it cannot serve experts of E = size and I = inner, or None."""
-        sides = {"gate_up_n": self.gate_up_n, "gate_up_k": self.gate_up_k}
-        sides |= {"down_n": self.down_n, "down_k": self.down_k}
-        for name, side in sides.items():
-            if side < LEAST or side & (side - 1):
-                return f"{name} is {side}; expected a power of two from {LEAST}"
-        for name, what, length in (("gate_up_n", "I", inner), ("down_n", "E", size)):
-            if length % sides[name]:
-                return f"{name} {sides[name]} does not divide {what} {length}"
-        return None
-
-
 def choose_experts(
     num_pairs: int, *, num_experts: int, size: int, inner: int
 ) -> ExpertsTuning | None:
@@ -133,24 +97,16 @@ def choose_experts(
     return tuning if tuning.problem(size, inner) is None else None
 
 
-# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles that were
-# timed on an H200 at 1 and 4 tokens (experts_gpu.json, by the kernels with tables), 64 columns were
-# best and 32 worst: a row of a tile is then 128 bytes, one line of the L2 cache.
+# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles timed on an
+# H200 (few_tiles_gpu.json) none is faster by more than 3% at 4 to 16 tokens, and 32 columns of gate
+# and up are the worst there: a row of 64 is 128 bytes, one line of the L2 cache.
 FEW = {
     (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
     (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
 }
-
-
-# What one_gpu uses at E and I, chosen by reckoning: not timed yet. Qwen3-30B-A3B: 768 programs of
-# 64 KiB, two a multiprocessor by their registers, and 256 of 96 KiB with two of three rounds held:
-# with all three a thread has 160 registers, and one program fits. Other sizes are left to few_gpu.
-ONE = {(2048, 768): OneTuning()}
-
-
-def choose_one(*, size: int, inner: int) -> OneTuning | None:
-    """How one token's products are cut at E and I; None: few_gpu's tiles are as good."""
-    return ONE.get((size, inner))
+# The same for one token alone, where deeper rings are faster by 5% (few_tiles_gpu.json, one run on
+# an H200); at 4 to 16 tokens they are slower.
+FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
 
 
 def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> ExpertsTuning | None:
@@ -161,7 +117,8 @@ def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> E
         return None
     wide, deep = _largest(size, most=64), _largest(inner, most=64)
     widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
-    return FEW.get((size, inner), widest)
+    found = FEW.get((size, inner), widest)
+    return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
 
 
 def _largest(length: int, *, most: int) -> int:
