@@ -163,6 +163,7 @@ def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
 def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
     stream, params, scale = drawn(CASES[2], 1)
     ops = OPS["gpu_interpret"]
+    assert isinstance(stream.delta, jax.Array)
     given = (stream.x, stream.delta, scale["scale"], params)
     assert ops.mixture_of_sum(*given, eps=EPS, spec=CASES[2].spec) is not None
     for routing in set(Routing) - set(BY_SOFTMAX):
@@ -217,13 +218,14 @@ def test_the_norm_and_the_scores(size: int, num_experts: int) -> None:
     found = norm_and_score(x, delta, scale["scale"], router, eps=EPS, interpret=True)
     total, normed = norm_of_sum(scale, Residual(x=x, delta=delta), eps=EPS, ops=OPS["xla"])
     np.testing.assert_array_equal(found[0], total)
-    np.testing.assert_allclose(*(np.asarray(n, np.float32) for n in (found[1], normed)), rtol=2**-7)
+    mine, wanted = (np.asarray(n, np.float32) for n in (found[1], normed))
+    np.testing.assert_allclose(mine, wanted, rtol=2**-7)
     exact = np.asarray(found[1], np.float64) @ np.asarray(router, np.float64)
     np.testing.assert_allclose(np.sum(found[2], axis=0), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", [{"tokens": 17}, {"size": 40}])
-def test_what_the_kernels_do_not_serve_is_left_to_others(change: dict[str, int]) -> None:
+def test_what_the_kernels_do_not_serve_is_left_to_others(change: dict[str, Any]) -> None:
     assert not is_served(replace(CASES[2], **change))
 
 
@@ -279,6 +281,7 @@ def test_the_kernels_refuse_what_they_do_not_serve(
     stream, params, scale = drawn(case, 0)
     if tuning.gate_up_n == 32:
         tuning = replace(tuning, gate_up_k=16, down_n=16, down_k=16)
+    assert isinstance(stream.delta, jax.Array)
     with pytest.raises(ValueError, match=message):
         few_gpu.mixture_of_sum(
             stream.x, stream.delta, scale["scale"], params, eps=EPS, spec=case.spec, tuning=tuning
