@@ -35,6 +35,7 @@ FEW: dict[str, dict[str, int]] = {
     "down, 8 stages": {"down_stages": 8},
     "down, 128 columns": {"down_n": 128},
     "down, 128 columns and inputs, 3 stages": {"down_n": 128, "down_k": 128, "down_stages": 3},
+    "four stages": {"num_stages": 4, "down_stages": 0},
     "gate and up, 6 stages": {"num_stages": 6, "down_stages": 8},
     "gate and up, 3 stages": {"num_stages": 3, "down_stages": 6},
     "gate and up in rounds of 128, 3 stages": {"gate_up_k": 128, "num_stages": 3, "down_stages": 6},
@@ -83,10 +84,11 @@ def candidates(name: str, tokens: int) -> list[Candidate]:
         raise SystemExit(f"{tokens} tokens of {name} have no plan; expected 1 to 16")
     found = [Candidate(name, tokens, "few", plan)]
     for what, change in FEW.items():
-        found.append(Candidate(name, tokens, what, replace(plan, **change)))
-
-    sizes = (model.size, model.inner)
-    return [candidate for candidate in found if candidate.tuning.problem(*sizes) is None]
+        tuning = replace(plan, **change)
+        is_new = all(tuning != candidate.tuning for candidate in found)
+        if is_new and tuning.problem(model.size, model.inner) is None:
+            found.append(Candidate(name, tokens, what, tuning))
+    return found
 
 
 def measured(candidate: Candidate, program: Callable[[], Any]) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def table(cells: Mapping[str, Cell], workload: Workload) -> str:
         beside = "" if peer is None or not has_peers else f"{peer[0]} {peer[1]:g}"
         times = peers.ratio(group, size, value) if value is not None else None
         ratio = "" if times is None or not has_peers else f"{times:.2f}"
-        why = cells[name].get("error", cells[name].get("skipped", ""))
+        why = str(cells[name].get("error", cells[name].get("skipped", "")))
         shown = why[:60] if value is None else f"{value:g} {unit}"
         lines.append(f"| {name} | {shown} | {beside} | {ratio} |")
     return "\n".join(lines)

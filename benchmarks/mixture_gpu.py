@@ -121,7 +121,8 @@ def drawn(model: Model, tokens: int) -> tuple[jax.Array, list[jax.Array], float]
 def kernels(name: str, tokens: int, tuning: ExpertsTuning) -> dict[str, Callable[..., Any]]:
     """Each kernel alone, LAYERS times: functions of (x, ids of the calls, params)."""
     model, interpret = MODELS[name], jax.default_backend() != "gpu"
-    spec, how = spec_of(model), {"tuning": tuning, "interpret": interpret}
+    spec = spec_of(model)
+    how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
 
     def score(x: jax.Array, params: Any) -> tuple[jax.Array, ...]:
         kernel = params["router"]["kernel"]

@@ -182,14 +182,7 @@ class GpuOps(Ops):
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(
-            x,
-            delta,
-            scale,
-            params,
-            eps=eps,
-            spec=spec,
-            tuning=tuning,
-            interpret=self.interpret,
+            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
         )
 
     def mixed_norm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -162,6 +163,7 @@ def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
 def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
     stream, params, scale = drawn(CASES[2], 1)
     ops = OPS["gpu_interpret"]
+    assert isinstance(stream.delta, jax.Array)
     given = (stream.x, stream.delta, scale["scale"], params)
     assert ops.mixture_of_sum(*given, eps=EPS, spec=CASES[2].spec) is not None
     for routing in set(Routing) - set(BY_SOFTMAX):
@@ -199,6 +201,14 @@ def test_any_logits_give_different_experts(logits: list[float]) -> None:
         assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 8)).all()
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """Even where there is a GPU: it rounds bfloat16 otherwise, and bits are compared."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("size", "num_experts"), [(32, 3), (256, 16), (300, 20)])
 def test_the_norm_and_the_scores(size: int, num_experts: int) -> None:
     rng = np.random.default_rng(size)
@@ -208,13 +218,14 @@ def test_the_norm_and_the_scores(size: int, num_experts: int) -> None:
     found = norm_and_score(x, delta, scale["scale"], router, eps=EPS, interpret=True)
     total, normed = norm_of_sum(scale, Residual(x=x, delta=delta), eps=EPS, ops=OPS["xla"])
     np.testing.assert_array_equal(found[0], total)
-    np.testing.assert_allclose(*(np.asarray(n, np.float32) for n in (found[1], normed)), rtol=2**-7)
+    mine, wanted = (np.asarray(n, np.float32) for n in (found[1], normed))
+    np.testing.assert_allclose(mine, wanted, rtol=2**-7)
     exact = np.asarray(found[1], np.float64) @ np.asarray(router, np.float64)
     np.testing.assert_allclose(np.sum(found[2], axis=0), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", [{"tokens": 17}, {"size": 40}])
-def test_what_the_kernels_do_not_serve_is_left_to_others(change: dict[str, int]) -> None:
+def test_what_the_kernels_do_not_serve_is_left_to_others(change: dict[str, Any]) -> None:
     assert not is_served(replace(CASES[2], **change))
 
 
@@ -234,6 +245,16 @@ def test_real_sizes_are_served(size: int, inner: int, num_experts: int, tokens: 
     tuning = choose_few(tokens, num_experts=num_experts, size=size, inner=inner)
     assert tuning is not None
     assert tuning.problem(size, inner) is None
+
+
+def test_only_one_token_of_qwen_has_deeper_rings() -> None:
+    def stages(tokens: int, size: int, inner: int) -> tuple[int, int]:
+        tuning = choose_few(tokens, num_experts=32, size=size, inner=inner)
+        assert tuning is not None
+        return tuning.num_stages, tuning.down_stages
+
+    assert stages(1, 2048, 768) == (6, 8)
+    assert stages(2, 2048, 768) == stages(1, 2880, 2880) == stages(1, 2048, 256) == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +281,7 @@ def test_the_kernels_refuse_what_they_do_not_serve(
     stream, params, scale = drawn(case, 0)
     if tuning.gate_up_n == 32:
         tuning = replace(tuning, gate_up_k=16, down_n=16, down_k=16)
+    assert isinstance(stream.delta, jax.Array)
     with pytest.raises(ValueError, match=message):
         few_gpu.mixture_of_sum(
             stream.x, stream.delta, scale["scale"], params, eps=EPS, spec=case.spec, tuning=tuning

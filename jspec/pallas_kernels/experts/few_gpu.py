@@ -31,13 +31,15 @@ from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.add_norm.gpu import num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.plan import (
-    MOST_TOKENS,
-    RANKED_IN_PLACE,
-    ExpertsTuning,
-)
+from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
-from jspec.pallas_kernels.experts.routing_gpu import choose, expert_at, norm_and_score
+from jspec.pallas_kernels.experts.routing_gpu import (
+    at_rank,
+    choose,
+    norm_and_score,
+    ranked,
+    scores_of,
+)
 
 
 def mixture_of_sum(
@@ -219,14 +221,15 @@ def _choose_and_gate_up(
     top_k = ids_ref.shape[1]
     place = pl.program_id(0)
     only = place * 0  # the token; jax 0.10 interprets no store at a constant index
-    expert, weight = expert_at(
-        place, shares_ref, router_bias_ref, top_k=top_k, routing=routing, dtype=x_ref.dtype
-    )
+    scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
+    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
+    found, chosen = at_rank(place[None], rank, weight)
+    expert = jnp.sum(found)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         plt.store(ids_ref.at[only, place], expert)
-        plt.store(weights_ref.at[only, place], weight)
+        plt.store(weights_ref.at[only, place], jnp.sum(chosen))
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
     tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)

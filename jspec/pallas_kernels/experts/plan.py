@@ -97,16 +97,16 @@ def choose_experts(
     return tuning if tuning.problem(size, inner) is None else None
 
 
-# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles that were
-# timed on an H200 at 1 and 4 tokens (experts_gpu.json, by the kernels with tables), 64 columns were
-# best and 32 worst: a row of a tile is then 128 bytes, one line of the L2 cache.
+# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles timed on an
+# H200 (few_tiles_gpu.json) none is faster by more than 3% at 4 to 16 tokens, and 32 columns of gate
+# and up are the worst there: a row of 64 is 128 bytes, one line of the L2 cache.
 FEW = {
     (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
     (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
 }
-# One token's 96 programs leave multiprocessors idle, so that each may ask for more at a time:
-# 32.7 us a mixture where FEW takes 34.4 (H200, few_tiles_gpu.json). From 4 tokens on it is slower.
-FEW_AT_ONE = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
+# The same for one token alone, where deeper rings are faster by 5% (few_tiles_gpu.json, one run on
+# an H200); at 4 to 16 tokens they are slower.
+FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
 
 
 def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> ExpertsTuning | None:
@@ -117,8 +117,8 @@ def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> E
         return None
     wide, deep = _largest(size, most=64), _largest(inner, most=64)
     widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
-    planned = FEW.get((size, inner), widest)
-    return FEW_AT_ONE.get((size, inner), planned) if num_tokens == 1 else planned
+    found = FEW.get((size, inner), widest)
+    return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
 
 
 def _largest(length: int, *, most: int) -> int:

@@ -146,23 +146,6 @@ def _choose(shares_ref: Any, *bias_and_out: Any, routing: Routing, dtype: Any) -
     plt.store(weights_ref.at[token, place], chosen, mask=place < top_k)
 
 
-def expert_at(
-    place: Any,
-    shares_ref: Any,
-    bias_ref: list[Any],
-    *,
-    top_k: int,
-    routing: Routing,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """In a kernel of one token: (the expert of rank `place`, its weight); `place` is traced."""
-    only = place * 0  # jax 0.10 interprets no store at a constant index
-    scores = scores_of(shares_ref, bias_ref, only, dtype=dtype)
-    rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
-    found, chosen = at_rank(place[None], rank, weight)
-    return jnp.sum(found), jnp.sum(chosen)
-
-
 def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -> jax.Array:
     """In a kernel: a token's logits, f32[X] (X up to a power of two, 0 from there on)."""
     num_shares, _, num_experts = shares_ref.shape
