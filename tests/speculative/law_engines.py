@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.core.features import ALL
+from jspec.core.features import SAMPLING
 from jspec.core.request import Request
 from jspec.engine.loading import place
 from jspec.models.decoder import Params
@@ -85,7 +85,7 @@ def _engine(setting: Setting) -> Compiled:
         spec,
         page_size=setting.page_size,
         params=(target, {"own": own, "script": no_script()}),
-        variants=(ALL,),
+        variants=(SAMPLING,),
         num_rounds=setting.rounds,
         shards=setting.shards,
         make=lambda ops, shard: ScriptedDrafter(
@@ -145,7 +145,7 @@ def requests_of(
 
 @functools.cache
 def plain_engine() -> Compiled:
-    return build(PLAIN, page_size=16, variants=(ALL,))
+    return build(PLAIN, page_size=16, variants=(SAMPLING,))
 
 
 @functools.cache
