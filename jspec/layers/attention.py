@@ -38,8 +38,12 @@ def attention(
     spec: AttentionSpec,
     eps: float,
     shard: Shard,
-) -> Float[Array, "*b E"]:
+    kept: Int[Array, "R"] | None = None,
+) -> Float[Array, "*r E"]:
     """The projections of one layer around `attend`.
+
+    kept: of the rows of x [T, I], those whose result is asked for; None: all. K and V of the
+    others are handed to `attend` like theirs.
 
     params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
     every head of q and of k is normed before RoPE, by `attend`; sinks, where there are some, go to
@@ -54,12 +58,18 @@ def attention(
     cos, sin = angles_of(positions, head_dim=spec.rotary_dim or spec.head_dim, rope=spec.rope)
     rotation = Rotation(cos=cos, sin=sin, num_heads=num_heads, norms=norms)
     mixed = attend(heads, rotation, params.get("sinks"))
+    mixed, x = take_kept(mixed, kept), take_kept(x, kept)
     if spec.value_dim < spec.head_dim:
         mixed = mixed[..., : spec.value_dim]
     if "gate" in params:
         share = jax.nn.sigmoid(linear(params["gate"], x))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
     return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
+
+
+def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:
+    """The rows of x that are asked for; all without `kept`."""
+    return x if kept is None else jnp.take(x, kept, axis=0, mode="clip")
 
 
 def _heads(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups
-from jspec.layers.attention import Attend, attention
+from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.mlp import gated_mlp
@@ -52,8 +52,12 @@ def run_layer(
     *,
     spec: LayerSpec,
     settings: LayerSettings,
+    kept: Int[Array, "R"] | None = None,
 ) -> Residual:
-    """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next.
+
+    kept: of T rows, those whose result is asked for. The others end behind their K and V.
+    """
     ops, shard = settings.ops, settings.shard
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
     mixed = attention(
@@ -64,8 +68,9 @@ def run_layer(
         spec=spec.attention,
         eps=spec.eps,
         shard=shard,
+        kept=kept,
     )
-    stream = Residual(x=x, delta=mixed)
+    stream = Residual(x=take_kept(x, kept), delta=mixed)
     if isinstance(spec.ffn, MoESpec):
         return mixture_of_sum(
             params["moe"],
@@ -124,13 +129,16 @@ def paged_layer(
     stream: Residual,
     pages: jax.Array,
     rows: AttentionRows,
+    kept: jax.Array | None = None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[Residual, jax.Array]:
     """`run_layer` over its pool, jitted once for all layers alike: (stream, pool with new rows)."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
-    stream = run_layer(params, stream, rows.q_positions, attend, spec=spec, settings=settings)
+    stream = run_layer(
+        params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
+    )
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds what leaves an inner jit
         stream = Residual(x=stream.sum())
     return stream, attend.pages
@@ -169,9 +177,16 @@ class Decoder:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], Float[Array, "T A"], KVPool]:
-        """(last hidden after the final norm, aux features, pools with the T new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
+        """(last hidden after the final norm, aux features, pools with the T new rows).
+
+        kept: the tokens whose last hidden is asked for; None: all T. Nothing else reads what the
+        last layer makes of the others, so it computes their K and V alone.
+        """
         pages = list(kv)
+        last = self.spec.num_layers - 1
+        ends_early = kept is not None and last + 1 not in self.aux_layer_ids
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
         windows = {layer.attention.window for layer in self.spec.layers}
         by_window = {window: rows.of_window(window) for window in windows}
@@ -182,6 +197,7 @@ class Decoder:
                 stream,
                 pages[i],
                 by_window[self.spec.layers[i].attention.window],
+                kept if ends_early and i == last else None,
                 spec=self.spec.layers[i],
                 settings=settings,
             )
@@ -192,6 +208,7 @@ class Decoder:
         stream, aux = trunk(stack, x, aux_layer_ids=self.aux_layer_ids)
         eps = self.spec.rms_norm_eps
         _, hidden = norm_of_sum(params["norm"], stream, eps=eps, ops=self.ops)
+        hidden = hidden if ends_early else take_kept(hidden, kept)
         return hidden, aux, tuple(pages)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:

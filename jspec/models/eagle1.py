@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import Eagle1Config, LayerSpec, ModelSpec
-from jspec.layers.attention import Attend, attention
+from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
@@ -175,8 +175,9 @@ def run_first_layer(
     *,
     spec: LayerSpec,
     settings: LayerSettings,
-) -> Float[Array, "*b E"]:
-    """A decoder's layer without a norm before its attention."""
+    kept: Int[Array, "R"] | None = None,
+) -> Float[Array, "*r E"]:
+    """A decoder's layer without a norm before its attention. kept: as `run_layer` has it."""
     mixed = attention(
         params["attention"],
         x,
@@ -185,8 +186,9 @@ def run_first_layer(
         spec=spec.attention,
         eps=spec.eps,
         shard=settings.shard,
+        kept=kept,
     )
-    stream = Residual(x=x, delta=mixed)
+    stream = Residual(x=take_kept(x, kept), delta=mixed)
     x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
     return x + feed_forward(params, normed, spec=spec, settings=settings)
 
@@ -197,12 +199,15 @@ def _paged_first_layer(
     x: jax.Array,
     pages: jax.Array,
     rows: AttentionRows,
+    kept: jax.Array | None,
     *,
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
     attend = PagedAttend(pages, rows, spec.attention, settings)
-    out = run_first_layer(params, x, rows.q_positions, attend, spec=spec, settings=settings)
+    out = run_first_layer(
+        params, x, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
+    )
     return out, attend.pages
 
 
@@ -242,18 +247,32 @@ class Eagle1Head:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], KVPool]:
-        """(what is fed back and scored, pools with the new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], KVPool]:
+        """(what is fed back and scored, pools with the new rows). kept: of T tokens, those whose
+        output is asked for; None: all."""
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
-        layer = self.config.layer
+        layer, last = self.config.layer, self.config.layer.num_layers - 1
         x = self.joined(params, embed(params["embed"], token_ids), hidden)
         x, first = _paged_first_layer(
-            params["layers"][0], x, kv[0], rows, spec=layer.layers[0], settings=settings
+            params["layers"][0],
+            x,
+            kv[0],
+            rows,
+            kept if last == 0 else None,
+            spec=layer.layers[0],
+            settings=settings,
         )
         pages, stream = [first], Residual(x=x)
         for i, spec in enumerate(layer.layers[1:], start=1):
             stream, behind = paged_layer(
-                params["layers"][i], stream, kv[i], rows, spec=spec, settings=settings
+                params["layers"][i],
+                stream,
+                kv[i],
+                rows,
+                kept if i == last else None,
+                spec=spec,
+                settings=settings,
             )
             pages.append(behind)
         return stream.sum(), tuple(pages)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Eagle3Config, FeatureNorm
-from jspec.layers.attention import Attend, attention
+from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
@@ -92,8 +92,12 @@ def run_head_layer(
     *,
     config: Eagle3Config,
     settings: LayerSettings,
-) -> Float[Array, "*b E"]:
-    """The head's first layer: attention over [embedding; hidden], as wide as 2E at its input."""
+    kept: Int[Array, "R"] | None = None,
+) -> Float[Array, "*r E"]:
+    """The head's first layer: attention over [embedding; hidden], as wide as 2E at its input.
+
+    kept: of T rows, those whose result is asked for; None: all.
+    """
     spec = config.layer.one_layer
     normed = norm(params["hidden_norm"], hidden, eps=spec.eps)
     wide = jnp.concatenate((norm(params["input_norm"], embedded, eps=spec.eps), normed), axis=-1)
@@ -105,8 +109,10 @@ def run_head_layer(
         spec=spec.attention,
         eps=spec.eps,
         shard=settings.shard,
+        kept=kept,
     )
-    stream = Residual(x=normed if config.norm_before_residual else hidden, delta=mixed)
+    residual = normed if config.norm_before_residual else hidden
+    stream = Residual(x=take_kept(residual, kept), delta=mixed)
     x, normed = norm_of_sum(params["post_norm"], stream, eps=spec.eps, ops=settings.ops)
     return x + feed_forward(params, normed, spec=spec, settings=settings)
 
@@ -118,13 +124,21 @@ def _paged_head_layer(
     hidden: jax.Array,
     pages: jax.Array,
     rows: AttentionRows,
+    kept: jax.Array | None,
     *,
     config: Eagle3Config,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
     attend = PagedAttend(pages, rows, config.layer.one_layer.attention, settings)
     out = run_head_layer(
-        params, embedded, hidden, rows.q_positions, attend, config=config, settings=settings
+        params,
+        embedded,
+        hidden,
+        rows.q_positions,
+        attend,
+        config=config,
+        settings=settings,
+        kept=kept,
     )
     return out, attend.pages
 
@@ -168,15 +182,19 @@ class Eagle3Head:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], KVPool]:
-        """(what is fed back, pools with the new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], KVPool]:
+        """(what is fed back, pools with the new rows). kept: of T tokens, those whose output is
+        asked for; None: all."""
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
+        last = self.config.layer.num_layers - 1
         out, first = _paged_head_layer(
             params["layer"],
             embed(params["embed"], token_ids),
             hidden,
             kv[0],
             rows,
+            kept if last == 0 else None,
             config=self.config,
             settings=settings,
         )
@@ -184,7 +202,13 @@ class Eagle3Head:
         stream = Residual(x=out)
         for i, spec in enumerate(self.config.layer.layers[1:], start=1):
             stream, behind = paged_layer(
-                params["layers"][i], stream, kv[i], rows, spec=spec, settings=settings
+                params["layers"][i],
+                stream,
+                kv[i],
+                rows,
+                kept if i == last else None,
+                spec=spec,
+                settings=settings,
             )
             pages.append(behind)
         return self._carried(params, stream.sum()), tuple(pages)

@@ -49,15 +49,18 @@ def run_mtp_layer(
     spec: LayerSpec,
     hidden_first: bool,
     settings: LayerSettings,
-) -> Float[Array, "*b E"]:
-    """A layer's output before its final norm."""
+    kept: Int[Array, "R"] | None = None,
+) -> Float[Array, "*r E"]:
+    """A layer's output before its final norm. kept: as `run_layer` has it."""
     pair = [
         norm(params["embed_norm"], embedded, eps=spec.eps),
         norm(params["hidden_norm"], hidden, eps=spec.eps),
     ]
     x = linear(params["fuse"], jnp.concatenate(pair[::-1] if hidden_first else pair, axis=-1))
     stream = Residual(x=x)
-    return run_layer(params, stream, positions, attend, spec=spec, settings=settings).sum()
+    return run_layer(
+        params, stream, positions, attend, spec=spec, settings=settings, kept=kept
+    ).sum()
 
 
 @partial(jax.jit, static_argnames=("spec", "hidden_first", "settings"), inline=False)
@@ -67,6 +70,7 @@ def _paged_mtp_layer(
     hidden: jax.Array,
     pages: jax.Array,
     rows: AttentionRows,
+    kept: jax.Array | None,
     *,
     spec: LayerSpec,
     hidden_first: bool,
@@ -83,6 +87,7 @@ def _paged_mtp_layer(
         spec=spec,
         hidden_first=hidden_first,
         settings=settings,
+        kept=kept,
     )
     return out, attend.pages
 
@@ -110,8 +115,10 @@ class MtpHead:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], jax.Array]:
-        """(the layer's output before its final norm, its pool with the T new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], jax.Array]:
+        """(the layer's output before its final norm, its pool with the T new rows). kept: of T
+        tokens, those whose output is asked for; None: all."""
         embedded = embed(params["embed"], token_ids)
         if self.config.zeroes_first:
             embedded = jnp.where((rows.q_positions > 0)[:, None], embedded, 0)
@@ -121,6 +128,7 @@ class MtpHead:
             hidden,
             pages,
             rows,
+            kept,
             spec=self.config.model.layers[layer],
             hidden_first=self.config.hidden_first,
             settings=LayerSettings(self.ops, self.shard, queries_per_row),
@@ -188,10 +196,11 @@ class RecurrentHead:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], KVPool]:
-        """(what is fed back, the pool with the T new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], KVPool]:
+        """(what is fed back, the pool with the T new rows). kept: as MtpHead.forward has it."""
         out, pages = self.layer.forward(
-            params, 0, token_ids, hidden, kv[0], rows, queries_per_row=queries_per_row
+            params, 0, token_ids, hidden, kv[0], rows, queries_per_row=queries_per_row, kept=kept
         )
         return self.layer.handed_on(params, 0, out), (pages,)
 

@@ -90,6 +90,7 @@ class FeatureHead(Protocol):
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
+        kept: jax.Array | None = None,
     ) -> tuple[jax.Array, KVPool]: ...
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array: ...
@@ -209,15 +210,15 @@ class EagleDrafter:
         features = emitted.features
         given = features.aux_hidden if self.needs.aux_layer_ids else features.hidden
         fused = self.head.features(params, given)
-        hidden, caches = self.head.forward(
+        final, caches = self.head.forward(
             params,
             following_ids(emitted),
             fused,
             caches,
             emitted.rows,
             queries_per_row=emitted.queries_per_row,
+            kept=emitted.last,
         )
-        final = jnp.take(hidden, emitted.last, axis=0, mode="clip")
         position = shapes.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
             params, final[:, None], positions=position[:, None], sampling=emitted.sampling

@@ -239,13 +239,17 @@ class MultiLayerDrafter:
                 pools[layer],
                 own.rows,
                 queries_per_row=emitted.queries_per_row,
+                kept=None if self.head.config.chained else emitted.last,
             )
             outs.append(out)
             if self.head.config.chained:
                 hidden = self.head.handed_on(params, layer, out)
             kept.append(jnp.take(hidden, own.last, axis=0, mode="clip"))
         most = self.spec.num_steps - 1
-        first = self._level1(params, outs[0], emitted)
+        final = outs[0]
+        if self.head.config.chained:
+            final = jnp.take(final, emitted.last, axis=0, mode="clip")
+        first = self._level1(params, final, emitted)
         return tuple(pools), MultiLayerState(
             hidden=jnp.stack(kept, axis=1)[:, :most],
             num_rows=jnp.minimum(known + next_positions(emitted) - start, most),
@@ -256,9 +260,8 @@ class MultiLayerDrafter:
     def _features(self, features: Features) -> jax.Array:
         return features.hidden if self.head.config.reads_normed else features.aux_hidden
 
-    def _level1(self, params: Params, out: Float[Array, "T E"], emitted: Emitted) -> LevelOne:
+    def _level1(self, params: Params, final: Float[Array, "R E"], emitted: Emitted) -> LevelOne:
         """What layer 0's last row of each row guesses behind `next_ids`."""
-        final = jnp.take(out, emitted.last, axis=0, mode="clip")
         position = shapes.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
             params, 0, final[:, None], positions=position[:, None], sampling=emitted.sampling

@@ -158,10 +158,14 @@ class StandaloneDrafter:
         """
         del state  # it was the former root's
         tokens = with_next_ids(emitted)
-        hidden, _, caches = self.model.forward(
-            params, tokens.token_ids, caches, tokens.rows, queries_per_row=tokens.queries_per_row
+        final, _, caches = self.model.forward(
+            params,
+            tokens.token_ids,
+            caches,
+            tokens.rows,
+            queries_per_row=tokens.queries_per_row,
+            kept=tokens.last,
         )
-        final = jnp.take(hidden, tokens.last, axis=0, mode="clip")
         position = shapes.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
             params, final[:, None], positions=position[:, None], sampling=emitted.sampling

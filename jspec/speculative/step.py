@@ -51,7 +51,6 @@ from jspec.speculative.verify import (
     no_tree,
     score,
     settle,
-    target_logits_at,
 )
 
 
@@ -181,14 +180,21 @@ def prefill_step(
     target = program.target
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
+    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    reads_all = program.drafter.needs.hidden or Feature.LOGPROBS in program.features
     hidden, aux, kv = target.forward(
-        params["target"], batch.token_ids, state.kv, rows, queries_per_row=None
+        params["target"],
+        batch.token_ids,
+        state.kv,
+        rows,
+        queries_per_row=None,
+        kept=None if reads_all else last,
     )
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
     seen = _see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
-    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    logits = target_logits_at(target, params["target"], hidden, last)
+    final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
+    logits = target.logits(params["target"], final)[:, None]
     roots = _sample_roots(
         target,
         logits,

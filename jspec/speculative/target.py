@@ -57,8 +57,12 @@ class Target(Protocol):
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
-    ) -> tuple[Float[Array, "T E"], Float[Array, "T A"], KVPool]:
-        """(last hidden after the final norm, aux features, pool with the T new rows)."""
+        kept: Int[Array, "R"] | None = None,
+    ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
+        """(last hidden after the final norm, aux features, pool with the T new rows).
+
+        kept: the tokens whose last hidden is asked for; None: all T.
+        """
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:

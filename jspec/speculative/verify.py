@@ -69,9 +69,10 @@ def score(
     return kv, logits, by_node
 
 
-def features_of(hidden: Float[Array, "T E"], aux: Float[Array, "T A"], *, needs: Needs) -> Features:
+def features_of(hidden: Float[Array, "_ E"], aux: Float[Array, "T A"], *, needs: Needs) -> Features:
     """What the drafter asked for; a target makes no other aux features to begin with."""
-    return Features(hidden=hidden if needs.hidden else hidden[:, :0], aux_hidden=aux)
+    nothing = jnp.zeros((aux.shape[0], 0), hidden.dtype)
+    return Features(hidden=hidden if needs.hidden else nothing, aux_hidden=aux)
 
 
 def choose_at_nodes(
@@ -207,14 +208,6 @@ def forced_path(
         current = jnp.where(i <= num_accepted, node_path[:, i], onward)
         path.append(jnp.where(i <= forced, current, 0))
     return jnp.stack(path, axis=1)
-
-
-def target_logits_at(
-    target: Target, params: Params, hidden: Float[Array, "T E"], last: Int[Array, "B"]
-) -> Float[Array, "B 1 V"]:
-    """f32 logits of one row per sequence: what a prefill samples from."""
-    final = jnp.take(hidden, last, axis=0, mode="clip")
-    return target.logits(params, final)[:, None]
 
 
 def no_tree(rows: SamplingRows) -> Int[Array, "B 1 0"]:

@@ -61,9 +61,10 @@ class DialHead:
         rows: AttentionRows,
         *,
         queries_per_row: int | None,
+        kept: jax.Array | None = None,
     ) -> tuple[jax.Array, KVPool]:
         return self.inner.forward(
-            params["head"], token_ids, hidden, kv, rows, queries_per_row=queries_per_row
+            params["head"], token_ids, hidden, kv, rows, queries_per_row=queries_per_row, kept=kept
         )
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
