@@ -39,9 +39,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 @pytest.fixture(scope="session")
-def engine_arguments(
-    tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def engine_arguments(tiny_pair: TinyPair, programs_of_all: Path) -> dict[str, Any]:
     return {
         "model_path": str(tiny_pair.target_path),
         "speculative_algorithm": "EAGLE3",
@@ -52,7 +50,7 @@ def engine_arguments(
         "context_length": 16384,
         "max_total_tokens": 40000,
         "dtype": "float32",  # a GPU would choose bfloat16, in which near-ties may flip
-        "compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "compilation_cache_dir": str(programs_of_all),
     }
 
 
