@@ -214,7 +214,7 @@ class EngineArgs:
     )
     prefill_budget_tokens: int | None = argument(
         None,
-        "Prompt tokens computed between two decode steps while rows decode, up to six times as "
+        "Prompt tokens computed between two decode steps while rows decode, up to twelve times as "
         "many in a burst (a quarter of --chunked-prefill-size; all of it on a CPU)",
         _MEMORY,
         low=1,

@@ -31,14 +31,14 @@ from jspec.scheduler import budget
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.waiting import rank_of
 
-# Found by benchmarks/simulate_load.py (decision 21). While (WAVE times) more prompts wait than rows
-# decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and who decodes then
-# does so together.
+# Found by benchmarks/simulate_load.py and on a card (decision 21). While (WAVE times) more prompts
+# wait than rows decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and
+# who decodes then does so together.
 WAVE = 8
-MOST_SHARES = 6
+MOST_SHARES = 12
 # A step takes a budget's STEPS-th part, or what waits in as many as STEPS_OF_WAVE steps.
 STEPS = 2
-STEPS_OF_WAVE = 4
+STEPS_OF_WAVE = 2
 # Less than this part of a budget is not worth a step of its own.
 SCRAPS = 8
 
@@ -63,7 +63,7 @@ def prefill_room(
     are at most limits.prefill_budget tokens, and more in a burst:
 
         budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
-        20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 6 times at most
+        20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 12 times at most
     """
     step = _step_tokens(limits, unfilled)
     if num_decoding:

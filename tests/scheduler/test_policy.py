@@ -65,10 +65,10 @@ GPU = replace(
         (2, 1500, 40, 0, 1024),  # the first of two does not wait for the second
         (5, 3800, 40, 1024, 1024),
         (5, 3800, 40, 2048, 0),
-        (11, 8000, 20, 2048, 2048),  # four budgets: 8 * 10 / 20
+        (11, 8000, 20, 2048, 4096),  # four budgets, 8 * 10 / 20, in steps of half of what waits
         (11, 8000, 20, 4 * 2048, 0),
-        (60, 46_000, 4, 0, 8192),  # six budgets at most
-        (60, 46_000, 4, 6 * 2048, 0),
+        (60, 46_000, 4, 0, 8192),  # twelve budgets at most
+        (60, 46_000, 4, 12 * 2048, 0),
         (60, 46_000, 0, 99_999, 8192),
     ],
 )
