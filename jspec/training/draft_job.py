@@ -93,6 +93,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
         "seconds": round(result.seconds, 1),
         "num_train_tokens": int(tables[0].lens.sum()),
         "num_parameters": sum(x.size for x in jax.tree.leaves(result.params)),
+        "held_out_by_step": list(result.curve),
     }
     write_report(job.out / REPORT, report)
     return result
