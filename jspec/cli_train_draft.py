@@ -68,6 +68,7 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--algorithm", choices=[kind.value for kind in Kind], default="EAGLE3", help="Which head")
     add("--num-depths", type=int, help="Tokens ahead; NEXTN: layers (unset: 3), else unrolled (5)")
+    add("--chained", action="store_true", help="NEXTN: each layer reads what the one before made")
     add("--draft-vocab-size", type=int, help="EAGLE3; unset: 32000, or the whole vocabulary")
     add("--aux-layer-ids", type=int, nargs="+", help="EAGLE3; unset: 2, L/2, L-3")
     add("--intermediate-size", type=int, help="Of the head's MLP; unset: the target's")
@@ -134,6 +135,7 @@ def job_of(options: argparse.Namespace) -> DraftJob:
         num_own_samples=options.own_samples,
         draft_vocab_size=options.draft_vocab_size,
         intermediate_size=options.intermediate_size,
+        is_chained=options.chained,
         aux_layer_ids=tuple(ids) if ids else None,
         features_dir=options.features_dir,
         num_devices=options.devices,

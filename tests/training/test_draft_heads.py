@@ -133,6 +133,27 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_p
         np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
 
 
+def test_an_exported_chain_of_layers_drafts_what_it_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=True)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
+    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=DEPTHS)
+    assert config == head.config
+    assert config.chained
+    params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
+    hidden = np.asarray(features.aux[0, : LENGTH - 1])
+    for layer in range(DEPTHS):
+        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
+        paged = PagedHead(one, params)
+        count = LENGTH - 1 - layer
+        tokens = ids[layer + 1 :]
+        _, hidden, logits = paged.run(
+            paged.empty(), tokens, hidden[:count], start=0, is_prompt=True
+        )
+        np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
+
+
 def test_layers_of_another_target_are_refused(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head = mtp_head(target, num_layers=1, intermediate_size=40)
