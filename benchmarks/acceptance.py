@@ -63,6 +63,13 @@ def main() -> None:
     parser.add_argument("--shared-noise-only", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
     args = parser.parse_args()
+    for drafter in args.drafters:
+        folder = DRAFTERS[drafter][1]
+        if folder is not None and not (args.heads / folder).is_dir():
+            parser.error(
+                f"{drafter} needs {args.heads / folder}, which does not exist; train it with "
+                "jspec.training.pair_heads and name the folder by --heads"
+            )
     rows: list[dict[str, Any]] = []
     for drafter in args.drafters:
         for shape in args.shapes:

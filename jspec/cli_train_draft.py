@@ -6,6 +6,7 @@ Training itself is `jspec.training.draft_job`, which knows no engine.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,10 @@ from jspec.training.loop import LoopConfig
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows say more: cold ones soon loop
+COUNTS = (
+    *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
+    *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
+)
 SERVED_STEPS = 3  # of the chain that acceptance is measured with, if the head has as many
 
 
@@ -91,11 +96,29 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=int, default=0)
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """ConfigError for a number that cannot be, given or not."""
+    for name in COUNTS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    for name in ("warmup_steps", "weight_decay", "own_samples", "serve_prompts"):
+        value = getattr(options, name)
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; expected 0 or more")
+    for name in ("learning_rate", "budget_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; expected more than 0")
+    if options.devices is not None and options.devices > len(jax.devices()):
+        raise ConfigError(
+            f"devices is {options.devices}; expected at most {len(jax.devices())}, which jax finds"
+        )
+
+
 def job_of(options: argparse.Namespace) -> DraftJob:
     """The job that the flags ask for. ConfigError for a number that cannot be."""
-    for name in ("num_steps", "batch_size", "length", "log_every", "eval_every"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} is {getattr(options, name)}; expected at least 1")
+    check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
     if not 1 <= depths <= options.length - 2:

@@ -163,6 +163,7 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
             r"draft_vocab_size is 321; expected 1 to 320",
         ),
         ({"kind": Kind.NEXTN, "aux_layer_ids": (0, 2)}, "the head is NEXTN; expected it unset"),
+        ({"is_chained": True}, "chained is set, but the head is EAGLE; expected it unset"),
         ({"num_devices": 3}, "batch_size is 4; expected a multiple of 3"),
         ({"recipe": replace(RECIPE, length=512)}, "length is 512; expected at most 256"),
         ({"held_out": Path("absent.jsonl")}, "absent.jsonl is no file"),

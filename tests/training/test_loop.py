@@ -69,6 +69,8 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_
     resumed = run(tmp_path / "cut")
     assert resumed.step == whole.step
     assert resumed.num_steps == whole.num_steps == 8
+    assert [seen["step"] for seen in resumed.curve] == [4, 8]
+    assert [seen["loss"] for seen in resumed.curve] == [seen["loss"] for seen in whole.curve]
     for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(resumed.params), strict=True):
         np.testing.assert_array_equal(a, b)
     template = loop.init_state(start(), CONFIG)
