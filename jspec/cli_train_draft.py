@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ import numpy as np
 from jspec.api import Engine
 from jspec.core.errors import ConfigError
 from jspec.engine.loading import BUNDLED
-from jspec.training.draft_job import HEAD, run_job
+from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.examples import LossOn, RowTable
@@ -253,7 +254,13 @@ def run_train_draft(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(list(argv))
     job = job_of(options)
     serving = EngineServing(job, num_prompts=options.serve_prompts)
-    run_job(job, resume=options.resume, serving=serving)
+    try:
+        run_job(job, resume=options.resume, serving=serving)
+    except KeyboardInterrupt:
+        if (job.out / SETTINGS).is_file():
+            again = "" if options.resume else " with --resume"
+            print(f"the same command{again} goes on from the last checkpoint", file=sys.stderr)
+        raise
     words = serve_settings(job.kind, num_steps=min(SERVED_STEPS, job.recipe.num_depths))
     flags = " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

@@ -13,8 +13,8 @@ import pytest
 
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import ModelSpec
-from jspec.models.decoder import Params
 from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.decoder import Params
 from jspec.models.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
 from jspec.models.eagle3 import Eagle3Head
 from jspec.models.eagle3_config import load_eagle3_config

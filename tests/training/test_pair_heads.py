@@ -1,4 +1,4 @@
-"""The small heads beside the pair: their rows, their sizes, and the text that they are judged on."""
+"""The small heads beside the pair: their rows, their sizes, the text that they are judged on."""
 
 from __future__ import annotations
 
