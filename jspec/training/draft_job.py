@@ -61,6 +61,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     examples = read_examples(job, spec)
     claim(job, resume=resume)
     tables = draw_own_samples(job, *examples, sampling=serving)
+    tell(job, tables)
     dtype = job.recipe.compute_dtype
     params = jax.tree.map(jnp.asarray, load_target(job.target, spec, dtype=dtype))
     draft_ids = vocabulary(job, spec, tables[0])
@@ -97,6 +98,17 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     }
     write_report(job.out / REPORT, report)
     return result
+
+
+def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
+    """What begins now: the first line of progress comes only after steps that must be compiled."""
+    rows, recipe = len(tables[0].ids), job.recipe
+    print(
+        f"{job.kind.value}: {rows} rows of up to {recipe.length} tokens to train on, "
+        f"{len(tables[1].ids)} held out; {recipe.batch_size} rows a step, "
+        f"{rows / recipe.batch_size:.3g} steps an epoch; compiling the first step",
+        flush=True,
+    )
 
 
 def claim(job: DraftJob, *, resume: bool) -> None:

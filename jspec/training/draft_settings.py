@@ -66,6 +66,7 @@ class DraftJob:
         loop, recipe = flat["recipe"].pop("loop"), flat.pop("recipe")
         for unimportant in ("log_every", "eval_every", "checkpoint_every"):
             del loop[unimportant]
+        loop["learning_rate"] = loop.pop("peak_learning_rate")  # as the flag is called
         return {**flat, **recipe, **loop}
 
 

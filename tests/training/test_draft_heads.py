@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_an_exported_language_model_says_what_it_learnt(tmp_path: Path) -> None:
     ids, _, guesses = trained(head, target, target_params, everything, tmp_path)
     spec = load_model_spec(tmp_path)
     assert spec == head.spec
-    params = load_target(tmp_path, spec, dtype=np.float32)
+    params = jax.tree.map(jnp.asarray, load_target(tmp_path, spec, dtype=np.float32))
     attend = causal_attend("xla")
     hidden, _ = forward(spec, params, jnp.asarray(ids[None]), dtype=jnp.float32, attend=attend)
     assert len(guesses) == 1

@@ -184,7 +184,7 @@ def test_an_output_directory_is_not_taken_twice(
     with pytest.raises(ConfigError, match=r"which exists; expected a new directory, or --resume"):
         run(folder, folder / "undisturbed")
     other = replace(RECIPE, loop=replace(LOOP, peak_learning_rate=0.5))
-    with pytest.raises(ConfigError, match=r"peak_learning_rate is 0.5; expected 0.01, with which"):
+    with pytest.raises(ConfigError, match=r"learning_rate is 0.5; expected 0.01, with which"):
         run(folder, folder / "undisturbed", resume=True, recipe=other)
     with pytest.raises(ConfigError, match=r"settings.json does not exist"):
         run(folder, tmp_path, resume=True)
