@@ -128,9 +128,9 @@ def claim(job: DraftJob, *, resume: bool) -> None:
     known = read_object(path)
     for name in sorted(known.keys() | asked.keys()):
         if known.get(name) != asked.get(name):
+            before = "it unset" if known.get(name) is None else repr(known[name])
             raise ConfigError(
-                f"{name} is {asked.get(name)!r}; expected {known.get(name)!r}, with which "
-                f"{job.out} was begun"
+                f"{name} is {asked.get(name)!r}; expected {before}, with which {job.out} was begun"
             )
 
 
