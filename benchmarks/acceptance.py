@@ -9,9 +9,12 @@
 bonus and leaves out prefill's token and the last, truncated step. The interval is a bootstrap over
 prompts. Looping outputs (more than half of the 8-grams seen before) are also reported apart.
 
-Of the drafters, EAGLE and NEXTN are the small heads beside the bundled pair. STANDALONE drafts with
-the target itself: no other model has its vocabulary, and what is below S + 1 there is no draft's
-fault.
+Of the drafters, EAGLE, NEXTN and STANDALONE are the small heads and the small language model beside
+the bundled pair (--heads: trained anew elsewhere). SELF is STANDALONE with the target itself as the
+draft: the most that can be had, and what is below S + 1 there is no draft's fault.
+
+Held-out files are those of the running Python; --corpus names a folder that the pair's stage
+`corpus` wrote under another one, so that machines measure on the same files.
 """
 
 from __future__ import annotations
@@ -24,24 +27,22 @@ from benchmarks.environment import write_result
 from benchmarks.heldout import bootstrap_interval, heldout_prompts, repeated_share
 from jspec import Engine
 from jspec.engine.loading import BUNDLED
+from jspec.training.corpus import read_corpus
 
 SHAPES = ("3/1/4", "5/1/6", "4/4/16")
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "EAGLE3": {},
-    "EAGLE": {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(BUNDLED / "draft_eagle1"),
-    },
-    "NEXTN": {
-        "speculative_algorithm": "EAGLE",
-        "enable_multi_layer_eagle": True,
-        "speculative_draft_model_path": str(BUNDLED / "draft_mtp"),
-    },
-    "NGRAM": {"speculative_algorithm": "NGRAM"},
-    "STANDALONE": {
-        "speculative_algorithm": "STANDALONE",
-        "speculative_draft_model_path": str(BUNDLED / "target"),
-    },
+DRAFTERS: dict[str, tuple[dict[str, Any], str | None]] = {  # arguments, folder of the weights
+    "EAGLE3": ({}, None),
+    "EAGLE": ({"speculative_algorithm": "EAGLE"}, "draft_eagle1"),
+    "NEXTN": ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "draft_mtp"),
+    "NGRAM": ({"speculative_algorithm": "NGRAM"}, None),
+    "STANDALONE": ({"speculative_algorithm": "STANDALONE"}, "draft_lm"),
+    "SELF": (
+        {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": str(BUNDLED / "target"),
+        },
+        None,
+    ),
 }
 LOOPING = 0.5
 
@@ -57,9 +58,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["EAGLE3"])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="S/K/N")
+    parser.add_argument("--heads", type=Path, default=BUNDLED, help="Folder of draft_eagle1, ...")
+    parser.add_argument("--corpus", type=Path, help="Of another Python; unset: the running one's")
     parser.add_argument("--shared-noise-only", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/acceptance.json"))
     args = parser.parse_args()
+    for drafter in args.drafters:
+        folder = DRAFTERS[drafter][1]
+        if folder is not None and not (args.heads / folder).is_dir():
+            parser.error(
+                f"{drafter} needs {args.heads / folder}, which does not exist; train it with "
+                "jspec.training.pair_heads and name the folder by --heads"
+            )
     rows: list[dict[str, Any]] = []
     for drafter in args.drafters:
         for shape in args.shapes:
@@ -74,6 +84,9 @@ def measured(
 ) -> list[dict[str, Any]]:
     """The cells of one engine: temperatures 0 and 1, or 1 alone without shared noise."""
     steps, topk, nodes = (int(number) for number in shape.split("/"))
+    arguments, folder = DRAFTERS[drafter]
+    if folder is not None:
+        arguments = {**arguments, "speculative_draft_model_path": str(args.heads / folder)}
     rows = []
     with Engine(
         speculative_num_steps=steps,
@@ -83,9 +96,15 @@ def measured(
         max_running_requests=args.batch,
         dtype=args.dtype,
         max_queued_requests=4 * args.prompts,
-        **DRAFTERS[drafter],
+        max_total_tokens=args.batch * (args.prompt_tokens + args.new_tokens + 64),
+        **arguments,
     ) as engine:
-        prompts = heldout_prompts(engine.tokenizer, count=args.prompts, length=args.prompt_tokens)
+        prompts = heldout_prompts(
+            engine.tokenizer,
+            count=args.prompts,
+            length=args.prompt_tokens,
+            corpus=read_corpus(args.corpus) if args.corpus else None,
+        )
         for temperature in (0.0, 1.0) if noise else (1.0,):
             row = measure(engine, prompts, temperature, new_tokens=args.new_tokens)
             row |= {"drafter": drafter, "shape": shape, "shared_noise": noise}
@@ -109,7 +128,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if name != "out"}
+    left_out = ("out", "heads", "corpus")
+    return {name: value for name, value in vars(args).items() if name not in left_out}
 
 
 def measure(

@@ -8,17 +8,24 @@ from pathlib import Path
 import numpy as np
 
 from jspec.text.tokenizer import Tokenizer
-from jspec.training.corpus import Split, of_split, standard_library
+from jspec.training.corpus import Document, Split, of_split, standard_library
 
 
 def heldout_prompts(
-    tokenizer: Tokenizer, *, count: int, length: int, seed: int = 0
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    length: int,
+    seed: int = 0,
+    corpus: list[Document] | None = None,
 ) -> list[tuple[int, ...]]:
     """`count` stretches of `length` tokens, evenly over the held-out files of this Python.
 
+    corpus: another Python's (`read_corpus`), so that machines measure on the same files. What is
+    held out follows from the names of modules, in every version alike.
     Raises ValueError if the installation has too little held-out source (a stripped Python).
     """
-    documents = of_split(standard_library(), Split.HELD_OUT)
+    documents = of_split(standard_library() if corpus is None else corpus, Split.HELD_OUT)
     streams = [tokenizer.encode(d.text, add_special_tokens=False) for d in documents]
     streams = [ids for ids in streams if len(ids) > length]
     if not streams:

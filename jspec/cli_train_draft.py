@@ -6,6 +6,8 @@ Training itself is `jspec.training.draft_job`, which knows no engine.
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +19,7 @@ import numpy as np
 from jspec.api import Engine
 from jspec.core.errors import ConfigError
 from jspec.engine.loading import BUNDLED
-from jspec.training.draft_job import HEAD, run_job
+from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.examples import LossOn, RowTable
@@ -25,6 +27,10 @@ from jspec.training.loop import LoopConfig
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows say more: cold ones soon loop
+COUNTS = (
+    *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
+    *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
+)
 SERVED_STEPS = 3  # of the chain that acceptance is measured with, if the head has as many
 
 
@@ -68,6 +74,7 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--algorithm", choices=[kind.value for kind in Kind], default="EAGLE3", help="Which head")
     add("--num-depths", type=int, help="Tokens ahead; NEXTN: layers (unset: 3), else unrolled (5)")
+    add("--chained", action="store_true", help="NEXTN: each layer reads what the one before made")
     add("--draft-vocab-size", type=int, help="EAGLE3; unset: 32000, or the whole vocabulary")
     add("--aux-layer-ids", type=int, nargs="+", help="EAGLE3; unset: 2, L/2, L-3")
     add("--intermediate-size", type=int, help="Of the head's MLP; unset: the target's")
@@ -90,11 +97,29 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=int, default=0)
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """ConfigError for a number that cannot be, given or not."""
+    for name in COUNTS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    for name in ("warmup_steps", "weight_decay", "own_samples", "serve_prompts"):
+        value = getattr(options, name)
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; expected 0 or more")
+    for name in ("learning_rate", "budget_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; expected more than 0")
+    if options.devices is not None and options.devices > len(jax.devices()):
+        raise ConfigError(
+            f"devices is {options.devices}; expected at most {len(jax.devices())}, which jax finds"
+        )
+
+
 def job_of(options: argparse.Namespace) -> DraftJob:
     """The job that the flags ask for. ConfigError for a number that cannot be."""
-    for name in ("num_steps", "batch_size", "length", "log_every", "eval_every"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} is {getattr(options, name)}; expected at least 1")
+    check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
     if not 1 <= depths <= options.length - 2:
@@ -134,6 +159,7 @@ def job_of(options: argparse.Namespace) -> DraftJob:
         num_own_samples=options.own_samples,
         draft_vocab_size=options.draft_vocab_size,
         intermediate_size=options.intermediate_size,
+        is_chained=options.chained,
         aux_layer_ids=tuple(ids) if ids else None,
         features_dir=options.features_dir,
         num_devices=options.devices,
@@ -228,7 +254,13 @@ def run_train_draft(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(list(argv))
     job = job_of(options)
     serving = EngineServing(job, num_prompts=options.serve_prompts)
-    run_job(job, resume=options.resume, serving=serving)
+    try:
+        run_job(job, resume=options.resume, serving=serving)
+    except KeyboardInterrupt:
+        if (job.out / SETTINGS).is_file():
+            again = "" if options.resume else " with --resume"
+            print(f"the same command{again} goes on from the last checkpoint", file=sys.stderr)
+        raise
     words = serve_settings(job.kind, num_steps=min(SERVED_STEPS, job.recipe.num_depths))
     flags = " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

@@ -135,13 +135,25 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         (["--data", "a.jsonl", "--out", "x"], "a.jsonl is no file; expected one with JSON lines"),
         (["--data", "a", "--out", "x", "--num-depths", "511"], "num_depths is 511; expected 1 to"),
         (["--data", "a", "--out", "x", "--batch-size", "0"], "batch_size is 0; expected at least"),
+        (
+            ["--data", "a", "--out", "x", "--num-depths", "0"],
+            "num_depths is 0; expected at least 1",
+        ),
+        (
+            ["--data", "a", "--out", "x", "--checkpoint-every", "0"],
+            "checkpoint_every is 0; expecte",
+        ),
+        (["--data", "a", "--out", "x", "--own-samples", "-1"], "own_samples is -1; expected 0 or"),
+        (["--data", "a", "--out", "x", "--learning-rate", "nan"], "learning_rate is nan; expected"),
+        (["--data", "a", "--out", "x", "--budget-seconds", "-9"], "budget_seconds is -9.0; expect"),
+        (["--data", "a", "--out", "x", "--devices", "999"], "devices is 999; expected at most"),
         (["--data", "a", "--out", "x", "--algorithm", "NGRAM"], "invalid choice: 'NGRAM'"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--devices", "1"] if "--data" in words else []
+    more = ["--devices", "1"] if "--data" in words and "--devices" not in words else []
     assert cli.main(["train-draft", *words, *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jspec: error: ")

@@ -32,6 +32,18 @@ class Algorithm(enum.Enum):
         """What the host must know of it."""
         return _DRAFTING[self]
 
+    @property
+    def bundled_draft(self) -> str | None:
+        """The folder of the draft that the bundled target brings for this, if any."""
+        return _BUNDLED_DRAFTS.get(self)
+
+
+_BUNDLED_DRAFTS = {
+    Algorithm.EAGLE3: "draft",
+    Algorithm.EAGLE: "draft_eagle1",
+    Algorithm.NEXTN: "draft_mtp",
+    Algorithm.MULTI_LAYER_EAGLE: "draft_mtp",
+}
 
 _DRAFTING = {
     Algorithm.NONE: drafting.NO_DRAFTING,

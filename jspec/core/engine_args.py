@@ -115,7 +115,8 @@ class EngineArgs:
     speculative_draft_model_path: str | None = argument(
         None,
         "Directory of the EAGLE head, of the language model that drafts (STANDALONE), or of the "
-        "layers that are not in the target's (NEXTN)",
+        "layers that are not in the target's (NEXTN); the bundled target has some of its own for "
+        "EAGLE, EAGLE3 and NEXTN",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
         is_local=True,
@@ -280,7 +281,7 @@ class EngineArgs:
     def _check_drafter(self) -> None:
         """What the algorithm needs to be given, and what it must not be."""
         algorithm, path = self.algorithm, self.speculative_draft_model_path
-        if algorithm.drafting.has_model and not self.uses_bundled_draft:
+        if algorithm.drafting.has_model and self.bundled_draft is None:
             in_target = algorithm.drafting.in_target and self.model_path is not None
             if path is None and not in_target:
                 needed = "model_path" if algorithm.drafting.in_target else "draft_model_path"
@@ -289,11 +290,7 @@ class EngineArgs:
                     f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
-            because = (
-                "the bundled target has its own draft"
-                if self.model_path is None
-                else f"speculative_algorithm is {algorithm.value}"
-            )
+            because = f"speculative_algorithm is {algorithm.value}"
             raise ConfigError(
                 f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
             )
@@ -362,9 +359,10 @@ class EngineArgs:
         return PriorityOrder.LOW_FIRST if is_low else PriorityOrder.HIGH_FIRST
 
     @property
-    def uses_bundled_draft(self) -> bool:
-        """Whether the draft is the EAGLE-3 head that the bundled target brings along."""
-        return self.model_path is None and self.algorithm is Algorithm.EAGLE3
+    def bundled_draft(self) -> str | None:
+        """The folder of the bundled target's own draft, where that is the one; see Algorithm."""
+        is_named = self.model_path is not None or self.speculative_draft_model_path is not None
+        return None if is_named else self.algorithm.bundled_draft
 
     @property
     def speculative(self) -> SpeculativeConfig:

@@ -69,8 +69,8 @@ class LoadedModels:
 def resolve_paths(args: EngineArgs) -> ModelPaths:
     """Where the checkpoints are. Raises CheckpointError for a directory that does not exist."""
     named = args.speculative_draft_model_path
-    if args.uses_bundled_draft:
-        named = str(BUNDLED / "draft")
+    if args.bundled_draft is not None:
+        named = str(BUNDLED / args.bundled_draft)
     target = BUNDLED / "target" if args.model_path is None else Path(args.model_path)
     draft = None if named is None else Path(named)
     tokenizer = Path(args.tokenizer_path) if args.tokenizer_path is not None else target

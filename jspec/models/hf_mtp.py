@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, read_fields
-from jspec.core.model_spec import LayerSpec, ModelSpec, MtpConfig
+from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import Family
 from jspec.models.hf_weights import open_tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
@@ -32,7 +32,7 @@ from jspec.models.stored import (
 )
 
 Params = dict[str, Any]
-WRITTEN = "mimo_v2"  # the family in whose layout layers are written
+WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
 
 
 def load_mtp_config(
@@ -113,21 +113,29 @@ def load_mtp(
     return own | {name: target_params[name] for name in shared(config)}
 
 
-def written_config(target: ModelSpec, layer: LayerSpec, *, num_layers: int) -> MtpConfig:
-    """Layers as `save_mtp` can write them for a target of any family: all read its hidden before
-    its final norm, over a window that is the whole context.
+def written_config(
+    target: ModelSpec, layer: LayerSpec, *, num_layers: int, chained: bool = False
+) -> MtpConfig:
+    """Layers as `save_mtp` can write them for a target of any family. The first reads its hidden
+    before its final norm; so do the others, or, chained, each reads what the one before it made.
 
-    layer: plain, with heads of one width; its window is not read.
+    layer: plain, with heads of one width; its window is not read. In a chain heads of q and k are
+    normed and every head's output is gated, as that layout has it.
     """
     own = layer.attention
-    attention = replace(
-        own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=target.max_position
-    )
-    layer = replace(layer, attention=attention)
+    if chained:
+        attention = replace(own, window=None, qk_norm=True, gate=HeadGate.OF_HEADS)
+        target = replace(target, tie_word_embeddings=False, family=WRITTEN_CHAIN)
+    else:
+        window = target.max_position  # the whole context
+        attention = replace(own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=window)
+    layers = (replace(layer, attention=attention),) * num_layers
     return MtpConfig(
-        model=replace(target, layers=(layer,) * num_layers),
+        model=replace(target, layers=layers),
         target_num_layers=target.num_layers,
+        chained=chained,
         reads_normed=False,
+        own_heads=chained,
     )
 
 
@@ -139,17 +147,23 @@ def save_mtp(
     target: ModelSpec,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Writes unsharded layers alone, in MiMo-V2-Flash's layout.
+    """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
 
     Raises ConfigError for layers that its config.json would not say again.
     """
-    family = family_named(WRITTEN)
+    family = family_named(WRITTEN_CHAIN if config.chained else WRITTEN)
     if family.mtp is None:
-        raise ConfigError(f"family is {WRITTEN!r}; expected one with layers of its own")
-    written = family.to_json(replace(config.model, tie_word_embeddings=False)) | {
+        raise ConfigError(f"family is {family.name!r}; expected one with layers of its own")
+    model = replace(config.model, tie_word_embeddings=False)
+    if config.chained:  # whose layers are numbered after the target's, in every list of the config
+        before = config.model.layers[:1] * config.target_num_layers
+        model = replace(model, layers=(*before, *config.model.layers))
+    written = family.to_json(model) | {
         "num_nextn_predict_layers": config.num_layers,
         "torch_dtype": np.dtype(dtype).name,
     }
+    if config.chained:
+        written["num_hidden_layers"] = config.target_num_layers
     read = family.mtp.read(Fields(path / "config.json", written), target)
     if read != config:
         raise ConfigError(

@@ -61,6 +61,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     examples = read_examples(job, spec)
     claim(job, resume=resume)
     tables = draw_own_samples(job, *examples, sampling=serving)
+    tell(job, tables)
     dtype = job.recipe.compute_dtype
     params = jax.tree.map(jnp.asarray, load_target(job.target, spec, dtype=dtype))
     draft_ids = vocabulary(job, spec, tables[0])
@@ -93,9 +94,21 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
         "seconds": round(result.seconds, 1),
         "num_train_tokens": int(tables[0].lens.sum()),
         "num_parameters": sum(x.size for x in jax.tree.leaves(result.params)),
+        "held_out_by_step": list(result.curve),
     }
     write_report(job.out / REPORT, report)
     return result
+
+
+def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
+    """What begins now: the first line of progress comes only after steps that must be compiled."""
+    rows, recipe = len(tables[0].ids), job.recipe
+    print(
+        f"{job.kind.value}: {rows} rows of up to {recipe.length} tokens to train on, "
+        f"{len(tables[1].ids)} held out; {recipe.batch_size} rows a step, "
+        f"{rows / recipe.batch_size:.3g} steps an epoch; compiling the first step",
+        flush=True,
+    )
 
 
 def claim(job: DraftJob, *, resume: bool) -> None:
@@ -115,9 +128,9 @@ def claim(job: DraftJob, *, resume: bool) -> None:
     known = read_object(path)
     for name in sorted(known.keys() | asked.keys()):
         if known.get(name) != asked.get(name):
+            before = "it unset" if known.get(name) is None else repr(known[name])
             raise ConfigError(
-                f"{name} is {asked.get(name)!r}; expected {known.get(name)!r}, with which "
-                f"{job.out} was begun"
+                f"{name} is {asked.get(name)!r}; expected {before}, with which {job.out} was begun"
             )
 
 

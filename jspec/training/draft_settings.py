@@ -46,6 +46,7 @@ class DraftJob:
     num_own_samples: int = 0
     draft_vocab_size: int | None = None
     intermediate_size: int | None = None
+    is_chained: bool = False
     aux_layer_ids: tuple[int, ...] | None = None
     features_dir: Path | None = None
     num_devices: int | None = None
@@ -65,12 +66,18 @@ class DraftJob:
         loop, recipe = flat["recipe"].pop("loop"), flat.pop("recipe")
         for unimportant in ("log_every", "eval_every", "checkpoint_every"):
             del loop[unimportant]
+        loop["learning_rate"] = loop.pop("peak_learning_rate")  # as the flag is called
         return {**flat, **recipe, **loop}
 
 
 def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
     """The head that was asked for. ConfigError for what it cannot have over this target."""
     inner = job.intermediate_size or inner_size(spec)
+    if job.is_chained and job.kind is not Kind.NEXTN:
+        raise ConfigError(
+            f"chained is set, but the head is {job.kind.value}; expected it unset: it belongs to "
+            "NEXTN, whose layers it chains"
+        )
     if job.kind is not Kind.EAGLE3:
         for name in ("draft_vocab_size", "aux_layer_ids"):
             if getattr(job, name) is not None:
@@ -81,7 +88,12 @@ def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
     if job.kind is Kind.EAGLE:
         return eagle1_head(spec, intermediate_size=inner)
     if job.kind is Kind.NEXTN:
-        return mtp_head(spec, num_layers=job.recipe.num_depths, intermediate_size=inner)
+        return mtp_head(
+            spec,
+            num_layers=job.recipe.num_depths,
+            intermediate_size=inner,
+            chained=job.is_chained,
+        )
     size = job.draft_vocab_size or min(DRAFT_VOCAB, spec.vocab_size)
     if not 1 <= size <= spec.vocab_size:
         raise ConfigError(

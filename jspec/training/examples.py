@@ -83,7 +83,12 @@ class Reader:
         for number, line in lines:
             try:
                 examples.append(self.example(line))
-            except (JspecError, json.JSONDecodeError) as error:
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{where}, line {number}: {error.msg} at character {error.pos + 1}; expected "
+                    "a whole JSON object on every line"
+                ) from error
+            except JspecError as error:
                 raise ConfigError(f"{where}, line {number}: {error}") from error
         return examples
 

@@ -3,6 +3,10 @@
 Layer s reads the pairs (the target's feature i, token i + s + 1) of rows 0..i alone, in serving as
 in training, so nothing is unrolled: depth s is one causal forward of layer s over the whole row.
 The layout is MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
+
+In a chain (Step-3.5-Flash's layout) layer s reads instead what layer s - 1 made of the same row i,
+before its final norm, and every layer has an lm_head of its own, which starts as the target's. It
+is the same forward, so a later depth's loss trains the layers before it, too.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from jaxtyping import Array, Int
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.layers.embedding import embed
 from jspec.models.decoder import LayerSettings, Params
-from jspec.models.hf_mtp import save_mtp, written_config
+from jspec.models.hf_mtp import save_mtp, shared, written_config
 from jspec.models.mtp import MtpHead, run_mtp_layer
 from jspec.models.mtp_params import mtp_params
 from jspec.models.placement import init_params
@@ -31,7 +35,8 @@ from jspec.training.draft_head import Guess, TargetFeatures, plain_layer
 
 @dataclass(frozen=True, slots=True)
 class TrainedMtp:
-    """As many layers as depths; embedding and lm_head are the target's and are not trained."""
+    """As many layers as depths; the embedding, and an lm_head that is the target's, are not
+    trained."""
 
     config: MtpConfig
 
@@ -44,16 +49,19 @@ class TrainedMtp:
         return self.config.num_layers
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Random, but the norms before lm_head are the target's."""
+        """Random, but the norms before lm_head, and each layer's own lm_head, are the target's."""
         del draft_ids
         params = init_params(mtp_params(self.config), seed=seed)
         for layer in params["layers"].values():
             layer["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
+            if self.config.own_heads:
+                kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
+                layer["lm_head"]["kernel"] = kernel
         return {"layers": params["layers"]}
 
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
         del draft_ids
-        return {**params, **{name: target_params[name] for name in ("embed", "lm_head")}}
+        return {**params, **{name: target_params[name] for name in shared(self.config)}}
 
     def guesses(
         self,
@@ -83,6 +91,8 @@ class TrainedMtp:
                 settings=LayerSettings(Ops()),
             )
             found.append(Guess(logits=head.logits(params, i, out[:, : length - 1 - i])))
+            if self.config.chained:
+                hidden = head.handed_on(params, i, out)
         return found
 
     def save(
@@ -93,7 +103,9 @@ class TrainedMtp:
         save_mtp(folder, self.config, host, target=target, dtype=dtype)
 
 
-def mtp_head(target: ModelSpec, *, num_layers: int, intermediate_size: int) -> TrainedMtp:
+def mtp_head(
+    target: ModelSpec, *, num_layers: int, intermediate_size: int, chained: bool = False
+) -> TrainedMtp:
     """Layers with the target's heads and width."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
-    return TrainedMtp(written_config(target, layer, num_layers=num_layers))
+    return TrainedMtp(written_config(target, layer, num_layers=num_layers, chained=chained))

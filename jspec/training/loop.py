@@ -12,20 +12,22 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 from jspec.core.pytree import pytree
 from jspec.training.data import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, show, speed
+
+if TYPE_CHECKING:
+    from jspec.training.checkpoints import Checkpoints
 
 Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -71,6 +73,7 @@ class Progress:
     seconds: float = 0.0
     best_loss: float = math.inf
     best_step: int = 0
+    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
 
 
 Resumed = tuple[TrainState, Params, Progress]  # a checkpoint: state, best EMA, the rest
@@ -85,6 +88,7 @@ class Result:
     step: int
     num_steps: int
     seconds: float
+    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
 
 
 def optimizer(config: LoopConfig) -> optax.GradientTransformation:
@@ -160,61 +164,6 @@ def mean_metrics(
     return {key: value.tolist() for key, value in means.items()}
 
 
-class Checkpoints:
-    """Orbax checkpoints of (state, best EMA parameters, progress); the last one is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self._manager = ocp.CheckpointManager(
-            folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
-        )
-
-    def save(self, state: TrainState, best: Params, progress: Progress) -> None:
-        record = {
-            "seconds": progress.seconds,
-            "best_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
-            "best_step": progress.best_step,
-        }
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave({"state": _as_dict(state), "best": best}),
-                progress=ocp.args.JsonSave(record),
-            ),
-        )
-        self._manager.wait_until_finished()
-
-    def restore(self, like: TrainState) -> Resumed | None:
-        """The last checkpoint, or None if there is none; `like` gives shapes and dtypes."""
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        template = {"state": _as_dict(like), "best": like.ema}
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
-            ),
-        )
-        record = dict(restored.progress)
-        if record["best_loss"] is None:
-            record["best_loss"] = math.inf
-        arrays = restored.arrays
-        return TrainState(**arrays["state"]), arrays["best"], Progress(**record)
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {
-        "params": state.params,
-        "ema": state.ema,
-        "opt_state": state.opt_state,
-        "step": state.step,
-    }
-
-
 class _Run:
     """One run's changing parts: the state, the best parameters so far, and where they were."""
 
@@ -234,6 +183,8 @@ class _Run:
         metrics = evaluate(self.state.ema)
         self.clock.leave_out(time.monotonic() - start)
         share = self.clock.progress(step)
+        seen = {"step": step, "seconds": round(self.clock.seconds(), 1), **metrics}
+        self.progress = replace(self.progress, curve=(*self.progress.curve, seen))
         held_out = {f"held_out_{key}": value for key, value in metrics.items()}
         show(
             self.name, step=step, num_steps=self.config.num_steps, progress=share, metrics=held_out
@@ -241,16 +192,12 @@ class _Run:
         if metrics["loss"] < self.progress.best_loss:
             self.best = jax.tree.map(jnp.copy, self.state.ema)
             self.metrics = metrics
-            self.progress = Progress(best_loss=metrics["loss"], best_step=step)
+            self.progress = replace(self.progress, best_loss=metrics["loss"], best_step=step)
 
     def save(self, *, step: int) -> None:
         if self.checkpoints and step > self.saved_step:
             self.saved_step = step
-            progress = Progress(
-                seconds=self.clock.seconds(),
-                best_loss=self.progress.best_loss,
-                best_step=self.progress.best_step,
-            )
+            progress = replace(self.progress, seconds=self.clock.seconds())
             self.checkpoints.save(self.state, self.best, progress)
 
 
@@ -274,7 +221,7 @@ def train(
     the speed that is shown. Resumes from `checkpoint_dir` if it holds a checkpoint.
     """
     placement = placement or Placement.single()
-    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir else None
+    checkpoints = _opened(checkpoint_dir) if checkpoint_dir else None
     run = _Run(name, config, placement.whole(init_state(initial, config)), checkpoints)
     step_fn = make_step(loss, config)
     first = step = int(run.state.step)
@@ -308,7 +255,14 @@ def train(
         step=run.progress.best_step,
         num_steps=step,
         seconds=run.clock.seconds(),
+        curve=run.progress.curve,
     )
+
+
+def _opened(folder: Path) -> Checkpoints:
+    from jspec.training.checkpoints import Checkpoints  # orbax: seconds that some runs need not
+
+    return Checkpoints(folder)
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

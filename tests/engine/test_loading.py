@@ -35,6 +35,30 @@ def load(**arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ({}, "draft"),
+        ({"speculative_algorithm": "EAGLE3"}, "draft"),
+        ({"speculative_algorithm": "EAGLE"}, "draft_eagle1"),
+        ({"speculative_algorithm": "NEXTN"}, "draft_mtp"),
+        ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "draft_mtp"),
+        ({"speculative_algorithm": "NGRAM"}, None),
+    ],
+)
+def test_the_bundled_target_has_a_draft_of_each_kind(
+    arguments: dict[str, Any], folder: str | None
+) -> None:
+    expected = None if folder is None else BUNDLED / folder
+    assert resolve_paths(EngineArgs(**arguments)).draft == expected
+
+
+def test_a_draft_that_is_named_stands_before_the_bundled_targets_own(tmp_path: Path) -> None:
+    """As `jspec train-draft` without --model-path says at its end."""
+    args = EngineArgs(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(tmp_path))
+    assert resolve_paths(args).draft == tmp_path
+
+
+@pytest.mark.parametrize(
     ("layers", "message"),
     [
         (10**9, "num_hidden_layers is 1000000000; expected an integer of at most 1024"),

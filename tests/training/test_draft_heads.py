@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import ModelSpec
+from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.models.decoder import Params
 from jspec.models.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
 from jspec.models.eagle3 import Eagle3Head
@@ -25,6 +27,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_head import DraftHead, Guess, TargetFeatures
 from jspec.training.head_eagle1 import eagle1_head
+from jspec.training.head_lm import lm_head_of
 from jspec.training.head_mtp import mtp_head
 from tests.models.head_laws import TOLERANCE, PagedHead
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
@@ -131,6 +134,43 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_p
         tokens, hidden = ids[layer + 1 :], np.asarray(features.aux[0, :count])
         _, _, logits = paged.run(paged.empty(), tokens, hidden, start=0, is_prompt=True)
         np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
+
+
+def test_an_exported_chain_of_layers_drafts_what_it_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=True)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
+    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=DEPTHS)
+    assert config == head.config
+    assert config.chained
+    params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
+    hidden = np.asarray(features.aux[0, : LENGTH - 1])
+    for layer in range(DEPTHS):
+        one: Any = OneLayer(MtpHead(config, Ops(), names=names), layer)
+        paged = PagedHead(one, params)
+        count = LENGTH - 1 - layer
+        tokens = ids[layer + 1 :]
+        _, hidden, logits = paged.run(
+            paged.empty(), tokens, hidden[:count], start=0, is_prompt=True
+        )
+        np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
+
+
+def test_an_exported_language_model_says_what_it_learnt(tmp_path: Path) -> None:
+    target, target_params = tiny_target()
+    head = lm_head_of(target, hidden_size=32, intermediate_size=40, num_layers=2, head_dim=8)
+    everything = np.arange(target.vocab_size, dtype=np.int32)
+    ids, _, guesses = trained(head, target, target_params, everything, tmp_path)
+    spec = load_model_spec(tmp_path)
+    assert spec == head.spec
+    params = jax.tree.map(jnp.asarray, load_target(tmp_path, spec, dtype=np.float32))
+    attend = causal_attend("xla")
+    hidden, _ = forward(spec, params, jnp.asarray(ids[None]), dtype=jnp.float32, attend=attend)
+    assert len(guesses) == 1
+    assert guesses[0].logits.shape == (1, LENGTH - 1, target.vocab_size)  # row t: of token t + 2
+    logits = hidden[0, 1:] @ params["lm_head"]["kernel"]
+    np.testing.assert_allclose(guesses[0].logits[0], logits, **TOLERANCE)
 
 
 def test_layers_of_another_target_are_refused(tmp_path: Path) -> None:

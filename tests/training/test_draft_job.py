@@ -163,6 +163,7 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
             r"draft_vocab_size is 321; expected 1 to 320",
         ),
         ({"kind": Kind.NEXTN, "aux_layer_ids": (0, 2)}, "the head is NEXTN; expected it unset"),
+        ({"is_chained": True}, "chained is set, but the head is EAGLE; expected it unset"),
         ({"num_devices": 3}, "batch_size is 4; expected a multiple of 3"),
         ({"recipe": replace(RECIPE, length=512)}, "length is 512; expected at most 256"),
         ({"held_out": Path("absent.jsonl")}, "absent.jsonl is no file"),
@@ -183,7 +184,7 @@ def test_an_output_directory_is_not_taken_twice(
     with pytest.raises(ConfigError, match=r"which exists; expected a new directory, or --resume"):
         run(folder, folder / "undisturbed")
     other = replace(RECIPE, loop=replace(LOOP, peak_learning_rate=0.5))
-    with pytest.raises(ConfigError, match=r"peak_learning_rate is 0.5; expected 0.01, with which"):
+    with pytest.raises(ConfigError, match=r"learning_rate is 0.5; expected 0.01, with which"):
         run(folder, folder / "undisturbed", resume=True, recipe=other)
     with pytest.raises(ConfigError, match=r"settings.json does not exist"):
         run(folder, tmp_path, resume=True)

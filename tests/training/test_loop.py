@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec.training import loop
+from jspec.training.checkpoints import Checkpoints
 from jspec.training.loop import LoopConfig
 
 CONFIG = LoopConfig(
@@ -68,10 +69,12 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_
     resumed = run(tmp_path / "cut")
     assert resumed.step == whole.step
     assert resumed.num_steps == whole.num_steps == 8
+    assert [seen["step"] for seen in resumed.curve] == [4, 8]
+    assert [seen["loss"] for seen in resumed.curve] == [seen["loss"] for seen in whole.curve]
     for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(resumed.params), strict=True):
         np.testing.assert_array_equal(a, b)
     template = loop.init_state(start(), CONFIG)
-    last = [loop.Checkpoints(tmp_path / name).restore(template) for name in ("whole", "cut")]
+    last = [Checkpoints(tmp_path / name).restore(template) for name in ("whole", "cut")]
     states = [found[0] for found in last if found is not None]
     assert len(states) == 2
     for a, b in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):

@@ -1,0 +1,69 @@
+"""What a run leaves on disk so that it can go on: orbax checkpoints of the loop's state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jspec.training.loop import Params, Progress, Resumed, TrainState
+
+
+class Checkpoints:
+    """Orbax checkpoints of (state, best EMA parameters, progress); the last one is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        )
+
+    def save(self, state: TrainState, best: Params, progress: Progress) -> None:
+        record = {
+            "seconds": progress.seconds,
+            "best_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,
+            "best_step": progress.best_step,
+            "curve": list(progress.curve),
+        }
+        self._manager.save(
+            int(state.step),
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave({"state": _as_dict(state), "best": best}),
+                progress=ocp.args.JsonSave(record),
+            ),
+        )
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState) -> Resumed | None:
+        """The last checkpoint, or None if there is none; `like` gives shapes and dtypes."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        template = {"state": _as_dict(like), "best": like.ema}
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
+            ),
+        )
+        record = dict(restored.progress)
+        if record["best_loss"] is None:
+            record["best_loss"] = math.inf
+        record["curve"] = tuple(record.get("curve", ()))
+        arrays = restored.arrays
+        return TrainState(**arrays["state"]), arrays["best"], Progress(**record)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _as_dict(state: TrainState) -> dict[str, Any]:
+    return {
+        "params": state.params,
+        "ema": state.ema,
+        "opt_state": state.opt_state,
+        "step": state.step,
+    }
