@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import LayerSpec, ModelSpec, MtpConfig
-from jspec.models.family import Family
+from jspec.models.family import Family, MtpFamily
 from jspec.models.hf_weights import open_tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
@@ -141,23 +141,37 @@ def save_mtp(
 ) -> None:
     """Writes unsharded layers alone, in MiMo-V2-Flash's layout.
 
-    Raises ConfigError for layers that its config.json would not say again.
+    Raises ConfigError as mtp_config_json does.
+    """
+    written = mtp_config_json(config, target=target, dtype=np.dtype(dtype).name)
+    table = _own_table(config, _written_family().names(target))
+    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+
+
+def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
+    """config.json of layers alone, in MiMo-V2-Flash's layout.
+
+    Raises ConfigError for layers that it would not say again.
     """
     family = family_named(WRITTEN)
-    if family.mtp is None:
-        raise ConfigError(f"family is {WRITTEN!r}; expected one with layers of its own")
     written = family.to_json(replace(config.model, tie_word_embeddings=False)) | {
         "num_nextn_predict_layers": config.num_layers,
-        "torch_dtype": np.dtype(dtype).name,
+        "torch_dtype": dtype,
     }
-    read = family.mtp.read(Fields(path / "config.json", written), target)
+    read = _written_family().read(Fields(Path("config.json"), written), target)
     if read != config:
         raise ConfigError(
             f"the layers are {config}, which the layout of {family.name!r} reads as {read}; "
             "expected them equal"
         )
-    table = _own_table(config, family.mtp.names(target))
-    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+    return written
+
+
+def _written_family() -> MtpFamily:
+    mtp = family_named(WRITTEN).mtp
+    if mtp is None:
+        raise ConfigError(f"family is {WRITTEN!r}; expected one with layers of its own")
+    return mtp
 
 
 def shared(config: MtpConfig) -> tuple[str, ...]:
