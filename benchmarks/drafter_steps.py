@@ -14,6 +14,7 @@ halves alone. A drafter has one process' time of starting for all of its batches
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -130,6 +131,7 @@ def run_mode(
                     put(name, {**cell, "parts": draft_parts(bench, batch)})
             except Exception as error:  # the other cells are still wanted
                 put(name, {"error": describe_error(error)})
+    gc.collect()  # weights and pools, before the next drafter's are made
 
 
 def is_wanted(patterns: list[str], mode: str, batch: int) -> bool:
