@@ -1,4 +1,4 @@
-"""Moving an accepted tree path to the front of its row, on an NVIDIA GPU: one launch for 48 layers alike.
+"""Moving an accepted tree path to the front of its row, on an NVIDIA GPU: 48 layers a launch.
 
 The same function as `reference.compact_path`, over a tuple of pools. The pools are aliased, so no
 pool is copied. A program serves one row of the batch, a chunk of the columns of a KV row
