@@ -232,8 +232,7 @@ def _program(
     """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, sharding.TENSOR_AXIS)
-    has_draft = num_steps > 0 and drafter != "ngram"
-    ops = with_columns(ops, columns=has_draft)  # as an engine has it
+    ops = with_columns(ops, columns=num_steps > 0)  # as an engine has it
     spec = SpeculativeConfig.plain()
     made: Drafter = NoDrafter()
     if num_steps:
