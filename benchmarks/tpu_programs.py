@@ -46,6 +46,7 @@ class Job:
     page_size: int = 64
     rounds: int = 1
     drafter: str = EAGLE3
+    rows: int = 64
 
     def __str__(self) -> str:
         drafter = "" if self.drafter == EAGLE3 else f"{self.drafter} "
@@ -62,6 +63,7 @@ class Job:
             *layers,
             *rounds,
             *([] if self.drafter == EAGLE3 else ["--drafter", self.drafter]),
+            *([] if self.rows == 64 else ["--rows", str(self.rows)]),
         ]
 
 
@@ -133,7 +135,12 @@ def full_depth() -> list[Job]:
 
 def multi_layer() -> list[Job]:
     """MiMo-V2-Flash's first two layers, one of them a mixture, and its three draft layers: each
-    program that speculates, as a chain and as a tree."""
+    program that speculates, as a chain and as a tree.
+
+    Of 48 rows: 64 with a chain's four tokens are as many as the experts, and activations would
+    have the shape of the router's weights, turned.
+    """
+    programs = [program.replace("B=64", "B=48") for program in PROGRAMS]
     return [
         Job(
             model="mimo-v2-flash",
@@ -142,10 +149,11 @@ def multi_layer() -> list[Job]:
             program=program,
             layers=2,
             drafter=MULTI_LAYER,
+            rows=48,
         )
-        for topology in (V5P, V7X)
+        for program in programs
         for shape in SHAPES[1:]
-        for program in PROGRAMS
+        for topology in (V5P, V7X)
     ]
 
 

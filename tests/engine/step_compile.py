@@ -183,17 +183,18 @@ def make_case(
     ops: Ops,
     num_rounds: int = 1,
     drafter: str = "eagle3",
+    rows: int = 64,
 ) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
     program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = ServeLimits(
         spec=program.spec,
-        num_slots=64,
+        num_slots=rows,
         num_pages=8192,
         page_size=page_size,
         context_length=8192,
-        decode_buckets=(64,),
+        decode_buckets=(rows,),
         prefill_buckets=(1920,),  # no width of a model: its activations are not like weights
         prefill_rows=16,
         num_rounds=num_rounds,
@@ -312,6 +313,7 @@ def main(options: argparse.Namespace) -> None:
             ops=OPS[options.backend],
             num_rounds=options.num_continuous_decode_steps,
             drafter=options.drafter,
+            rows=options.rows,
         )
         what = {"topology": options.topology, "model": options.model, "shape": shape}
         what |= {"layers": model.num_layers, "devices": case.mesh.size}
@@ -330,6 +332,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="*", metavar="PATTERN", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla", choices=OPS)
+    parser.add_argument("--rows", type=int, default=64, help="B of the decode programs")
     parser.add_argument("--drafter", default="eagle3", choices=ALGORITHMS)
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
     main(parser.parse_args())
