@@ -213,8 +213,8 @@ def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:
         mask = tensors.read("t2d").astype(bool)
         if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
             raise CheckpointError(
-                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the {U} of d2t; "
-                "expected where(t2d) == d2t + arange"
+                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
+                f"{U} of d2t; expected where(t2d) == d2t + arange"
             )
     return ids.astype(np.int32)
 
