@@ -29,9 +29,9 @@ from jspec.engine.compilation import ProgramShape, compiler_options, lower
 from jspec.engine.programs import program_keys
 from jspec.engine.runner import init_state
 from jspec.pallas_kernels.choose import OPS
-from tests.engine.step_compile import MODELS, first_layers, make_case
+from tests.engine.step_compile import ALGORITHMS, MODELS, first_layers, make_case
 
-SHAPES = {"plain": "0/1/1", "chain": "3/1/4"}
+SHAPES = {"plain": "0/1/1", "chain": "3/1/4"}  # and of every drafter: a chain, too
 LAYERS = (2, 4)
 INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = .*?[\]\})] (?P<op>[a-z][\w-]*)\((?P<rest>.*)$"
@@ -71,10 +71,17 @@ def named(match: re.Match[str]) -> str:
     return " | ".join(words)
 
 
-def compiled_text(model: str, shape: str, *, rows: int, layers: int) -> str:
+def compiled_text(
+    model: str, shape: str, *, rows: int, layers: int, drafter: str = "eagle3"
+) -> str:
     """The decode step of `rows` rows."""
     case = make_case(
-        first_layers(MODELS[model], layers), "h200", shape, page_size=64, ops=OPS["gpu"]
+        first_layers(MODELS[model], layers),
+        "h200",
+        shape,
+        page_size=64,
+        ops=OPS["gpu"],
+        drafter=drafter,
     )
     limits = dataclasses.replace(
         case.limits, num_slots=rows, decode_buckets=(rows,), num_pages=64 * 22
@@ -95,14 +102,20 @@ def compiled_text(model: str, shape: str, *, rows: int, layers: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-30b-a3b")
-    parser.add_argument("--cells", nargs="+", default=["plain/1"])
+    parser.add_argument("--cells", nargs="+", default=["plain/1"], help="plain/1 chain/8 mtp/1")
     parser.add_argument("--dump", help="a folder for the compiled texts")
     options = parser.parse_args()
     for cell in options.cells:
         mode, rows = cell.split("/")
         counts = []
         for layers in LAYERS:
-            text = compiled_text(options.model, SHAPES[mode], rows=int(rows), layers=layers)
+            text = compiled_text(
+                options.model,
+                SHAPES.get(mode, "3/1/4"),
+                rows=int(rows),
+                layers=layers,
+                drafter=mode if mode in ALGORITHMS else "eagle3",
+            )
             if options.dump:
                 with open(f"{options.dump}/{options.model}-{mode}-{rows}-{layers}.txt", "w") as out:
                     out.write(text)

@@ -239,8 +239,12 @@ def propose_part(step: Step, state: EngineState) -> Part:
     def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
         (kv, tree), (params, draft) = carry, arrays
         # The last tree's first candidates: other ids each time, as good as any.
-        start = replace(draft, level1_ids=tree.tokens[:, 1 : 1 + topk])
-        return step.program.drafter.propose(params, kv, start, rows)
+        first = tree.tokens[:, 1 : 1 + topk]
+        if hasattr(draft, "level1_ids"):
+            draft = replace(draft, level1_ids=first)
+        else:  # a lookup's: the row's length, for which no id of a tree is small enough to matter
+            rows = replace(rows, seq_lens=rows.seq_lens + jnp.minimum(first[:, 0], 0))
+        return step.program.drafter.propose(params, kv, draft, rows)
 
     carry = (fresh(state.draft_kv), fresh(step.tree))
     return Part(name=PROPOSE, body=body, carry=carry, arrays=(step.params["draft"], draft))
@@ -254,23 +258,27 @@ def advance_part(step: Step, state: EngineState) -> Part:
     target: Any = step.program.target
     width = len(target.aux_layer_ids) * target.spec.hidden_size
     draft = take_rows(state.draft, jnp.arange(1, batch + 1))
-    aux_hidden = jnp.ones((batch, most, width), draft.hidden.dtype)
+    hidden_width = target.spec.hidden_size if step.program.drafter.needs.hidden else 0
+    dtype = state.kv[0].dtype
+    given = Features(
+        hidden=jnp.ones((batch, most, hidden_width), dtype),
+        aux_hidden=jnp.ones((batch, most, width), dtype),
+    )
 
     def body(carry: Any, rows: RowsInStep, _: DraftTree, arrays: Any) -> Any:
-        (kv, before), (params, aux_hidden) = carry, arrays
+        (kv, before), (params, given) = carry, arrays
+        ids = before.history if hasattr(before, "history") else before.level1_ids
         verified = Verified(
-            emitted_ids=jnp.broadcast_to(before.level1_ids[:, :1], (batch, most)),
-            bonus_ids=before.level1_ids[:, 0],
+            emitted_ids=jnp.broadcast_to(ids[:, :1], (batch, most)),
+            bonus_ids=ids[:, 0],
             num_accepted=jnp.full((batch,), emitted - 1, jnp.int32),
             node_path=jnp.zeros((batch, most), jnp.int32),
-            features=Features(
-                hidden=aux_hidden[:, :, :0], aux_hidden=nudge(aux_hidden, before.hidden)
-            ),
+            features=jax.tree.map(lambda x: nudge(x, ids) if x.size else x, given),
         )
         return step.program.drafter.advance(params, kv, before, emitted_by(verified, rows))
 
     carry = (fresh(state.draft_kv), draft)
-    return Part(name=ADVANCE, body=body, carry=carry, arrays=(step.params["draft"], aux_hidden))
+    return Part(name=ADVANCE, body=body, carry=carry, arrays=(step.params["draft"], given))
 
 
 def accept_part(step: Step, state: EngineState) -> Part:

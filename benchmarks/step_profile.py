@@ -123,8 +123,17 @@ def randomized(pages: jax.Array, seed: int) -> jax.Array:
     return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
 
 
-def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any) -> Bench:
-    """Makes dummy weights; compiles nothing yet."""
+def prepare(
+    workload: Workload,
+    mode: str,
+    batch: int,
+    folder: Path,
+    engine: Any,
+    *,
+    smaller: tuple[int, ...] = (),
+) -> Bench:
+    """Makes dummy weights; compiles nothing yet. smaller: batches that are to have a program, too,
+    ascending."""
     workload.write_configs(folder)
     arguments = workload.arguments(mode, folder, acceptance=3.0)
     arguments |= {"max_running_requests": batch, **engine}
@@ -138,12 +147,15 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
     groups = models.target.cache_groups + models.drafter.cache_groups
     limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
     limits = replace(
-        limits, decode_buckets=(batch,), prefill_buckets=(limits.chunk_size,), num_slots=batch
+        limits,
+        decode_buckets=(*smaller, batch),
+        prefill_buckets=(limits.chunk_size,),
+        num_slots=batch,
     )
     program = StepProgram(
         target=models.target,
         drafter=models.drafter,
-        spec=args.speculative,
+        spec=limits.spec,  # its algorithm is what the checkpoint decided
     )
     return Bench(
         workload=workload,
@@ -158,12 +170,12 @@ def prepare(workload: Workload, mode: str, batch: int, folder: Path, engine: Any
 
 
 def compiled(bench: Bench) -> Bench:
-    """With the one decode program, plain, and the one prefill program that it needs."""
+    """With a plain decode program a batch, and the one prefill program that they need."""
     program, limits = bench.program, bench.limits
     state = jax.eval_shape(lambda: init_state(program, limits, shards=1, kv_dtype=bench.dtype))
     keys = (
         ProgramKey(StepKind.PREFILL, limits.chunk_size, SAMPLING),
-        ProgramKey(StepKind.DECODE, limits.num_slots, PLAIN),
+        *(ProgramKey(StepKind.DECODE, batch, PLAIN) for batch in limits.decode_buckets),
     )
     executables = compile_all(
         program,
@@ -176,9 +188,10 @@ def compiled(bench: Bench) -> Bench:
     return replace(bench, executables=executables)
 
 
-def step_of(bench: Bench, state: EngineState) -> Step:
-    """The step that would come next; its tree is the drafter's own."""
-    slots = jnp.arange(1, bench.limits.num_slots + 1, dtype=jnp.int32)
+def step_of(bench: Bench, state: EngineState, batch: int | None = None) -> Step:
+    """The step that would come next, of all rows or the first `batch`; its tree is the drafter's
+    own."""
+    slots = jnp.arange(1, (batch or bench.limits.num_slots) + 1, dtype=jnp.int32)
     rows, draft = rows_of(state, slots), take_rows(state.draft, slots)
     propose = jax.jit(on_mesh(bench.program.drafter.propose, bench.mesh))
     _, tree = propose(bench.models.params["draft"], state.draft_kv, draft, rows)
@@ -188,15 +201,16 @@ def step_of(bench: Bench, state: EngineState) -> Step:
 # Times.
 
 
-def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
+def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[[int], None]]:
     """Milliseconds of the step's own program, dispatched back to back; and a way to run more.
+    batch: the rows of it, the bench's if not given.
 
     The difference of two runs over the difference of their steps: what starting and ending a run
     costs the host is in neither. Every run starts from the same lengths, on average the bench's.
     Timed behind WARM_SECONDS of the same, since a card that multiplies for a second or two lowers
     its clock to stay within its power, as it does under an engine.
     """
-    batch = bench.limits.num_slots
+    batch = batch or bench.limits.num_slots
     key = ProgramKey(StepKind.DECODE, batch, PLAIN)
     packed = layout_of(key, bench.limits)
     fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
@@ -227,9 +241,10 @@ def whole_step(bench: Bench) -> tuple[float, Callable[[int], None]]:
     return 1e3 * statistics.median(slopes), run
 
 
-def engine_step_ms(bench: Bench) -> float:
-    """Milliseconds between two results through scheduler, loop and runner, all rows decoding."""
-    batch, workload = bench.limits.num_slots, bench.workload
+def engine_step_ms(bench: Bench, batch: int | None = None) -> float:
+    """Milliseconds between two results through scheduler, loop and runner, all rows decoding.
+    batch: how many requests, as many as there are slots if not given."""
+    batch, workload = batch or bench.limits.num_slots, bench.workload
     runner = DeviceRunner(
         limits=bench.limits,
         params=bench.models.params,
@@ -295,7 +310,7 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
                 bench.mesh,
                 floor_ms=floors.get(part.name, 0.0),
                 compiler_options=compiler_options(
-                    (StepKind.DECODE, batch, False),
+                    ProgramKey(StepKind.DECODE, batch, PLAIN),
                     bench.limits,
                     platform=jax.default_backend(),
                     ops=bench.program.ops,
@@ -323,7 +338,7 @@ def profile(bench: Bench, *, trace: bool, put: Callable[[dict[str, Any]], None])
     }
     put(found)
     if trace:
-        text = bench.executables[StepKind.DECODE, batch, False].as_text()
+        text = bench.executables[ProgramKey(StepKind.DECODE, batch, PLAIN)].as_text()
         put(found | {"largest_operations": largest_operations(text, run)})
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.tpu_compile [--only 'gpt-oss-20b v5p*'] [--seconds 3600] [--resume]
 
 Four slices of three models, and 70B on eight v5p; plain, chain and tree; prefill, decode, decode
-with filters and penalties; pools that fill the chips. One program after the other, each in a
+with filters and penalties; pools that fill the chips. Of MiMo-V2-Flash two layers with its three
+draft layers, one a level. One program after the other, each in a
 process of its own (benchmarks.tpu_programs); after each the result file is whole. A program is
 shown to compile and to fit, not to run. Needs `pip install -e '.[tpu]'`.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import commit, without_paths
-from benchmarks.tpu_programs import ROOT, CompileError, Job, full_depth, run_job
+from benchmarks.tpu_programs import ROOT, CompileError, Job, full_depth, multi_layer, run_job
 
 TIMEOUT = 900.0  # seconds of one program
 KEPT = (
@@ -82,9 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = parse(words)
     command = " ".join(["python -m benchmarks.tpu_compile", *without_paths(words)])
-    jobs = [job for job in full_depth() if any(fnmatch(str(job), p) for p in options.only)]
+    every = full_depth() + multi_layer()
+    jobs = [job for job in every if any(fnmatch(str(job), p) for p in options.only)]
     if not jobs:
-        print(f"no program matches {options.only}, as in '{full_depth()[0]}'", file=sys.stderr)
+        print(f"no program matches {options.only}, as in '{every[0]}'", file=sys.stderr)
         return 2
     cells: dict[str, Any] = {}
     if options.resume and options.output.exists():

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")  # plain, chain, tree
 PROGRAMS = ("decode B=64", "prefill T=1920 sampling", "decode B=64 sampling")
+EAGLE3, MULTI_LAYER = "eagle3", "mtp"  # drafters, as tests.engine.step_compile calls them
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 # A slice of each chip that holds the model in bfloat16 with room for KV.
 V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
@@ -44,9 +45,12 @@ class Job:
     layers: int | None = None
     page_size: int = 64
     rounds: int = 1
+    drafter: str = EAGLE3
+    rows: int = 64
 
     def __str__(self) -> str:
-        return f"{self.model} {self.topology} {self.shape} {self.program}"
+        drafter = "" if self.drafter == EAGLE3 else f"{self.drafter} "
+        return f"{self.model} {self.topology} {drafter}{self.shape} {self.program}"
 
     @property
     def words(self) -> list[str]:
@@ -58,6 +62,8 @@ class Job:
             *("--only", self.program, "--page-size", str(self.page_size), "--backend", "tpu"),
             *layers,
             *rounds,
+            *([] if self.drafter == EAGLE3 else ["--drafter", self.drafter]),
+            *([] if self.rows == 64 else ["--rows", str(self.rows)]),
         ]
 
 
@@ -125,6 +131,30 @@ def full_depth() -> list[Job]:
         for program in PROGRAMS
     ]
     return list(dict.fromkeys((*first, *every)))
+
+
+def multi_layer() -> list[Job]:
+    """MiMo-V2-Flash's first two layers, one of them a mixture, and its three draft layers: each
+    program that speculates, as a chain and as a tree.
+
+    Of 48 rows: 64 with a chain's four tokens are as many as the experts, and activations would
+    have the shape of the router's weights, turned.
+    """
+    programs = [program.replace("B=64", "B=48") for program in PROGRAMS]
+    return [
+        Job(
+            model="mimo-v2-flash",
+            topology=topology,
+            shape=shape,
+            program=program,
+            layers=2,
+            drafter=MULTI_LAYER,
+            rows=48,
+        )
+        for program in programs
+        for shape in SHAPES[1:]
+        for topology in (V5P, V7X)
+    ]
 
 
 def few(layers: int = 2) -> list[Job]:

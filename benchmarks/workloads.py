@@ -1,8 +1,9 @@
 """What the H200 table runs: model shapes as config.json files, engine arguments, batch sizes.
 
 Llama-3.1-8B, Qwen3-30B-A3B and gpt-oss-20b, each with an EAGLE-3 head of its width, and tiny pairs
-of all three builds for a smoke test on a CPU. Weights are random (load_format "dummy"): no
-checkpoint is needed.
+of all three builds for a smoke test on a CPU; beside Llama-3.1-8B the other drafters, with
+Llama-3.2-1B's shapes for STANDALONE. Weights are random (load_format "dummy"): no checkpoint is
+needed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.config import RopeConfig
+from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import (
     AttentionSpec,
     DenseSpec,
+    Eagle1Config,
     Eagle3Config,
     LayerSpec,
     ModelSpec,
     MoESpec,
+    MtpConfig,
     uniform_decoder,
 )
+from jspec.models.eagle1 import eagle1_config_json
 from jspec.models.eagle3_config import eagle3_config_json
+from jspec.models.hf_mtp import mtp_config_json, written_config
 from jspec.models.registry import family_named
 
 # S/K/N of each mode; None decodes plainly.
@@ -33,11 +39,22 @@ MODES: Mapping[str, tuple[int, int, int] | None] = {
     "chain": (3, 1, 4),
     "tree": (3, 4, 16),
 }
+# The drafters beside EAGLE-3, as chains: which algorithm, and which directory of a draft.
+DRAFTER_SHAPE = (3, 1, 4)
+DRAFTERS: Mapping[str, tuple[str, str | None]] = {
+    "eagle1": ("EAGLE", "draft_eagle1"),
+    "mtp": ("NEXTN", "draft_mtp"),  # three layers, one a level, in a directory of their own
+    "standalone": ("STANDALONE", "draft_standalone"),
+    "ngram": ("NGRAM", None),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model pair and what is measured on it. prefills: (prompts, tokens of each)."""
+    """One model pair and what is measured on it. prefills: (prompts, tokens of each).
+
+    small: the language model that drafts in mode "standalone"; None: only MODES are measured.
+    """
 
     name: str
     target: ModelSpec
@@ -49,6 +66,7 @@ class Workload:
     short_run: int
     prefills: tuple[tuple[int, int], ...]
     engine: Mapping[str, Any] = field(default_factory=dict)
+    small: ModelSpec | None = None
 
     def cells(self) -> list[str]:
         """Names of all cells: plain/1, ..., prefill/1x128, ..., startup/plain, ..."""
@@ -59,18 +77,28 @@ class Workload:
         ]
 
     def write_configs(self, directory: Path) -> None:
-        """`directory`/target and `directory`/draft, each with nothing but its config.json."""
+        """`directory`/target and `directory`/draft, each with nothing but its config.json; with
+        `small` also those of DRAFTERS."""
         target = family_named(self.target.family).to_json(self.target)
-        for name, config in (
-            ("target", target | {"torch_dtype": self.dtype}),
-            ("draft", eagle3_config_json(self.draft, dtype=self.dtype)),
-        ):
+        configs = {
+            "target": target | {"torch_dtype": self.dtype},
+            "draft": eagle3_config_json(self.draft, dtype=self.dtype),
+        }
+        if self.small is not None:
+            layers = mtp_of(self.target, num_layers=DRAFTER_SHAPE[0])
+            small = family_named(self.small.family).to_json(self.small)
+            configs |= {
+                "draft_eagle1": eagle1_config_json(eagle1_of(self.target), dtype=self.dtype),
+                "draft_mtp": mtp_config_json(layers, target=self.target, dtype=self.dtype),
+                "draft_standalone": small | {"torch_dtype": self.dtype},
+            }
+        for name, config in configs.items():
             (directory / name).mkdir(parents=True, exist_ok=True)
             text = json.dumps(config, indent=1)
             (directory / name / "config.json").write_text(text, encoding="utf-8")
 
     def arguments(self, mode: str, directory: Path, *, acceptance: float) -> dict[str, Any]:
-        """Engine arguments of `mode` for the configs in `directory`."""
+        """Engine arguments of `mode`, one of MODES or DRAFTERS, for the configs in `directory`."""
         shared = {
             "model_path": str(directory / "target"),
             "load_format": "dummy",
@@ -81,14 +109,16 @@ class Workload:
             "compile_at_start": "all",  # a larger program than needed would be timed else
             **self.engine,
         }
-        shape = MODES[mode]
+        algorithm, draft = DRAFTERS.get(mode, ("EAGLE3", "draft"))
+        shape = DRAFTER_SHAPE if mode in DRAFTERS else MODES[mode]
         if shape is None:
             return {**shared, "speculative_algorithm": "NONE"}
         steps, topk, nodes = shape
+        if draft is not None:
+            shared["speculative_draft_model_path"] = str(directory / draft)
         return {
             **shared,
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(directory / "draft"),
+            "speculative_algorithm": algorithm,
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": nodes,
@@ -119,6 +149,21 @@ def draft_of(target: ModelSpec, *, draft_vocab_size: int, aux: tuple[int, ...]) 
     )
 
 
+def eagle1_of(target: ModelSpec) -> Eagle1Config:
+    """An EAGLE-1 head of a dense target's widths, as those for Llama 3 are: no bias in fc."""
+    layer = replace(target, layers=target.layers[:1], tie_word_embeddings=False)
+    return Eagle1Config(layer=layer, draft_vocab_size=target.vocab_size, fc_bias=False)
+
+
+def mtp_of(target: ModelSpec, *, num_layers: int) -> MtpConfig:
+    """Layers of a dense target's widths, in the layout in which such layers are written."""
+    rope = RopeConfig(theta=target.layers[0].attention.rope.theta)
+    attention = replace(target.layers[0].attention, rope=rope)
+    return written_config(
+        target, replace(target.layers[0], attention=attention), num_layers=num_layers
+    )
+
+
 LLAMA_8B = uniform_decoder(
     vocab_size=128256,
     hidden_size=4096,
@@ -130,6 +175,21 @@ LLAMA_8B = uniform_decoder(
     rope=RopeConfig(theta=500000.0, factor=8.0),
     max_position=131072,
     eos_token_ids=(128001,),
+)
+LLAMA_1B = replace(
+    uniform_decoder(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=RopeConfig(theta=500000.0, factor=32.0),
+        max_position=131072,
+        eos_token_ids=(128001,),
+    ),
+    tie_word_embeddings=True,
 )
 TINY = uniform_decoder(
     vocab_size=320,
@@ -194,6 +254,49 @@ GPT_OSS_20B_JSON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
+# Of MiMo-V2-Flash and its three layers for multi-token prediction; in bfloat16, not fp8.
+MIMO_V2_FLASH_JSON: Mapping[str, Any] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "attention_bias": False,
+    "attention_value_scale": 0.707,
+    "eos_token_id": 151645,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
+    "intermediate_size": 16384,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0, *[1] * 47],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
 TINY_GPT_OSS_JSON: Mapping[str, Any] = {
     **GPT_OSS_20B_JSON,
     "eos_token_id": 319,
@@ -212,13 +315,22 @@ TINY_GPT_OSS_JSON: Mapping[str, Any] = {
 }
 
 
-def _of_json(config: Mapping[str, Any]) -> ModelSpec:
+def _of_json(config: Mapping[str, Any], family: str) -> ModelSpec:
     """The spec that the family's own reader makes of a config.json."""
-    return family_named("gpt_oss").read(Fields(Path("gpt-oss/config.json"), dict(config)))
+    return family_named(family).read(Fields(Path(f"{family}/config.json"), dict(config)))
 
 
-GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON)
-TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON)
+def mimo_layers_of(target: ModelSpec) -> MtpConfig:
+    """MiMo-V2-Flash's own layers for a target of its widths, however many layers that has."""
+    family = family_named(MIMO_V2_FLASH.family)
+    if family.mtp is None:
+        raise ConfigError(f"family is {family.name!r}; expected one with layers of its own")
+    return family.mtp.read(Fields(Path("config.json"), dict(MIMO_V2_FLASH_JSON)), target)
+
+
+GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON, "gpt_oss")
+MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
+TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
 TINY_MOE = replace(
     TINY,
     layers=tuple(
@@ -233,7 +345,7 @@ TINY_MOE = replace(
 )
 
 
-def _published(name: str, target: ModelSpec) -> Workload:
+def _published(name: str, target: ModelSpec, *, small: ModelSpec | None = None) -> Workload:
     """A real model's shapes in bfloat16, as the peers were measured."""
     aux = Eagle3Config.default_aux_layer_ids(target.num_layers)
     return Workload(
@@ -248,10 +360,11 @@ def _published(name: str, target: ModelSpec) -> Workload:
         prefills=((1, 128), (1, 1024), (1, 8192), (64, 1024)),
         # 64 rows of 1,024 + 288 tokens and their scratch; one row of 8,192.
         engine={"context_length": 8448, "max_total_tokens": 64 * 1408},
+        small=small,
     )
 
 
-def _tiny(name: str, target: ModelSpec) -> Workload:
+def _tiny(name: str, target: ModelSpec, *, small: ModelSpec | None = None) -> Workload:
     """For a smoke test on a CPU."""
     return Workload(
         name=name,
@@ -264,16 +377,17 @@ def _tiny(name: str, target: ModelSpec) -> Workload:
         short_run=7,
         prefills=((1, 8), (2, 24)),
         engine={"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32},
+        small=small,
     )
 
 
 WORKLOADS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
-        _published("llama-3.1-8b", LLAMA_8B),
+        _published("llama-3.1-8b", LLAMA_8B, small=LLAMA_1B),
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),
-        _tiny("tiny", TINY),
+        _tiny("tiny", TINY, small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True)),
         _tiny("tiny-moe", TINY_MOE),
         _tiny("tiny-gpt-oss", TINY_GPT_OSS),
     )

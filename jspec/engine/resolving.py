@@ -101,7 +101,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     config = ResolvedConfig(
         **(given | resolved),
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),
-        by_columns=checkpoint.draft_path is not None and dtype == "bfloat16",
+        by_columns=spec.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
         decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),

@@ -329,6 +329,16 @@ def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.
     """Writes unsharded params as a LlamaForCausalLMEagle, without embedding and lm_head, which are
     the target's.
 
+    Raises ConfigError as eagle1_config_json does.
+    """
+    written = eagle1_config_json(config, dtype=np.dtype(dtype).name)
+    own = tuple(spec for spec in eagle1_params(config) if spec.layouts)
+    write_checkpoint(path, written, stored_tensors(own, params, dtype=dtype))
+
+
+def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
+    """config.json of a head as a LlamaForCausalLMEagle.
+
     Raises ConfigError for a head with norms of q and k, for which the layout has no key.
     """
     attention = config.layer.one_layer.attention
@@ -337,7 +347,7 @@ def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.
             "the head norms q and k; expected it not to: the layout has no key for it"
         )
     written = family_named("llama").to_json(replace(config.layer, tie_word_embeddings=False)) | {
-        "torch_dtype": np.dtype(dtype).name,
+        "torch_dtype": dtype,
         "architectures": ["LlamaForCausalLMEagle"],
         "bias": config.fc_bias,
         "attention_bias": attention.out_bias,
@@ -346,9 +356,7 @@ def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.
         "qkv_bias": attention.qkv_bias and not attention.out_bias,
         "add_para_norm": config.norms_inputs,
     }
-    own = tuple(spec for spec in eagle1_params(config) if spec.layouts)
-    tensors = stored_tensors(own, params, dtype=dtype)
-    write_checkpoint(path, written | {k: v for k, v in unusual.items() if v}, tensors)
+    return written | {k: v for k, v in unusual.items() if v}
 
 
 def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:

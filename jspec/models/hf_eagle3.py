@@ -201,20 +201,20 @@ def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:
         offsets = tensors.read("d2t")
         if offsets.dtype.kind not in "iu":
             raise CheckpointError(
-                f"{tensors.path}: d2t has dtype {offsets.dtype}; expected integers"
+                f"{tensors.file_of('d2t')}: d2t has dtype {offsets.dtype}; expected integers"
             )
         ids = ids + offsets
     if ids.min() < 0 or ids.max() >= V or np.unique(ids).size != U:
         raise CheckpointError(
-            f"{tensors.path}: d2t gives target ids from {ids.min()} to {ids.max()}, "
+            f"{tensors.file_of('d2t')}: d2t gives target ids from {ids.min()} to {ids.max()}, "
             f"{np.unique(ids).size} of them distinct; expected {U} distinct ids in [0, {V})"
         )
     if "t2d" in tensors:
         mask = tensors.read("t2d").astype(bool)
         if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
             raise CheckpointError(
-                f"{tensors.path}: t2d marks {mask.sum()} target ids that are not the {U} of d2t; "
-                "expected where(t2d) == d2t + arange"
+                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
+                f"{U} of d2t; expected where(t2d) == d2t + arange"
             )
     return ids.astype(np.int32)
 

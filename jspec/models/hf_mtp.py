@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
-from jspec.models.family import Family
+from jspec.models.family import Family, MtpFamily
 from jspec.models.hf_weights import open_tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
@@ -149,29 +149,46 @@ def save_mtp(
 ) -> None:
     """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
 
-    Raises ConfigError for layers that its config.json would not say again.
+    Raises ConfigError as mtp_config_json does.
     """
-    family = family_named(WRITTEN_CHAIN if config.chained else WRITTEN)
-    if family.mtp is None:
-        raise ConfigError(f"family is {family.name!r}; expected one with layers of its own")
+    written = mtp_config_json(config, target=target, dtype=np.dtype(dtype).name)
+    _, family = _written_family(config)
+    table = _own_table(config, family.names(target))
+    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+
+
+def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
+    """config.json of layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+
+    Raises ConfigError for layers that it would not say again.
+    """
+    name, family = _written_family(config)
     model = replace(config.model, tie_word_embeddings=False)
     if config.chained:  # whose layers are numbered after the target's, in every list of the config
         before = config.model.layers[:1] * config.target_num_layers
         model = replace(model, layers=(*before, *config.model.layers))
-    written = family.to_json(model) | {
+    written = family_named(name).to_json(model) | {
         "num_nextn_predict_layers": config.num_layers,
-        "torch_dtype": np.dtype(dtype).name,
+        "torch_dtype": dtype,
     }
     if config.chained:
         written["num_hidden_layers"] = config.target_num_layers
-    read = family.mtp.read(Fields(path / "config.json", written), target)
+    read = family.read(Fields(Path("config.json"), written), target)
     if read != config:
         raise ConfigError(
-            f"the layers are {config}, which the layout of {family.name!r} reads as {read}; "
+            f"the layers are {config}, which the layout of {name!r} reads as {read}; "
             "expected them equal"
         )
-    table = _own_table(config, family.mtp.names(target))
-    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+    return written
+
+
+def _written_family(config: MtpConfig) -> tuple[str, MtpFamily]:
+    """Name of the family whose layout is written, and how that has its layers."""
+    name = WRITTEN_CHAIN if config.chained else WRITTEN
+    mtp = family_named(name).mtp
+    if mtp is None:
+        raise ConfigError(f"family is {name!r}; expected one with layers of its own")
+    return name, mtp
 
 
 def shared(config: MtpConfig) -> tuple[str, ...]:

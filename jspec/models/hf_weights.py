@@ -115,6 +115,10 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self.sources
 
+    def file_of(self, name: str) -> Path:
+        """Which file the tensor lies in."""
+        return self.sources[name][0].path
+
     def shape(self, name: str) -> Shape:
         file, stored = self.sources[name]
         return tuple(file.header.get_slice(stored).get_shape())

@@ -183,8 +183,8 @@ def standalone_source(request: DraftRequest) -> DraftSource:
     spec = load_model_spec(path, request.families)
     if spec.vocab_size != request.target.vocab_size:
         raise ConfigError(
-            f"{path}: vocab_size is {spec.vocab_size}; expected {request.target.vocab_size}, that "
-            f"of the target {request.target_path}"
+            f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "
+            f"{request.target.vocab_size}, that of the target {request.target_path}"
         )
     check_same_vocabulary(request.tokenizer, path)
     if args.speculative.topk > spec.vocab_size:

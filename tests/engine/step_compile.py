@@ -3,6 +3,7 @@
     python -m tests.engine.step_compile llama-3.1-8b v5e:2x2 0/1/1 3/1/4 3/4/16 --page-size 16
     python -m tests.engine.step_compile gpt-oss-20b tpu7x:2x2x1 3/1/4 --layers 2 --backend tpu
     python -m tests.engine.step_compile llama-3.1-8b h200 3/4/16 --backend gpu --only 'decode*'
+    python -m tests.engine.step_compile mimo-v2-flash v5p:2x2x1 3/1/4 --layers 2 --drafter mtp
 
 For each S/K/N every program that an engine with one bucket of each kind has: one chunk of prefill,
 and decode over all slots without and with filters and penalties; with a pool that fills the memory
@@ -35,7 +36,16 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from benchmarks.workloads import GPT_OSS_20B, QWEN3_30B_A3B, draft_of
+from benchmarks.workloads import (
+    GPT_OSS_20B,
+    LLAMA_1B,
+    MIMO_V2_FLASH,
+    QWEN3_30B_A3B,
+    draft_of,
+    eagle1_of,
+    mimo_layers_of,
+    mtp_of,
+)
 from jspec.core import sharding
 from jspec.core.config import Algorithm, RopeConfig, ServeLimits, SpeculativeConfig
 from jspec.core.errors import ConfigError
@@ -45,12 +55,17 @@ from jspec.engine.programs import ProgramKey, program_keys
 from jspec.engine.runner import init_state
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
+from jspec.models.eagle1 import Eagle1Head
 from jspec.models.eagle3 import Eagle3Head
+from jspec.models.mtp import MtpHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.choose import OPS, with_columns
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.speculative.ngram import NgramDrafter
+from jspec.speculative.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
 from tests.engine.weight_copies import weight_copies
@@ -99,6 +114,14 @@ MODELS = {
     ),
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
+    "mimo-v2-flash": MIMO_V2_FLASH,
+}
+ALGORITHMS = {
+    "eagle3": Algorithm.EAGLE3,
+    "eagle1": Algorithm.EAGLE,
+    "mtp": Algorithm.MULTI_LAYER_EAGLE,
+    "standalone": Algorithm.STANDALONE,
+    "ngram": Algorithm.NGRAM,
 }
 
 
@@ -152,18 +175,26 @@ class Case:
 
 
 def make_case(
-    model: ModelSpec, topology: str, shape: str, *, page_size: int, ops: Ops, num_rounds: int = 1
+    model: ModelSpec,
+    topology: str,
+    shape: str,
+    *,
+    page_size: int,
+    ops: Ops,
+    num_rounds: int = 1,
+    drafter: str = "eagle3",
+    rows: int = 64,
 ) -> Case:
     """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
-    program, params = _program(model, shape, shards=mesh.size, ops=ops)
+    program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = ServeLimits(
         spec=program.spec,
-        num_slots=64,
+        num_slots=rows,
         num_pages=8192,
         page_size=page_size,
         context_length=8192,
-        decode_buckets=(64,),
+        decode_buckets=(rows,),
         prefill_buckets=(1920,),  # no width of a model: its activations are not like weights
         prefill_rows=16,
         num_rounds=num_rounds,
@@ -196,33 +227,49 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _program(config: ModelSpec, shape: str, *, shards: int, ops: Ops) -> tuple[StepProgram, Any]:
-    """The static program and its abstract parameters in bf16."""
+def _program(
+    config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str
+) -> tuple[StepProgram, Any]:
+    """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, sharding.TENSOR_AXIS)
     ops = with_columns(ops, columns=num_steps > 0)  # as an engine has it
     spec = SpeculativeConfig.plain()
-    drafter: Drafter = NoDrafter()
-    aux: tuple[int, ...] = ()
+    made: Drafter = NoDrafter()
     if num_steps:
         spec = SpeculativeConfig(
-            algorithm=Algorithm.EAGLE3,
+            algorithm=ALGORITHMS[drafter],
             num_steps=num_steps,
             topk=topk,
             num_draft_tokens=num_draft_tokens,
         )
-        aux = aux_layers(config.num_layers)
-        draft_config = draft_of(
-            config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux
-        )
-        drafter = EagleDrafter(Eagle3Head(draft_config, ops, shard), spec)
-    target = Decoder(config, ops, shard, aux)
-    program = StepProgram(target=target, drafter=drafter, spec=spec)
+        made = _drafter(drafter, config, spec, ops=ops, shard=shard)
+    target = Decoder(config, ops, shard, made.needs.aux_layer_ids)
+    program = StepProgram(target=target, drafter=made, spec=spec)
     params = {
         name: abstract_params(table, dtype=jnp.bfloat16, shards=shards)
         for name, table in program.tables.items()
     }
     return program, params
+
+
+def _drafter(
+    kind: str, config: ModelSpec, spec: SpeculativeConfig, *, ops: Ops, shard: Shard
+) -> Drafter:
+    """At the target's widths; multi-token layers are the target's own, if its family has some."""
+    if kind == "ngram":
+        return NgramDrafter(spec)
+    if kind == "standalone":
+        return StandaloneDrafter(Decoder(LLAMA_1B, ops, shard), spec)
+    if kind == "eagle1":
+        return EagleDrafter(Eagle1Head(eagle1_of(config), ops, shard), spec)
+    if kind == "mtp":
+        own = config.family == MIMO_V2_FLASH.family
+        layers = mimo_layers_of(config) if own else mtp_of(config, num_layers=spec.num_steps)
+        return MultiLayerDrafter(MtpHead(layers, ops, shard), spec)
+    aux = aux_layers(config.num_layers)
+    head = draft_of(config, draft_vocab_size=min(32000, config.vocab_size // 2), aux=aux)
+    return EagleDrafter(Eagle3Head(head, ops, shard), spec)
 
 
 def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
@@ -265,6 +312,8 @@ def main(options: argparse.Namespace) -> None:
             page_size=options.page_size,
             ops=OPS[options.backend],
             num_rounds=options.num_continuous_decode_steps,
+            drafter=options.drafter,
+            rows=options.rows,
         )
         what = {"topology": options.topology, "model": options.model, "shape": shape}
         what |= {"layers": model.num_layers, "devices": case.mesh.size}
@@ -283,5 +332,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="*", metavar="PATTERN", help="programs so called")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--backend", default="xla", choices=OPS)
+    parser.add_argument("--rows", type=int, default=64, help="B of the decode programs")
+    parser.add_argument("--drafter", default="eagle3", choices=ALGORITHMS)
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
     main(parser.parse_args())

@@ -82,6 +82,7 @@ def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
     assert isinstance(ops, GpuOps)
     assert ops.by_columns
     assert not ops_of(resolved(H200)).by_columns
+    assert ops_of(resolved(H200, speculative_algorithm="NGRAM")).by_columns  # no model, but a tree
     for device, arguments in ((A100, {}), (H200, {"dtype": "float32"}), (H200, {"page_size": 24})):
         other = resolved(device, **arguments)
         assert (other.kernels, other.attention_backend) == ("xla", "xla")

@@ -30,6 +30,7 @@ from benchmarks.tpu_programs import (
     Job,
     few,
     full_depth,
+    multi_layer,
     run_job,
 )
 from benchmarks.workloads import WORKLOADS
@@ -95,6 +96,20 @@ def test_a_step_compiles_for_a_tpu(job: Job) -> None:
     assert found["pool_copies"] == []
     known = experts_are_xla(job)  # its grouped product turns stacks that lie turned
     assert [x for x in found["weight_copies"] if not (known and of_experts(x))] == []
+    assert found["device_bytes"] < found["hbm_bytes"]
+    assert found["pool_bytes"] > found["hbm_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+@needs_compiler
+@pytest.mark.parametrize("job", multi_layer()[:4], ids=str)
+def test_a_multi_layer_draft_compiles_for_a_tpu(job: Job) -> None:
+    """Decode steps: layers of different pools, each of which stays where it is."""
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert (found["program"], found["layers"]) == (job.program, 2)
+    assert found["kernels"] >= 2 + 5, "a forward of a layer without a Mosaic kernel"
+    assert (found["pool_copies"], found["weight_copies"]) == ([], [])
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3
 

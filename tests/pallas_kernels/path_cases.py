@@ -103,3 +103,13 @@ def check_what_leaves_the_table_is_dropped(run: Compact) -> None:
 def check_a_path_of_the_root_alone_launches_nothing(run: Compact) -> None:
     kv = (jnp.zeros((2, 8, 2, 128)),)
     assert run(kv, *as_int32([[1]], [6], [[0]], [0])) is kv
+
+
+def check_layers_may_differ_in_their_kv_heads(run: Compact) -> None:
+    """As MiMo-V2-Flash's do, in no order."""
+    sizes = {"batch": 3, "page_size": 16, "num_path": 4, "dtype": jnp.float32}
+    (a, b), rows = random_case(5, row=(2, 128), **sizes)
+    (c, d), same_rows = random_case(5, row=(4, 128), **sizes)
+    for x, y in zip(rows, same_rows, strict=True):
+        np.testing.assert_array_equal(x, y)
+    check_equals_the_reference(run, (a, c, d, b), rows)

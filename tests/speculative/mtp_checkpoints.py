@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.workloads import MIMO_V2_FLASH_JSON
 from jspec.core import drafting
 from jspec.core.config import Algorithm
 from jspec.core.drafting import Drafting
@@ -83,48 +84,7 @@ TINY = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-MIMO_V2_FLASH = {
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": True,
-    "attention_bias": False,
-    "attention_value_scale": 0.707,
-    "eos_token_id": 151645,
-    "head_dim": 192,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7],
-    "intermediate_size": 16384,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": [0, *[1] * 47],
-    "n_group": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": None,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "partial_rotary_factor": 0.334,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 5000000,
-    "routed_scaling_factor": None,
-    "scoring_func": "sigmoid",
-    "sliding_window": 128,
-    "sliding_window_size": 128,
-    "swa_head_dim": 192,
-    "swa_num_attention_heads": 64,
-    "swa_num_key_value_heads": 8,
-    "swa_rope_theta": 10000,
-    "swa_v_head_dim": 128,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 152576,
-}
+MIMO_V2_FLASH = dict(MIMO_V2_FLASH_JSON)
 TINY_V2 = {
     **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "vocab_size")},
     **{name: TINY[name] for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")},

@@ -99,7 +99,7 @@ def no_weights(pair: Path) -> None:
             other_vocab_size,
             {},
             ConfigError,
-            r"draft: vocab_size is 321; expected 320, that of the target .*target",
+            r"draft/config\.json: vocab_size is 321; expected 320, that of the target .*target",
         ),
         (
             other_token,

@@ -1,4 +1,4 @@
-"""Moving an accepted tree path to the front of its row, on an NVIDIA GPU: one launch for 48 layers.
+"""Moving an accepted tree path to the front of its row, on an NVIDIA GPU: 48 layers a launch.
 
 The same function as `reference.compact_path`, over a tuple of pools. The pools are aliased, so no
 pool is copied. A program serves one row of the batch, a chunk of the columns of a KV row
@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
-from jspec.pallas_kernels.compaction.reference import flat_moves
+from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
 MAX_POOLS = 48  # of one launch, each of which is two pointers of its parameters
 MAX_WARPS = 4  # of one program
@@ -44,13 +44,24 @@ def compact_paths(
 ) -> tuple[jax.Array, ...]:
     """`compact_path` of every pool of `kv`, in place when they are donated.
 
-    kv: equally shaped pools [NP, S, 2G, D], one a layer. `interpret` runs the same kernel on a CPU,
-    for tests.
+    kv: pools [NP, S, 2G, D], one a layer; those of one shape share launches. `interpret` runs the
+    same kernel on a CPU, for tests.
     """
-    num_pages, page_size, heads, width = kv[0].shape
     if node_path.shape[1] == 1:
         return kv
+    page_size = kv[0].shape[1]
     moves = flat_moves(page_table, seq_lens, node_path, num_accepted, page_size=page_size)
+    return by_shape(kv, lambda pools: _compact_alike(pools, moves, interpret=interpret))
+
+
+def _compact_alike(
+    kv: tuple[jax.Array, ...],
+    moves: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Of equally shaped pools."""
+    num_pages, page_size, heads, width = kv[0].shape
     flat = [pages.reshape(num_pages * page_size, heads * width) for pages in kv]
     num_launches = pl.cdiv(len(kv), MAX_POOLS)
     share = pl.cdiv(len(kv), num_launches)

@@ -5,6 +5,8 @@ Pools, page 0 and indices are those of kv_write/reference.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -60,6 +62,23 @@ def flat_moves(
     target = to_page * page_size + to_offset
     moves = valid & (source != target) & (to_page > 0)
     return source, target, moves.astype(jnp.int32)
+
+
+def by_shape(
+    kv: tuple[jax.Array, ...],
+    compact: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """Every pool of `kv` after `compact`, which is given those of one shape at a time: layers may
+    differ in their kv heads, and those of a row then have different widths."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for layer, pages in enumerate(kv):
+        alike.setdefault(pages.shape, []).append(layer)
+    after = list(kv)
+    for layers in alike.values():
+        moved = compact(tuple(kv[layer] for layer in layers))
+        for layer, pages in zip(layers, moved, strict=True):
+            after[layer] = pages
+    return tuple(after)
 
 
 def compact_path(

@@ -1,4 +1,4 @@
-"""Moving an accepted tree path to the front of its row, on a TPU: one launch for all layers.
+"""Moving an accepted tree path to the front of its row, on a TPU: one launch for all layers alike.
 
 The same function as `reference.compact_path`, over a tuple of pools. The pools are aliased, so no
 pool is copied; a moved row [2G, D] travels HBM -> VMEM -> HBM by DMA. Which rows move is computed
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from jspec.pallas_kernels.compaction.reference import flat_moves
+from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
 BUFFER_BYTES = 4 << 20  # of VMEM, for the rows of one block of moves
 
@@ -39,18 +39,31 @@ def compact_paths(
 ) -> tuple[jax.Array, ...]:
     """`compact_path` of every pool of `kv`, in place when they are donated.
 
-    kv: equally shaped pools [NP, S, 2G, D], one a layer. Pools of a width other than 128 lanes lie
-    otherwise in memory than the kernel wants them, and XLA copies them before it and behind.
-    `interpret` runs the same kernel on a CPU, for tests.
+    kv: pools [NP, S, 2G, D], one a layer; those of one shape share a launch. Pools of a width other
+    than 128 lanes lie otherwise in memory than the kernel wants them, and XLA copies them before it
+    and behind. `interpret` runs the same kernel on a CPU, for tests.
     """
-    num_pages, page_size, heads, width = kv[0].shape
-    moves_per_row = node_path.shape[1] - 1
-    if moves_per_row == 0:
+    if node_path.shape[1] == 1:
         return kv
-    source, target, moves = (
-        x.reshape(-1)
-        for x in flat_moves(page_table, seq_lens, node_path, num_accepted, page_size=page_size)
+    page_size = kv[0].shape[1]
+    moves = flat_moves(page_table, seq_lens, node_path, num_accepted, page_size=page_size)
+    return by_shape(
+        kv,
+        lambda pools: _compact_alike(pools, moves, buffer_bytes=buffer_bytes, interpret=interpret),
     )
+
+
+def _compact_alike(
+    kv: tuple[jax.Array, ...],
+    all_moves: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    buffer_bytes: int,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Of equally shaped pools."""
+    num_pages, page_size, heads, width = kv[0].shape
+    moves_per_row = all_moves[0].shape[1]
+    source, target, moves = (x.reshape(-1) for x in all_moves)
     row_bytes = len(kv) * heads * width * kv[0].dtype.itemsize
     rows = max(buffer_bytes // (row_bytes * moves_per_row), 1)
     block = min(rows * moves_per_row, source.shape[0])

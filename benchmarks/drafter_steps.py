@@ -1,0 +1,195 @@
+"""Step times of every drafter beside EAGLE-3, each beside its floor.
+
+    python -m benchmarks.drafter_steps [--cells 'mtp/*' ngram/1] [--parts 'ngram/*']
+    python -m benchmarks.drafter_steps --model tiny        (a smoke test on a CPU)
+
+Random weights at Llama-3.1-8B's shapes, a simulated acceptance of 3.0, chains 3/1/4: an EAGLE-1
+head, three layers for multi-token prediction, Llama-3.2-1B's shapes as a language model that
+drafts, and lookup. `device_ms` is the step's own program dispatched back to back, `engine_ms` the
+time between two results through scheduler and loop. The floor (benchmarks.drafter_floor) is what
+target and drafter read, or multiply where that takes longer. --parts also times the drafter's two
+halves alone. A drafter has one process' time of starting for all of its batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+
+from benchmarks.drafter_floor import Rows, draft_floor, target_floor
+from benchmarks.environment import write_result
+from benchmarks.h200_table import describe_error, engine_arguments
+from benchmarks.step_parts import advance_part, propose_part
+from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, step_of, whole_step
+from benchmarks.step_timing import part_ms
+from benchmarks.workloads import DRAFTERS, WORKLOADS, Workload
+from jspec.core.features import PLAIN
+from jspec.core.plan import StepKind
+from jspec.engine.compilation import compiler_options
+from jspec.engine.programs import ProgramKey
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALLER = (1, 8)  # of the batches, beside the largest of the workload
+GOAL = 0.75  # of the floor
+
+Cell = dict[str, Any]
+
+
+def batches_of(workload: Workload) -> tuple[int, ...]:
+    """1, 8 and the largest, as far as the workload has them."""
+    return (*(b for b in SMALLER if b < max(workload.batches)), max(workload.batches))
+
+
+def floor_of(bench: Bench, batch: int) -> Cell:
+    """Milliseconds at least, of target and draft, in the middle of a long run."""
+    models, spec = bench.models, bench.program.spec
+    rows = Rows(batch=batch, context=bench.committed, itemsize=bench.dtype.itemsize)
+    target = target_floor(models.target, rows, nodes=spec.num_draft_tokens)
+    draft = draft_floor(models.drafter, spec, rows)
+    both = target + draft
+    named = {"target": target.ms, "draft": draft.ms, **asdict(both)}
+    return {name: round(ms, 4) for name, ms in named.items()}
+
+
+def measure(bench: Bench, batch: int) -> Cell:
+    """One cell without its parts."""
+    device, _ = whole_step(bench, batch)
+    through = engine_step_ms(bench, batch)
+    floor = floor_of(bench, batch)
+    accepted = bench.program.spec.simulate_acceptance or 1.0
+    return {
+        "device_ms": round(device, 4),
+        "engine_ms": round(through, 4),
+        "floor": floor,
+        "share": round(floor["ms"] / through, 4),
+        "tokens_per_second": round(1e3 * batch * accepted / through, 1),
+    }
+
+
+def draft_parts(bench: Bench, batch: int) -> Cell:
+    """Milliseconds of the drafter's two halves, each alone in a loop of one compiled program."""
+    state = bench.state()
+    step = step_of(bench, state, batch)
+    found: Cell = {}
+    for part in (propose_part(step, state), advance_part(step, state)):
+        ms = part_ms(
+            part,
+            step,
+            bench.mesh,
+            floor_ms=0.0,
+            compiler_options=compiler_options(
+                ProgramKey(StepKind.DECODE, batch, PLAIN),
+                bench.limits,
+                platform=jax.default_backend(),
+                ops=bench.program.ops,
+            ),
+        )
+        found[part.name] = round(ms, 4)
+    return found
+
+
+def run_mode(
+    workload: Workload,
+    mode: str,
+    options: argparse.Namespace,
+    put: Callable[[str, Cell], None],
+) -> None:
+    """All cells of one drafter that are asked for."""
+    wanted = {f"{mode}/{b}": b for b in batches_of(workload) if is_wanted(options.cells, mode, b)}
+    if not wanted:
+        return
+    batches = tuple(wanted.values())
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_arguments(options.engine)
+        first = prepare(
+            workload, mode, max(batches), Path(folder), engine, smaller=tuple(sorted(batches)[:-1])
+        )
+        bench = compiled(first)
+        print(f"{mode}: ready in {time.monotonic() - started:.1f} s", flush=True)
+        for name, batch in wanted.items():
+            if time.monotonic() > options.deadline:
+                put(name, {"error": "out of time"})
+                continue
+            try:
+                cell = measure(bench, batch)
+                put(name, cell)
+                if is_wanted(options.parts, mode, batch):
+                    put(name, {**cell, "parts": draft_parts(bench, batch)})
+            except Exception as error:  # the other cells are still wanted
+                put(name, {"error": describe_error(error)})
+    gc.collect()  # weights and pools, before the next drafter's are made
+
+
+def is_wanted(patterns: list[str], mode: str, batch: int) -> bool:
+    return any(fnmatch(f"{mode}/{batch}", pattern) for pattern in patterns)
+
+
+def table(cells: Mapping[str, Cell]) -> str:
+    """Markdown: engine and device milliseconds, the floor, and the share of it."""
+    lines = ["| cell | engine | device | floor (target + draft) | share |", "|---|---|---|---|---|"]
+    for name, cell in cells.items():
+        if "error" in cell:
+            lines.append(f"| {name} | {cell['error'][:60]} | | | |")
+            continue
+        floor = cell["floor"]
+        lines.append(
+            f"| {name} | {cell['engine_ms']:.2f} | {cell['device_ms']:.2f} | {floor['ms']:.2f} "
+            f"({floor['target']:.2f} + {floor['draft']:.2f}) | {100 * cell['share']:.0f}% |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    known = sorted(name for name, workload in WORKLOADS.items() if workload.small is not None)
+    parser.add_argument("--model", choices=known, default="llama-3.1-8b")
+    parser.add_argument("--cells", nargs="+", default=["*"], metavar="DRAFTER/B")
+    parser.add_argument("--parts", nargs="+", default=[], metavar="DRAFTER/B")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts after this")
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "drafter_steps.json"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0 if every cell that was asked for has its figures."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    options.deadline = time.monotonic() + options.seconds
+    workload = WORKLOADS[options.model]
+    cells: dict[str, Cell] = {}
+
+    def put(name: str, cell: Cell) -> None:
+        cells[name] = cell
+        print(f"{name:16} {cell}", flush=True)
+        write_result(options.output, {"cells": cells})
+
+    for mode in DRAFTERS:
+        try:
+            run_mode(workload, mode, options, put)
+        except Exception as error:  # the other drafters are still wanted
+            put(mode, {"error": describe_error(error)})
+    if not cells:
+        print(f"no cell matches {options.cells}, as in 'mtp/8'", file=sys.stderr)
+        return 2
+    print(table(cells))
+    return 1 if any("error" in cell for cell in cells.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

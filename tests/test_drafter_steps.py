@@ -1,0 +1,128 @@
+"""Step times of every drafter, on a CPU at tiny shapes: it runs, and the floors are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.drafter_floor import Floor, Rows, draft_floor, target_floor
+from benchmarks.drafter_steps import batches_of, floor_of, main, table
+from benchmarks.step_parts import advance_part, propose_part
+from benchmarks.step_profile import prepare, step_of
+from benchmarks.step_timing import on_mesh
+from benchmarks.workloads import (
+    DRAFTERS,
+    LLAMA_1B,
+    LLAMA_8B,
+    QWEN3_30B_A3B,
+    WORKLOADS,
+    eagle1_of,
+    mtp_of,
+)
+from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.models.decoder import Decoder
+from jspec.models.eagle1 import Eagle1Head
+from jspec.models.eagle3 import Eagle3Head
+from jspec.models.mtp import MtpHead
+from jspec.pallas_kernels.choose import OPS
+from jspec.speculative.drafter import Drafter, NoDrafter
+from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.speculative.ngram import NgramDrafter
+from jspec.speculative.standalone import StandaloneDrafter
+
+XLA = OPS["xla"]
+CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE, num_steps=3, topk=1, num_draft_tokens=4)
+ONE = Rows(batch=1, context=1168, itemsize=2)
+
+
+def drafters() -> dict[str, Drafter]:
+    eagle3 = Eagle3Head(WORKLOADS["llama-3.1-8b"].draft, XLA)
+    return {
+        "eagle3": EagleDrafter(eagle3, CHAIN),
+        "eagle1": EagleDrafter(Eagle1Head(eagle1_of(LLAMA_8B), XLA), CHAIN),
+        "mtp": MultiLayerDrafter(MtpHead(mtp_of(LLAMA_8B, num_layers=3), XLA), CHAIN),
+        "standalone": StandaloneDrafter(Decoder(LLAMA_1B, XLA), CHAIN),
+        "ngram": NgramDrafter(CHAIN),
+    }
+
+
+def test_a_floor_is_the_bytes_of_the_forwards_by_hand() -> None:
+    """At B = 1 everything is read: lm_head 525 million numbers, a layer of 8B 218, fc or fuse 34,
+    1B without its head 973 and with it 1,236."""
+    layer, head, pair, row = 218.1e6, 525.3e6, 33.55e6, 1168 * 2048
+    small = 3 * (973.0e6 + 262.7e6 + 16 * 1168 * 1024)
+    numbers = {
+        "eagle1": 3 * (pair + layer + head + row),
+        "mtp": 5 * (pair + layer + row) + 3 * head,
+        "standalone": small,
+        "ngram": 1168 * 2,
+    }
+    found = {name: draft_floor(drafter, CHAIN, ONE) for name, drafter in drafters().items()}
+    for name, wanted in numbers.items():
+        assert found[name].ms == found[name].bytes_ms
+        assert found[name].ms == pytest.approx(1e3 * 2 * wanted / 4.49e12, rel=0.002), name
+    assert found["eagle3"].ms < found["eagle1"].ms
+    assert target_floor(Decoder(LLAMA_8B, XLA), ONE, nodes=4).ms == pytest.approx(3.377, abs=0.005)
+
+
+def test_at_many_rows_multiplying_takes_longer_than_reading() -> None:
+    target = Decoder(LLAMA_8B, XLA)
+    rows = replace(ONE, batch=64)
+    floor = target_floor(target, rows, nodes=4)
+    assert floor.ms == pytest.approx(7.05, abs=0.02)  # 4.86 of products, 2.18 of KV
+    assert floor.ms > max(floor.bytes_ms, floor.flops_ms)
+    assert draft_floor(drafters()["eagle3"], CHAIN, rows).ms == pytest.approx(0.787, abs=0.01)
+
+
+def test_what_has_no_floor_is_refused() -> None:
+    with pytest.raises(ValueError, match="drafter is NoDrafter; expected one of the registry"):
+        draft_floor(NoDrafter(), CHAIN, ONE)
+    with pytest.raises(ValueError, match="mixture of experts; expected a dense one"):
+        target_floor(Decoder(QWEN3_30B_A3B, XLA), ONE, nodes=4)
+    assert Floor(ms=1.0) + Floor(ms=2.0, bytes_ms=1.0) == Floor(ms=3.0, bytes_ms=1.0)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=SLOW if mode != "mtp" else ()) for mode in DRAFTERS]
+)
+def test_a_drafters_halves_go_round_in_a_loop(mode: str, tmp_path: Path) -> None:
+    """What a half returns has the shapes of what it takes; traced only."""
+    workload = WORKLOADS["tiny"]
+    bench = prepare(workload, mode, 2, tmp_path, {"compilation_cache_dir": ""}, smaller=(1,))
+    assert bench.limits.decode_buckets == (1, 2)
+    assert batches_of(workload) == (1, 2)
+
+    def trace_both(state: Any, params: Any) -> None:
+        models = replace(bench.models, params=params)
+        step = step_of(replace(bench, models=models), state, 1)
+        assert step.batch == 1
+        for part in (propose_part(step, state), advance_part(step, state)):
+            out = on_mesh(part.body, bench.mesh)(part.carry, step.rows, step.tree, part.arrays)
+            shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (out, part.carry))
+            assert shapes[0] == shapes[1], part.name
+
+    jax.eval_shape(trace_both, bench.state(), bench.models.params)
+    floor = floor_of(bench, 2)
+    assert floor["ms"] == pytest.approx(floor["target"] + floor["draft"], abs=2e-4)
+
+
+@pytest.mark.slow
+def test_the_whole_command(tmp_path: Path) -> None:
+    words = ["--model", "tiny", "--cells", "ngram/*", "--parts", "ngram/1"]
+    words += ["--engine", 'compilation_cache_dir=""', "--output", str(tmp_path / "steps.json")]
+    assert main(words) == 0
+    cells = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))["cells"]
+    assert list(cells) == ["ngram/1", "ngram/2"]
+    assert set(cells["ngram/1"]["parts"]) == {"draft propose", "draft extend"}
+    assert cells["ngram/2"]["engine_ms"] > 0
+    assert "| ngram/2 |" in table(cells)
+    assert main(["--model", "tiny", "--cells", "none/1", "--output", str(tmp_path / "x")]) == 2
