@@ -55,7 +55,10 @@ def run_layer(
 ) -> Residual:
     """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next."""
     ops, shard = settings.ops, settings.shard
-    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
+    before_product = "gate" not in params["attention"]  # whose product may be XLA's own fusion
+    x, normed = norm_of_sum(
+        params["input_norm"], stream, eps=spec.eps, ops=ops, before_product=before_product
+    )
     mixed = attention(
         params["attention"],
         normed,
@@ -64,6 +67,7 @@ def run_layer(
         spec=spec.attention,
         eps=spec.eps,
         shard=shard,
+        defers=ops if isinstance(spec.ffn, MoESpec) else None,
     )
     stream = Residual(x=x, delta=mixed)
     if isinstance(spec.ffn, MoESpec):

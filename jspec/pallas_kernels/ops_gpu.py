@@ -26,6 +26,8 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
+from jspec.pallas_kernels.row_product.gpu import choose_row, row_product
+from jspec.pallas_kernels.row_product.splits import Splits
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
@@ -53,6 +55,12 @@ class GpuOps(Ops):
     @property
     def by_columns(self) -> bool:
         return self.columns
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a mixture's launches let the next one begin (early_start.py). Not where features
+        are taken between layers for a drafter: those XLA sums, and might read too early."""
+        return not self.columns
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """For some widths other products: one in splits is faster by itself, but not with the
@@ -143,6 +151,15 @@ class GpuOps(Ops):
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         return gated_matmul_gpu.gated_product(x, kernel, tuning=tuning)
 
+    def row_product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Splits | None:
+        tuning = choose_row(*x.shape, kernel.shape[1]) if x.ndim == 2 else None
+        if tuning is None:
+            return None
+        shares = row_product(
+            x, kernel, tuning=tuning, early=self.starts_early, interpret=self.interpret
+        )
+        return Splits(shares=shares, bias=bias)
+
     def experts(
         self,
         x: jax.Array,
@@ -164,7 +181,7 @@ class GpuOps(Ops):
     def mixture_of_sum(
         self,
         x: jax.Array,
-        delta: jax.Array,
+        delta: jax.Array | Splits,
         scale: jax.Array,
         params: dict[str, dict[str, jax.Array]],
         *,
@@ -182,13 +199,28 @@ class GpuOps(Ops):
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(
-            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
+            x,
+            delta,
+            scale,
+            params,
+            eps=eps,
+            spec=spec,
+            tuning=tuning,
+            early=self.starts_early,
+            interpret=self.interpret,
         )
 
     def mixed_norm(
-        self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
+        self,
+        x: jax.Array,
+        mixed: Mixed,
+        scale: jax.Array,
+        *,
+        eps: float,
+        before_product: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
-        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
+        early = self.starts_early and before_product
+        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, early=early, interpret=self.interpret)
 
     def commit(
         self,
