@@ -19,8 +19,6 @@ from jspec.core.model_spec import AttentionSpec
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate_and_split
-from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.row_product.splits import Splits
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
@@ -40,15 +38,13 @@ def attention(
     spec: AttentionSpec,
     eps: float,
     shard: Shard,
-    defers: Ops | None = None,
-) -> Float[Array, "*b E"] | Splits:
+) -> Float[Array, "*b E"]:
     """The projections of one layer around `attend`.
 
     params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
     every head of q and of k is normed before RoPE, by `attend`; sinks, where there are some, go to
     it, too; with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
-    spec counts the heads of all shards; the shapes inside are one shard's. defers: whose kernel may
-    leave the last product's sum to the norm that comes next.
+    spec counts the heads of all shards; the shapes inside are one shard's.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
@@ -63,12 +59,7 @@ def attention(
     if "gate" in params:
         share = jax.nn.sigmoid(linear(params["gate"], x))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
-    mixed, out = mixed.reshape(*x.shape[:-1], -1), params["out"]
-    if defers is not None and shard.size == 1:
-        splits = defers.row_product(mixed, out["kernel"], out.get("bias"))
-        if splits is not None:
-            return splits
-    return linear(out, mixed, reduce=shard)
+    return linear(params["out"], mixed.reshape(*x.shape[:-1], -1), reduce=shard)
 
 
 def _heads(

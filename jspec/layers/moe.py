@@ -18,7 +18,6 @@ from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.row_product.splits import Splits
 
 
 def route(
@@ -81,7 +80,7 @@ def mixture_of_sum(
     ops: Ops,
 ) -> Residual:
     """x + mixture(norm(x)) of the stream's sum x, the last sum left to whoever is next."""
-    if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array | Splits):
+    if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array):
         fused = ops.mixture_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )

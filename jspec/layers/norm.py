@@ -16,7 +16,6 @@ from jspec.core.pytree import pytree
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.row_product.splits import Splits
 
 
 @pytree
@@ -25,18 +24,12 @@ class Residual:
 
     x: jax.Array  # [*b, E]
     # [*b, E], not yet added; None where nothing was computed yet
-    delta: jax.Array | Mixed | Splits | None = None
+    delta: jax.Array | Mixed | None = None
 
     def sum(self) -> jax.Array:
         if self.delta is None:
             return self.x
-        return self.x + self.summand()
-
-    def summand(self) -> jax.Array:
-        """delta, which there is, as one array."""
-        if isinstance(self.delta, Splits):
-            return self.delta.sum(self.x.dtype)
-        return self.delta.sum() if isinstance(self.delta, Mixed) else self.delta
+        return self.x + (self.delta.sum() if isinstance(self.delta, Mixed) else self.delta)
 
 
 def norm(
@@ -47,17 +40,11 @@ def norm(
 
 
 def norm_of_sum(
-    params: Mapping[str, jax.Array],
-    stream: Residual,
-    *,
-    eps: float,
-    ops: Ops,
-    before_product: bool = False,
+    params: Mapping[str, jax.Array], stream: Residual, *, eps: float, ops: Ops
 ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-    """(the stream's sum, its norm). before_product: as `Ops.mixed_norm` takes it."""
+    """(the stream's sum, its norm)."""
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
     if isinstance(stream.delta, Mixed):
-        scale = params["scale"]
-        return ops.mixed_norm(stream.x, stream.delta, scale, eps=eps, before_product=before_product)
-    return ops.add_norm(stream.x, stream.summand(), params["scale"], eps=eps)
+        return ops.mixed_norm(stream.x, stream.delta, params["scale"], eps=eps)
+    return ops.add_norm(stream.x, stream.delta, params["scale"], eps=eps)

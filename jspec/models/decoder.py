@@ -55,10 +55,7 @@ def run_layer(
 ) -> Residual:
     """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next."""
     ops, shard = settings.ops, settings.shard
-    before_product = "gate" not in params["attention"]  # whose product may be XLA's own fusion
-    x, normed = norm_of_sum(
-        params["input_norm"], stream, eps=spec.eps, ops=ops, before_product=before_product
-    )
+    x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
     mixed = attention(
         params["attention"],
         normed,
@@ -67,7 +64,6 @@ def run_layer(
         spec=spec.attention,
         eps=spec.eps,
         shard=shard,
-        defers=ops if isinstance(spec.ffn, MoESpec) else None,
     )
     stream = Residual(x=x, delta=mixed)
     if isinstance(spec.ffn, MoESpec):

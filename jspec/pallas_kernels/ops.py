@@ -27,7 +27,6 @@ from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.row_product.splits import Splits
 from jspec.pallas_kernels.sample.gpu import COLDEST
 
 
@@ -115,14 +114,6 @@ class Ops:
         gate, up = jnp.split(x @ kernel, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
-    def row_product(
-        self, x: Float[Array, "T K"], kernel: Float[Array, "K N"], bias: Float[Array, "N"] | None
-    ) -> Splits | None:
-        """x @ kernel (+ bias), its last sum left to the norm that comes next, or None: there is no
-        kernel for it. For weights that are whole on this device."""
-        del x, kernel, bias
-        return None
-
     def experts(
         self,
         x: Float[Array, "T E"],
@@ -141,7 +132,7 @@ class Ops:
     def mixture_of_sum(
         self,
         x: Float[Array, "*b E"],
-        delta: Float[Array, "*b E"] | Splits,
+        delta: Float[Array, "*b E"],
         scale: Float[Array, "E"],
         params: dict[str, dict[str, jax.Array]],
         *,
@@ -156,16 +147,9 @@ class Ops:
         return None
 
     def mixed_norm(
-        self,
-        x: Float[Array, "T E"],
-        mixed: Mixed,
-        scale: Float[Array, "E"],
-        *,
-        eps: float,
-        before_product: bool = False,
+        self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-        """`add_norm` of x and a mixture's sum. before_product: a matrix product alone reads it."""
-        del before_product
+        """`add_norm` of x and a mixture's sum."""
         return self.add_norm(x, mixed.sum(), scale, eps=eps)
 
     def commit(

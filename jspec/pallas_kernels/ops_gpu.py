@@ -26,8 +26,6 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
-from jspec.pallas_kernels.row_product.gpu import choose_row, row_product
-from jspec.pallas_kernels.row_product.splits import Splits
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
@@ -55,12 +53,6 @@ class GpuOps(Ops):
     @property
     def by_columns(self) -> bool:
         return self.columns
-
-    @property
-    def starts_early(self) -> bool:
-        """Whether a mixture's launches let the next one begin (early_start.py). Not where features
-        are taken between layers for a drafter: those XLA sums, and might read too early."""
-        return not self.columns
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """For some widths other products: one in splits is faster by itself, but not with the
@@ -114,21 +106,11 @@ class GpuOps(Ops):
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
+        settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
+        num_heads = rotation.num_heads
         is_one = call.queries_per_row == 1
-        if (
-            is_whole
-            and is_one
-            and one_row_gpu.serves(heads, kv_pages, rows, num_heads=rotation.num_heads)
-        ):
-            return one_row_gpu.rotate_write_and_attend(
-                heads,
-                rotation,
-                kv_pages,
-                rows,
-                sinks=sinks,
-                interpret=self.interpret,
-                **call.settings,
-            )
+        if is_whole and is_one and one_row_gpu.serves(heads, kv_pages, rows, num_heads=num_heads):
+            return one_row_gpu.rotate_write_and_attend(heads, rotation, kv_pages, rows, **settings)
         serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
         if not (is_whole and serves):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
@@ -137,10 +119,8 @@ class GpuOps(Ops):
             rotation,
             kv_pages,
             rows,
-            sinks=sinks,
             queries_per_row=call.queries_per_row,
-            interpret=self.interpret,
-            **call.settings,
+            **settings,
         )
 
     def add_norm(
@@ -166,15 +146,6 @@ class GpuOps(Ops):
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         return gated_matmul_gpu.gated_product(x, kernel, tuning=tuning)
 
-    def row_product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Splits | None:
-        tuning = choose_row(*x.shape, kernel.shape[1]) if x.ndim == 2 else None
-        if tuning is None:
-            return None
-        shares = row_product(
-            x, kernel, tuning=tuning, early=self.starts_early, interpret=self.interpret
-        )
-        return Splits(shares=shares, bias=bias)
-
     def experts(
         self,
         x: jax.Array,
@@ -196,7 +167,7 @@ class GpuOps(Ops):
     def mixture_of_sum(
         self,
         x: jax.Array,
-        delta: jax.Array | Splits,
+        delta: jax.Array,
         scale: jax.Array,
         params: dict[str, dict[str, jax.Array]],
         *,
@@ -214,28 +185,13 @@ class GpuOps(Ops):
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(
-            x,
-            delta,
-            scale,
-            params,
-            eps=eps,
-            spec=spec,
-            tuning=tuning,
-            early=self.starts_early,
-            interpret=self.interpret,
+            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
         )
 
     def mixed_norm(
-        self,
-        x: jax.Array,
-        mixed: Mixed,
-        scale: jax.Array,
-        *,
-        eps: float,
-        before_product: bool = False,
+        self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        early = self.starts_early and before_product
-        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, early=early, interpret=self.interpret)
+        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
 
     def commit(
         self,

@@ -28,8 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
-from jspec.pallas_kernels.add_norm.gpu import num_warps
-from jspec.pallas_kernels.early_start import let_next_start
+from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
@@ -41,42 +40,39 @@ from jspec.pallas_kernels.experts.routing_gpu import (
     ranked,
     scores_of,
 )
-from jspec.pallas_kernels.row_product.splits import Splits
+
+SUM_WARPS = 4  # times the warps of a norm alone, for the sum of pairs and its norm
 
 
 def mixture_of_sum(
     x: Float[Array, "T E"],
-    delta: Float[Array, "T E"] | Splits,
+    delta: Float[Array, "T E"],
     scale: Float[Array, "E"],
     params: Mapping[str, Mapping[str, jax.Array]],
     *,
     eps: float,
     spec: MoESpec,
     tuning: ExpertsTuning,
-    early: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
     """(x + delta, the mixture of that sum's norm). params: router, experts, as layers.moe has them.
 
-    early: each launch lets the one after it begin (early_start); who reads the result is a kernel
-    of Triton's, too.
     Raises ValueError for more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
     """
     router, experts = params["router"], params["experts"]
     _check(x.shape[0], experts["down"].shape, tuning)
     total, normed, shares = norm_and_score(
-        x, delta, scale, router["kernel"], eps=eps, early=early, interpret=interpret
+        x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
     bias = router.get("bias")
     rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
-    early = early and not interpret
-    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning, "early": early}
+    how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
     if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:
         inner, ids, weights = choose_and_gate_up(normed, shares, bias, experts, **rule, **how)
     else:
         ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
         inner = gate_up(normed, ids, experts, **how, interpret=interpret)
-    rows = down(inner, ids, experts["down"], tuning=tuning, early=early, interpret=interpret)
+    rows = down(inner, ids, experts["down"], tuning=tuning, interpret=interpret)
     return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
 
 
@@ -95,14 +91,13 @@ def gate_up(
     *,
     gate: Gate,
     tuning: ExpertsTuning,
-    early: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "R I"]:
     """Each pair's gated inner row, at t * k + j. The ids of a token differ from each other."""
     inner = params["down"].shape[1]
     operands = [x, params["gate_up"], ids, *_bias(params)]
     out: jax.Array = pl.pallas_call(
-        functools.partial(_gate_up, gate=gate, tuning=tuning, early=early),
+        functools.partial(_gate_up, gate=gate, tuning=tuning),
         grid=(ids.size, inner // tuning.gate_up_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
         compiler_params=_compiler_params(tuning),
@@ -122,7 +117,6 @@ def choose_and_gate_up(
     routing: Routing,
     gate: Gate,
     tuning: ExpertsTuning,
-    early: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
     """`choose` and `gate_up` of one token, in one launch: (inner rows, ids, weights)."""
@@ -131,12 +125,7 @@ def choose_and_gate_up(
     has_bias, pair = len(operands) == 4, (1, top_k)
     out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(
-            _choose_and_gate_up,
-            routing=routing,
-            has_bias=has_bias,
-            gate=gate,
-            tuning=tuning,
-            early=early,
+            _choose_and_gate_up, routing=routing, has_bias=has_bias, gate=gate, tuning=tuning
         ),
         grid=(top_k, inner // tuning.gate_up_n),
         out_shape=(
@@ -157,13 +146,12 @@ def down(
     kernel: Float[Array, "X I E"],
     *,
     tuning: ExpertsTuning,
-    early: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "R E"]:
     """Each pair's row times its expert's `down`, at t * k + j."""
     size = kernel.shape[2]
     out: jax.Array = pl.pallas_call(
-        functools.partial(_down, tuning=tuning, early=early),
+        functools.partial(_down, tuning=tuning),
         grid=(ids.size, size // tuning.down_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
         compiler_params=plt.CompilerParams(
@@ -181,12 +169,6 @@ def _compiler_params(tuning: ExpertsTuning) -> plt.CompilerParams:
 
 def _bias(params: Mapping[str, jax.Array]) -> list[jax.Array]:
     return [params["gate_up_bias"]] if "gate_up_bias" in params else []
-
-
-def _pair(early: bool) -> jax.Array:
-    """The program's place among the pairs; early: and the next launch may begin."""
-    place = pl.program_id(0)
-    return let_next_start(place) if early else place
 
 
 def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -214,11 +196,10 @@ def _gate_up(
     *bias_and_out: Any,
     gate: Gate,
     tuning: ExpertsTuning,
-    early: bool,
 ) -> None:
     """One expert's tokens, one tile of inner columns."""
     *bias_ref, out_ref = bias_and_out
-    expert, is_first, has_it, row = _pairs_of(ids_ref, _pair(early))
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
     tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)
 
     @pl.when(is_first)
@@ -235,13 +216,12 @@ def _choose_and_gate_up(
     has_bias: bool,
     gate: Gate,
     tuning: ExpertsTuning,
-    early: bool,
 ) -> None:
     """The expert of one rank, one tile of inner columns."""
     *biases, out_ref, ids_ref, weights_ref = rest
     bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
     top_k = ids_ref.shape[1]
-    place = _pair(early)
+    place = pl.program_id(0)
     only = place * 0  # the token; jax 0.10 interprets no store at a constant index
     scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
     rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
@@ -286,10 +266,10 @@ def _gate_up_tile(
 
 
 def _down(
-    inner_ref: Any, down_ref: Any, ids_ref: Any, out_ref: Any, *, tuning: ExpertsTuning, early: bool
+    inner_ref: Any, down_ref: Any, ids_ref: Any, out_ref: Any, *, tuning: ExpertsTuning
 ) -> None:
     """One expert's pairs, one tile of output columns."""
-    expert, is_first, has_it, row = _pairs_of(ids_ref, _pair(early))
+    expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
     start = pl.program_id(1) * tuning.down_n
 
     @pl.when(is_first)
@@ -311,22 +291,21 @@ def mixed_norm(
     scale: Float[Array, "E"],
     *,
     eps: float,
-    early: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """(x + mixed.sum(), the RMSNorm of that times scale), as add_norm rounds. T > 0.
-
-    early: as for mixture_of_sum.
-    """
+    """(x + mixed.sum(), the RMSNorm of that times scale), as add_norm rounds. T > 0."""
     num_tokens, size = x.shape
     width = pl.next_power_of_2(size)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     operands = [x, mixed.rows, mixed.weights, mixed.ids, scale]
     total, normed = pl.pallas_call(
-        functools.partial(_mixed_norm, eps=eps, width=width, early=early and not interpret),
+        functools.partial(_mixed_norm, eps=eps, width=width),
         grid=(num_tokens,),
         out_shape=(out, out),
-        compiler_params=plt.CompilerParams(num_warps=num_warps(width), num_stages=1),
+        # A thread holds a part of top_k rows: more threads, and no row waits for another.
+        compiler_params=plt.CompilerParams(
+            num_warps=min(SUM_WARPS * num_warps(width), MAX_WARPS), num_stages=1
+        ),
         interpret=interpret,
         name="experts_sum_norm",
     )(*operands, *([] if mixed.bias is None else [mixed.bias]))
@@ -342,12 +321,11 @@ def _mixed_norm(
     *bias_and_out: Any,
     eps: float,
     width: int,
-    early: bool,
 ) -> None:
     """One token. The sums are in the order of the pairs."""
     *bias_ref, total_ref, normed_ref = bias_and_out
     top_k, size = ids_ref.shape[1], scale_ref.shape[0]
-    token, column = _pair(early), jnp.arange(width, dtype=jnp.int32)
+    token, column = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
     mask = column < size
 
     def load(ref: Any) -> jax.Array:

@@ -26,8 +26,6 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Routing
-from jspec.pallas_kernels.early_start import let_next_start
-from jspec.pallas_kernels.row_product.splits import Splits
 
 SLICE = 256  # inputs of the router that one program multiplies
 TILE = 16  # experts of one program: 32 bytes of a row of weights
@@ -37,28 +35,22 @@ HIGHEST = 2**31 - 1
 
 def norm_and_score(
     x: Float[Array, "T E"],
-    delta: Float[Array, "T E"] | Splits,
+    delta: Float[Array, "T E"],
     scale: Float[Array, "E"],
     router: Float[Array, "E X"],
     *,
     eps: float,
-    early: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"]]:
     """(x + delta, the RMSNorm of that sum times scale, shares of the router's logits in f32).
 
-    The logits, without a bias, are the sum of the S shares. T > 0. early: as early_start has it.
+    The logits, without a bias, are the sum of the S shares. T > 0.
     """
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     num_shares = pl.cdiv(size, SLICE)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    summands = [x, delta] if isinstance(delta, jax.Array) else [x, delta.shares]
-    if isinstance(delta, Splits) and delta.bias is not None:
-        summands.append(delta.bias)
     total, normed, shares = pl.pallas_call(
-        functools.partial(
-            _norm_and_score, eps=eps, width=pl.next_power_of_2(size), early=early and not interpret
-        ),
+        functools.partial(_norm_and_score, eps=eps, width=pl.next_power_of_2(size)),
         grid=(num_tokens, pl.cdiv(num_experts, TILE), num_shares),
         out_shape=(
             row,
@@ -68,23 +60,25 @@ def norm_and_score(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="experts_score",
-    )(scale, router, *summands)
+    )(x, delta, scale, router)
     return total, normed, shares
 
 
 def _norm_and_score(
+    x_ref: Any,
+    delta_ref: Any,
     scale_ref: Any,
     router_ref: Any,
-    *summands_and_out: Any,
+    total_ref: Any,
+    normed_ref: Any,
+    shares_ref: Any,
+    *,
     eps: float,
     width: int,
-    early: bool,
 ) -> None:
     """One token, one slice of the inputs, one tile of experts."""
-    *summands, total_ref, normed_ref, shares_ref = summands_and_out
     size, num_experts = router_ref.shape
     token, tile, share = (pl.program_id(axis) for axis in range(3))
-    share = let_next_start(share) if early else share
     at = share * SLICE + jnp.arange(SLICE, dtype=jnp.int32)
     expert = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     inside, is_expert = at < size, expert < num_experts
@@ -96,8 +90,8 @@ def _norm_and_score(
     column = jnp.arange(width, dtype=jnp.int32)
 
     def summed(where: jax.Array, mask: jax.Array) -> jax.Array:
-        x = plt.load(summands[0].at[token, where], mask=mask, other=0.0)
-        return x + _delta(summands[1:], token, where, mask, dtype=x.dtype)
+        parts = [plt.load(ref.at[token, where], mask=mask, other=0.0) for ref in (x_ref, delta_ref)]
+        return parts[0] + parts[1]
 
     wide = summed(column, column < size).astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
@@ -112,23 +106,6 @@ def _norm_and_score(
 
     products = normed.astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
     plt.store(shares_ref.at[share, token, expert], jnp.sum(products, axis=0), mask=is_expert)
-
-
-def _delta(
-    refs: list[Any], token: jax.Array, where: jax.Array, mask: jax.Array, *, dtype: Any
-) -> jax.Array:
-    """In a kernel: a row of [T, E]; or the sum of shares [S, T, E] as Splits.sum rounds it."""
-    delta_ref, *bias_ref = refs
-    if len(delta_ref.shape) == 2:
-        row: jax.Array = plt.load(delta_ref.at[token, where], mask=mask, other=0.0)
-        return row
-    share = jnp.arange(pl.next_power_of_2(delta_ref.shape[0]), dtype=jnp.int32)[:, None]
-    exists = (share < delta_ref.shape[0]) & mask[None]
-    parts = plt.load(delta_ref.at[share, token, where[None]], mask=exists, other=0.0)
-    out = jnp.sum(parts, axis=0).astype(dtype)
-    if bias_ref:
-        out = out + plt.load(bias_ref[0].at[where], mask=mask, other=0.0)
-    return out
 
 
 def choose(
