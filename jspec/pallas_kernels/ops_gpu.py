@@ -107,10 +107,13 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array]:
         is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
         settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
-        num_heads = rotation.num_heads
-        is_one = call.queries_per_row == 1
-        if is_whole and is_one and one_row_gpu.serves(heads, kv_pages, rows, num_heads=num_heads):
-            return one_row_gpu.rotate_write_and_attend(heads, rotation, kv_pages, rows, **settings)
+        if is_whole and call.queries_per_row == 1:
+            sizes = {"num_heads": rotation.num_heads}
+            pays = one_row_gpu.pays(kv_pages, rows, **sizes)
+            if pays and one_row_gpu.serves(heads, kv_pages, rows, **sizes):
+                return one_row_gpu.rotate_write_and_attend(
+                    heads, rotation, kv_pages, rows, **settings
+                )
         serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
         if not (is_whole and serves):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)

@@ -104,6 +104,40 @@ def test_what_is_left_to_the_other_kernels() -> None:
     del rotation
 
 
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "width", "pages", "expected"),
+    [
+        (32, 4, 128, 132, True),
+        (64, 8, 64, 132, True),
+        (32, 8, 128, 132, False),  # never timed
+        (32, 4, 128, 133, False),  # longer than was timed
+    ],
+)
+def test_it_is_taken_where_it_was_timed(
+    heads: int, num_kv: int, width: int, pages: int, expected: bool
+) -> None:
+    pool = jnp.zeros((2, 64, 2 * num_kv, width), jnp.bfloat16)
+    zero = jnp.zeros((1,), jnp.int32)
+    rows = AttentionRows(
+        page_table=jnp.zeros((1, pages), jnp.int32),
+        prefix_lens=zero,
+        cu_q_lens=jnp.asarray([0, 1], jnp.int32),
+        q_positions=zero,
+    )
+    assert one_row_gpu.pays(pool, rows, num_heads=heads) is expected
+    if expected:  # the others are Mosaic's, which an older jax cannot trace
+        angle = jnp.zeros((1, width // 2), jnp.float32)
+        rotation = Rotation(cos=angle, sin=angle, num_heads=heads)
+        call = AttentionCall(queries_per_row=1, scale=1.0)
+
+        def run(x: jax.Array) -> jax.Array:
+            ops = OPS["gpu_interpret"]
+            return ops.rotate_write_and_attend(x, rotation, pool, rows, call)[0]
+
+        given = jnp.zeros((1, heads + 2 * num_kv, width), jnp.bfloat16)
+        assert "attend_one_row" in str(jax.make_jaxpr(run)(given))
+
+
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize(("heads", "num_kv", "width"), [(32, 4, 128), (64, 8, 64), (32, 8, 128)])

@@ -36,6 +36,10 @@ BLOCK = 64  # keys of one step
 MOST_SHARES = 32  # a lane of the merge holds so many
 LEAST_GROUP = 16  # rows of the tensor cores' least tile
 MOST_GROUP = 16  # heads of a kv head
+# (H, G, D) at which a step of one row was timed to be faster by it, on an H200
+# (benchmarks/results/step_trace.json), and the longest row that its engine could hold.
+TIMED = {(32, 4, 128), (64, 8, 64)}  # Qwen3-30B-A3B, gpt-oss
+MOST_KEYS = 8448
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,13 @@ def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_he
         and num_heads // num_kv <= MOST_GROUP
         and heads.dtype == kv_pages.dtype
     )
+
+
+def pays(kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
+    """Whether it is known to be faster than the two kernels that it stands for."""
+    _, page_size, two_g, width = kv_pages.shape
+    fits = rows.page_table.shape[1] * page_size <= MOST_KEYS
+    return fits and (num_heads, two_g // 2, width) in TIMED
 
 
 def rotate_write_and_attend(
