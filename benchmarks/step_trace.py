@@ -6,10 +6,9 @@
 The model is cut to its first layers, at every width as it is, with random weights; rows hold
 CONTEXT tokens. `step_ms` is of the whole step, dispatched back to back as an engine runs it, with
 CUDA graphs; `layer_us` the difference of the longer and the shorter model over the layers that it
-has more. The launches are those of one layer in the middle, from a profiler's trace of the same
-step compiled without CUDA graphs: in it a launch has a name. `microseconds` runs from a launch's
-start to its end, `gap` from the end of the one before; launches that start early overlap, and
-their gap is negative.
+has more. The launches are those of the shorter model, from a profiler's trace of the same step
+compiled without CUDA graphs: in it a launch has a name. `microseconds` runs from a launch's start
+to its end, `gap` from the end of the one before; who starts early has a negative one.
 """
 
 from __future__ import annotations
@@ -174,23 +173,17 @@ def traced(step: Step, executable: Any) -> list[tuple[str, float, float]]:
     return events[-(len(events) // 4) :]
 
 
-def middle_layer(events: list[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    """The launches between two of the middle launches that rotate, and the gap before each."""
-    starts = [i for i, event in enumerate(events) if re.match("rotate|attend|qkv", event[0])]
-    if len(starts) < 4:
-        return [{"name": n, "microseconds": us} for n, _, us in events]
-    first, end = starts[len(starts) // 2], starts[len(starts) // 2 + 1]
-    rows = []
-    for i in range(first, end):
-        name, start, took = events[i]
-        before = events[i - 1]
-        rows.append(
-            {
-                "name": re.sub(r"[._]\d+$", "", name),
-                "microseconds": round(took, 2),
-                "gap": round(start - before[1] - before[2], 2),
-            }
-        )
+def described(events: list[tuple[str, float, float]], text: str) -> list[dict[str, Any]]:
+    """The launches with the names of their kernels, from the compiled text, and the gaps before."""
+    pattern = re.compile(r'%?([\w.-]+) = .*?op_name="[^"]*?([^"/]*)/(?:pallas_call|mpmd_map)"')
+    kernels = dict(pattern.findall(text))
+    rows, before = [], None
+    for name, start, took in events:
+        row: dict[str, Any] = {"name": kernels.get(name, name), "microseconds": round(took, 2)}
+        if before is not None:
+            row["gap"] = round(start - before, 2)
+        rows.append(row)
+        before = start + took
     return rows
 
 
@@ -206,7 +199,8 @@ def measured(name: str, *, rows: int, layers: tuple[int, int]) -> dict[str, Any]
         floors.append(floor_ms(model, batch=rows, nodes=1, context=CONTEXT, itemsize=2))
         found[f"step_ms_{count}"] = [round(ms, 4) for ms in all_ms]
         if count == layers[0] and jax.default_backend() == "gpu":
-            found["launches"] = middle_layer(traced(step, step.compiled(with_graphs=False)))
+            plain = step.compiled(with_graphs=False)
+            found["launches"] = described(traced(step, plain), plain.as_text() or "")
         del step
     more = layers[1] - layers[0]
     found["layer_us"] = round(1e3 * (medians[1] - medians[0]) / more, 2)
