@@ -83,11 +83,10 @@ def check(case: Case, *, interpret: bool) -> None:
         heads, rotation, pool, rows, call, given
     )
     tolerance = 2e-5 if case.dtype == jnp.float32 else 0.03
-    found, expected, mine, written = (
-        np.asarray(x, np.float32) for x in (found, expected, mine, written)
-    )
-    np.testing.assert_allclose(found, expected, atol=tolerance)
-    np.testing.assert_allclose(mine[1:], written[1:], atol=tolerance)  # page 0 is the dummy
+    # page 0 is the dummy
+    for have, want in ((found, expected), (mine[1:], written[1:])):
+        pair = (np.asarray(x, np.float32) for x in (have, want))
+        np.testing.assert_allclose(*pair, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -235,10 +235,11 @@ def _attend(
     index = jnp.where(inside, prefix // page_size, 0)
     page = jnp.where(inside & is_row, plt.load(table_ref.at[only, index]), 0)
     offset = prefix % page_size
-    products = sum(
+    first_half, second_half = (
         jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32), axis=1)
         for a, b in zip(q, k_new, strict=True)
     )
+    products = first_half + second_half
     scores = scored(products, is_mine)
     new_top = jnp.maximum(top, scores)
     weight = jnp.where(is_mine, jnp.exp2(scores - new_top), 0.0)
