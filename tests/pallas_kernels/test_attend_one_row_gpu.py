@@ -85,8 +85,8 @@ def check(case: Case, *, interpret: bool) -> None:
     tolerance = 2e-5 if case.dtype == jnp.float32 else 0.03
     # page 0 is the dummy
     for have, want in ((found, expected), (mine[1:], written[1:])):
-        pair = (np.asarray(x, np.float32) for x in (have, want))
-        np.testing.assert_allclose(*pair, atol=tolerance)
+        numbers, wanted = (np.asarray(x, np.float32) for x in (have, want))
+        np.testing.assert_allclose(numbers, wanted, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)

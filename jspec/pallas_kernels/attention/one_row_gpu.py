@@ -144,7 +144,7 @@ def _attend(
     sin_ref: Any,
     table_ref: Any,
     place_ref: Any,
-    _: Any,  # the pool as it came: the same memory as pool_ref
+    _before: Any,  # the pool as it came: the same memory as pool_ref
     *norms_and_out: Any,
     static: _Static,
 ) -> None:
