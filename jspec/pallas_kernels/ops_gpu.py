@@ -14,7 +14,7 @@ from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_layer as fused_attention_gpu
-from jspec.pallas_kernels.attention import reference
+from jspec.pallas_kernels.attention import one_row_gpu, reference
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
@@ -106,6 +106,14 @@ class GpuOps(Ops):
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         is_whole = 2 * rotation.cos.shape[-1] == heads.shape[-1]
+        settings = call.settings | {"sinks": sinks, "interpret": self.interpret}
+        if is_whole and call.queries_per_row == 1:
+            sizes = {"num_heads": rotation.num_heads}
+            pays = one_row_gpu.pays(kv_pages, rows, **sizes)
+            if pays and one_row_gpu.serves(heads, kv_pages, rows, **sizes):
+                return one_row_gpu.rotate_write_and_attend(
+                    heads, rotation, kv_pages, rows, **settings
+                )
         serves = fused_attention_gpu.serves(heads, kv_pages, queries_per_row=call.queries_per_row)
         if not (is_whole and serves):
             return Ops.rotate_write_and_attend(self, heads, rotation, kv_pages, rows, call, sinks)
@@ -114,10 +122,8 @@ class GpuOps(Ops):
             rotation,
             kv_pages,
             rows,
-            sinks=sinks,
             queries_per_row=call.queries_per_row,
-            interpret=self.interpret,
-            **call.settings,
+            **settings,
         )
 
     def add_norm(

@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
-from jspec.pallas_kernels.add_norm.gpu import num_warps
+from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
@@ -40,6 +40,8 @@ from jspec.pallas_kernels.experts.routing_gpu import (
     ranked,
     scores_of,
 )
+
+SUM_WARPS = 4  # times the warps of a norm alone, for the sum of pairs and its norm
 
 
 def mixture_of_sum(
@@ -300,7 +302,10 @@ def mixed_norm(
         functools.partial(_mixed_norm, eps=eps, width=width),
         grid=(num_tokens,),
         out_shape=(out, out),
-        compiler_params=plt.CompilerParams(num_warps=num_warps(width), num_stages=1),
+        # A thread holds a part of top_k rows: more threads, and no row waits for another.
+        compiler_params=plt.CompilerParams(
+            num_warps=min(SUM_WARPS * num_warps(width), MAX_WARPS), num_stages=1
+        ),
         interpret=interpret,
         name="experts_sum_norm",
     )(*operands, *([] if mixed.bias is None else [mixed.bias]))
