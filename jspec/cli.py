@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
 from jspec.cli_convert import run_convert
+from jspec.cli_verify import run_verify
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.device_memory import share_for_server
@@ -39,6 +40,7 @@ USAGE = """usage: jspec COMMAND [flags]
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
+  verify      replay prompts with and without speculation; jspec verify --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch": run_batch_command,
         "convert": run_convert,
         "train-draft": run_train_draft,
+        "verify": run_verify,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspec.core import sharding, shapes
+from jspec.core import shapes, sharding
 from jspec.core.errors import RequestError
 from jspec.core.request import SAMPLING_FIELDS, Request
 from jspec.core.sampling_fields import PREFIX, packed_fields, rows_of, write_neutral, write_request
@@ -252,9 +252,7 @@ class _Differences:
                 )
                 index = position - prompt_len
                 self.found.append(
-                    Difference(
-                        index=index, emitted_id=emitted, chosen_id=int(chosen), margin=found
-                    )
+                    Difference(index=index, emitted_id=emitted, chosen_id=int(chosen), margin=found)
                 )
 
 
