@@ -142,7 +142,7 @@ def _guesser(head: DraftHead, num_depths: int, dtype: str) -> Callable[..., Any]
         features = TargetFeatures(hidden=hidden, aux=aux)
         guesses = head.guesses(params, ids, features, num_depths=num_depths, dtype=jnp.dtype(dtype))
         num_rows = ids.shape[1] - 1 - num_depths
-        draft_ids = params["draft_ids"]
+        draft_ids = params.get("draft_ids", jnp.arange(guesses[0].logits.shape[-1]))
         found = []
         for i, each in enumerate(guesses):
             positions = jnp.broadcast_to(jnp.arange(num_rows) + 2 + i, (ids.shape[0], num_rows))

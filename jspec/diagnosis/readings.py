@@ -77,15 +77,12 @@ def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading
 
 
 def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]:
-    """All ids moved by one, one of them moved by one, the usual ones; the order turned round."""
+    """Each id moved by one or not, the usual ones; the order turned round."""
     ids = head.config.aux_layer_ids
     near = set(nearby_layers(ids, target.num_layers))
-    moved = [tuple(i + d for i in ids) for d in (-1, 1)]
-    moved += [
-        (*ids[:place], ids[place] + d, *ids[place + 1 :])
-        for place in range(len(ids))
-        for d in (-1, 1)
-    ]
+    some = itertools.product((0, -1, 1), repeat=len(ids)) if len(ids) <= 3 else ()
+    moved = [tuple(i + d for i, d in zip(ids, by, strict=True)) for by in some]
+    moved += [tuple(i + d for i in ids) for d in (-1, 1)]
     if len(ids) == 3:
         moved.append(usual_layers(target.num_layers))
     moved.append(ids[::-1])
