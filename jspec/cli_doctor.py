@@ -16,7 +16,6 @@ from jspec.cli_verify import (
     warn,
     write_json,
 )
-from jspec.core.request import SamplingParams
 from jspec.engine.device_memory import share_for_server
 from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser, add_flags, parse_flags
@@ -43,9 +42,6 @@ def run_doctor(argv: Sequence[str]) -> int:
     )
     add_flags(parser, groups=ENGINE_GROUPS)
     options, settings = parse_flags(parser, argv)
-    SamplingParams.from_mapping(  # what is wrong is said before anything loads
-        {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
-    )
     check_prompt_flags(options)
     warn(settings.warnings)
     os.environ.update(share_for_server(os.environ))

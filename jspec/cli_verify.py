@@ -44,9 +44,6 @@ def run_verify(argv: Sequence[str]) -> int:
     )
     add_flags(parser, groups=ENGINE_GROUPS)
     options, settings = parse_flags(parser, argv)
-    SamplingParams.from_mapping(  # what is wrong is said before anything loads
-        {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
-    )
     check_prompt_flags(options)
     warn(settings.warnings)
     os.environ.update(share_for_server(os.environ))
@@ -89,9 +86,12 @@ def add_prompt_flags(parser: FlagParser, *, num_prompts: int) -> None:
 
 
 def check_prompt_flags(options: Any) -> None:
-    """Raises ConfigError for what cannot be, before anything loads."""
+    """Raises ConfigError or RequestError for what cannot be, before anything loads."""
+    SamplingParams.from_mapping({"temperature": options.temperature})
     if options.num_prompts < 1:
         raise ConfigError(f"--num-prompts is {options.num_prompts}; expected at least 1")
+    if options.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens is {options.max_new_tokens}; expected at least 1")
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise ConfigError(
             f"--output is {options.output!r}; expected a file in a folder that is there"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jspec.api import Engine
-from jspec.core.errors import ConfigError
+from jspec.core.errors import ConfigError, RequestError
 from jspec.diagnosis import findings
 from jspec.diagnosis.agreement import Agreement, Evidence, gather, measure
 from jspec.diagnosis.findings import Finding, Trial
@@ -35,6 +35,7 @@ from jspec.training.head_eagle3 import TrainedEagle3
 from jspec.training.head_mtp import TrainedMtp
 
 FIRST_TEXTS = 4  # on which every reading is tried
+LEAST_TOKENS = 50  # of all texts; rules speak of shares
 PROMISING = 4  # readings that are then measured on all
 Say = Callable[[str], None]
 
@@ -60,6 +61,8 @@ class Examination:
     def __init__(self, engine: Engine, texts: Sequence[Text], *, say: Say) -> None:
         self._engine, self._served, self._say = engine, engine.served, say
         self._texts = [text for text in texts if text.ids]
+        if not self._texts:
+            raise RequestError("every text is empty; expected prompts that the target goes on from")
         self._spec = engine.limits.spec
         self._dtype = engine.config.dtype
         self._target: Decoder = self._served.models.target
@@ -114,6 +117,11 @@ class Examination:
         layers = nearby_layers(self._layer_ids, self._target.spec.num_layers)
         self._evidence = self._gather(self._target, layers)
         self._base = self._measure(head, self._evidence)
+        if (count := int(self._base.anchors.sum())) < LEAST_TOKENS:
+            raise RequestError(
+                f"the texts have {count} tokens after which the head's guesses can be judged; "
+                f"expected at least {LEAST_TOKENS}: give more prompts or more --max-new-tokens"
+            )
         shifted = [
             (reading, self._measure(head, self._evidence, shift=reading.shift))
             for reading in shifted_readings(head)

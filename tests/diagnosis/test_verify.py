@@ -107,6 +107,7 @@ def test_a_line_that_is_no_prompt_is_named(line: str, why: str, tmp_path: Path) 
         (["verify", "--model-path", "."], "nothing to compare"),
         (["verify", "--temperature", "-1"], "temperature is -1"),
         (["verify", "no such file"], "expected a text file"),
+        (["verify", "--max-new-tokens", "0"], "expected at least 1"),
         (["verify", "--num-prompts", "0"], "expected at least 1"),
         (["verify", "--output", "no/such/folder/x.json"], "folder that is there"),
         (["verify", "--max-new-token", "3"], "--max-new-tokens"),
