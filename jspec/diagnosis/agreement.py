@@ -128,8 +128,8 @@ class Agreement:
 
 
 @cache
-def _guesser(head: DraftHead, num_depths: int, dtype: str) -> Callable[..., Any]:
-    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence)."""
+def _guesser(head: Any, num_depths: int, dtype: str) -> Callable[..., Any]:
+    """head: a DraftHead; they are frozen. Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence)."""
 
     def guess(
         params: Params,

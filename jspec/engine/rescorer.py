@@ -134,16 +134,18 @@ class Rescorer:
         rows: SamplingRows,
         seen: _Counts,
     ) -> tuple[jax.Array, ChunkScores]:
-        def padded(x: np.ndarray) -> np.ndarray:
-            return np.pad(x, (0, self._chunk_size - len(x))).astype(np.int32)
+        def ints(*values: int, size: int) -> Any:
+            found = np.zeros(size, np.int32)
+            found[: len(values)] = values
+            return found
 
         following = ids[start + 1 : start + 1 + size]
         chunk = TextChunk(
-            token_ids=padded(ids[start : start + size]),
-            following=padded(following),
-            start=np.array([start], np.int32),
-            num_tokens=np.array([size], np.int32),
-            prompt_len=np.array([prompt_len], np.int32),
+            token_ids=ints(*ids[start : start + size], size=self._chunk_size),
+            following=ints(*following, size=self._chunk_size),
+            start=ints(start, size=1),
+            num_tokens=ints(size, size=1),
+            prompt_len=ints(prompt_len, size=1),
             sampling=rows,
         )
         params = {"target": self._served.params["target"]}
@@ -214,13 +216,13 @@ class _Counts:
 
     def __init__(self, ids: np.ndarray, prompt_len: int, vocab_size: int) -> None:
         self._ids, self._prompt_len, self._vocab_size = ids, prompt_len, vocab_size
-        self._marks = np.zeros((1, vocab_size), np.int8)
+        self._marks: Any = np.zeros((1, vocab_size), np.int8)
         self._marks[0, ids[:prompt_len]] = 1
 
     def before(self, start: int) -> Seen:
         """Host arrays [1, V]."""
         emitted = self._ids[self._prompt_len : start]
-        counts = np.bincount(emitted, minlength=self._vocab_size).astype(np.int32)
+        counts: Any = np.bincount(emitted, minlength=self._vocab_size).astype(np.int32)
         return Seen(output_counts=counts[None], prompt_marks=self._marks)
 
 
