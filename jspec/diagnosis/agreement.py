@@ -129,7 +129,10 @@ class Agreement:
 
 @cache
 def _guesser(head: Any, num_depths: int, dtype: str) -> Callable[..., Any]:
-    """head: a DraftHead; they are frozen. Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence)."""
+    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence).
+
+    head: a DraftHead; all of them are frozen.
+    """
 
     def guess(
         params: Params,

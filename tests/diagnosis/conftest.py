@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jspec.api import Engine
 from jspec.testing.tiny_models import write_tiny_pair
 
 
@@ -25,10 +23,3 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "disable_radix_cache": True,
         "compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
     }
-
-
-@pytest.fixture(scope="session")
-def engine(arguments: dict[str, Any]) -> Iterator[Engine]:
-    """The one that speculates."""
-    with Engine(**arguments) as engine:
-        yield engine

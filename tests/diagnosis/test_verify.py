@@ -19,6 +19,7 @@ SETTINGS = VerifySettings(max_new_tokens=24, temperatures=(0.0, 1.0))
 PROMPTS = examples()[:3]
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_has_no_fault(arguments: dict[str, Any]) -> None:
     report = verify(arguments, PROMPTS, SETTINGS)
     assert report.num_texts == 6

@@ -1,4 +1,7 @@
-"""A served text scored again: the same choices, whatever the sampling; what is altered is found."""
+"""A served text scored again: the same choices, whatever the sampling; what is altered is found.
+
+Of engine/rescorer; it is here for this folder's engine.
+"""
 
 from __future__ import annotations
 
