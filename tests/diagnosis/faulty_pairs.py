@@ -67,7 +67,7 @@ def rope_theta(directory: Path) -> dict[str, Any]:
 def window(directory: Path) -> dict[str, Any]:
     target = copied(directory, "target")
     with_config(
-        target, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16
+        target, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8
     )
     return of_draft(BUNDLED / "draft", target=target)
 
