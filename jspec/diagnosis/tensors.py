@@ -11,16 +11,21 @@ import numpy as np
 from jspec.diagnosis.agreement import Evidence
 from jspec.models.placement import path_of
 
+MIN_LEVELS = 32  # of a column; 4 bits make 16
 MOST_ZEROS = 0.25  # trained matrices have none; a pruned head has a pattern of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFact:
-    """One tensor of the head. mean: of a norm's scale, near 1 where it was not trained."""
+    """One tensor of the head. mean: of a norm's scale, near 1 where it was not trained.
+
+    levels: distinct numbers of a column, at most, of those looked at: few where it was quantised.
+    """
 
     name: str
     shape: tuple[int, ...]
     zeros: float
+    levels: int
     is_finite: bool
     mean: float
     std: float
@@ -39,12 +44,18 @@ def facts_of(params: Any) -> tuple[TensorFact, ...]:
                 name=".".join(names),
                 shape=array.shape,
                 zeros=float(np.mean(array == 0)),
+                levels=max(len(np.unique(column)) for column in _columns(array)),
                 is_finite=bool(np.isfinite(array).all()),
                 mean=float(array.mean()),
                 std=float(array.std()),
             )
         )
     return tuple(found)
+
+
+def _columns(array: np.ndarray) -> np.ndarray:
+    """A few of a matrix's columns (outputs), as rows; of a vector, all of it."""
+    return array.reshape(-1, array.shape[-1]).T[:8] if array.ndim > 1 else array[None]
 
 
 def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
@@ -55,7 +66,9 @@ def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
     found += [
         f"{100 * fact.zeros:.0f}% of {fact.name} {list(fact.shape)} is zero"
         for fact in facts
-        if fact.zeros > MOST_ZEROS and not fact.name.endswith("bias")
+        if fact.zeros > MOST_ZEROS
+        and fact.levels >= MIN_LEVELS  # zeros of a quantised one are rounded numbers
+        and not fact.name.endswith("bias")
     ]
     return tuple(found)
 

@@ -83,6 +83,7 @@ def test_a_head_that_is_surer_than_right_does_not_fit() -> None:
     assert fits(agreement(0.8, confidence=0.9))
     assert fits(agreement(0.3, confidence=0.2))  # weak, and knows it
     assert not fits(agreement(0.3, confidence=0.4))
+    assert not fits(agreement(0.05, confidence=0.001))
 
 
 def test_served_steps_are_held_against_the_teacher_forced_head() -> None:
@@ -119,12 +120,13 @@ def test_agreement_by_depth_and_length() -> None:
 
 def test_tensors_that_no_training_makes() -> None:
     rng = np.random.default_rng(0)
-    matrix = rng.normal(size=(8, 8)).astype(np.float32)
-    half = np.where(rng.random((8, 8)) < 0.5, 0, matrix)
+    matrix = rng.normal(size=(128, 8)).astype(np.float32)
+    half = np.where(rng.random((128, 8)) < 0.5, 0, matrix)
     params = {"fc": {"kernel": matrix}, "layer": {"a": half}, "draft_ids": np.zeros(4, np.int32)}
     facts = facts_of(params)
     assert [fact.name for fact in facts] == ["fc.kernel", "layer.a"]
     (found,) = suspicious(facts)
-    assert "layer.a [8, 8] is zero" in found
+    assert "layer.a [128, 8] is zero" in found
+    assert suspicious(facts_of({"fc": np.round(matrix)})) == ()  # quantised, not pruned
     broken = facts_of({"fc": {"kernel": np.full((2, 2), np.nan, np.float32)}})
     assert suspicious(broken) == ("fc.kernel holds numbers that are not finite",)
