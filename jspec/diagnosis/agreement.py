@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,7 @@ def measure(
     shift: int = 0,
 ) -> Agreement:
     """Over all texts. shift: features come from so many tokens later (1) or earlier (-1)."""
-    run = partial(_guesser(head, num_steps, dtype), params)
+    run = partial(_guesser(cast(Any, head), num_steps, dtype), params)
     guessed, sure = [], []
     roll = partial(np.roll, shift=-shift, axis=1)
     aux, hidden = roll(evidence.aux(layer_ids)), roll(evidence.hidden)
