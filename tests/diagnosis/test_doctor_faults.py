@@ -8,7 +8,7 @@ healthy ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from jspec.diagnosis.texts import make_texts
 from jspec.engine.loading import BUNDLED
 from jspec.speculative.drafter import Emitted
 from jspec.speculative.eagle import EagleDrafter
-from tests.diagnosis.faulty_pairs import FAULTS, healthy
+from tests.diagnosis.faulty_pairs import FAULTS, healthy, template, tensors
 
 pytestmark = pytest.mark.slow
 SMALL = {"max_running_requests": 2, "chunked_prefill_size": 32, "disable_logprobs": True}
+CHEAP = (template, tensors)  # found without another reading of the head
 
 
 def kinds(arguments: dict[str, Any]) -> list[str]:
@@ -44,11 +45,19 @@ def kinds(arguments: dict[str, Any]) -> list[str]:
     return [each.kind for each in found.findings]
 
 
-@pytest.mark.parametrize("make", FAULTS, ids=lambda make: make.__name__)
+def each_fault() -> Iterator[Any]:
+    """All but the cheap ones are run by hand: half a minute of two idle cores each."""
+    for make in FAULTS:
+        marks = () if make in CHEAP else pytest.mark.exhaustive
+        yield pytest.param(make, id=make.__name__, marks=marks)
+
+
+@pytest.mark.parametrize("make", each_fault())
 def test_a_fault_is_named(make: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     assert kinds(make(tmp_path)) == [FAULTS[make]]
 
 
+@pytest.mark.exhaustive
 def test_an_anchor_row_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = EagleDrafter.advance
 
@@ -78,6 +87,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arguments", UNSEEN.values(), ids=UNSEEN)
 def test_a_healthy_pair_is_no_finding(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert kinds({**healthy(tmp_path), **arguments}) == []

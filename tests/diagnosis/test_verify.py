@@ -31,6 +31,7 @@ def test_a_healthy_pair_has_no_fault(arguments: dict[str, Any]) -> None:
     assert json.loads(json.dumps(report.to_json()))["num_faults"] == 0
 
 
+@pytest.mark.slow
 def test_a_corrupted_row_of_the_cache_is_found(arguments: dict[str, Any]) -> None:
     report = verify(arguments, PROMPTS, SETTINGS, make_engine=CorruptingEngine)
     assert report.speculation.faults
