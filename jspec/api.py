@@ -90,6 +90,7 @@ class Engine(LiveWeights):
         defaults = load_sampling_defaults(paths.target) if is_models else {}
         runner, self.config, weights = self._build_runner(progress)
         self._init_weights(weights)
+        self._served = weights
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -129,6 +130,11 @@ class Engine(LiveWeights):
     @property
     def stats(self) -> SchedulerStats:
         return self._loop.stats
+
+    @property
+    def served(self) -> ServedWeights:
+        """Models and weights as they serve, for whoever checks or measures them."""
+        return self._served
 
     @property
     def busy_seconds(self) -> float:

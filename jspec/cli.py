@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `generate`, `batch`, `convert`, `train-draft` and `flags`.
+"""The command line: `jspec serve`, `generate`, `batch`, `verify`, `doctor` and the others.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
 from jspec.cli_convert import run_convert
+from jspec.cli_doctor import run_doctor
+from jspec.cli_verify import run_verify
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.device_memory import share_for_server
@@ -39,6 +41,8 @@ USAGE = """usage: jspec COMMAND [flags]
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
+  verify      replay prompts with and without speculation; jspec verify --help
+  doctor      say why speculation does not pay; jspec doctor --help
   flags       every flag of serve as Markdown, also those that are refused
   version     print the version
   help        print this
@@ -57,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch": run_batch_command,
         "convert": run_convert,
         "train-draft": run_train_draft,
+        "verify": run_verify,
+        "doctor": run_doctor,
         "flags": lambda _: _say(markdown_table()),
         "version": lambda _: _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),

@@ -31,10 +31,13 @@ FLOORS: dict[str, int] = {
     "api": 7,
     "server": 8,
     "offline": 9,
+    "diagnosis": 9,
     "cli_batch": 10,
     "cli_convert": 10,
     "cli_train_draft": 10,
-    "cli": 11,
+    "cli_verify": 10,
+    "cli_doctor": 11,
+    "cli": 12,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
 

@@ -100,6 +100,20 @@ class ServedWeights:
         }
 
     @property
+    def models(self) -> LoadedModels:
+        """What they were built from, without params."""
+        return self._models
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def params(self) -> Any:
+        """As they lie on the devices now, {"target": ..., "draft": ...}."""
+        return self._runner.params
+
+    @property
     def has_draft(self) -> bool:
         return self._models.request.path is not None
 

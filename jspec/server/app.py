@@ -48,12 +48,17 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(endpoints.service.watch(), name="jspec-watch")
+        service = endpoints.service
+        tasks = {
+            asyncio.create_task(service.watch(), name="jspec-watch"),
+            asyncio.create_task(service.checks.run(), name="jspec-checks"),
+        }
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.wait({watching})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     app = Starlette(
         routes=endpoints.routes(),

@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from jspec.core.config import ServeLimits
 from jspec.core.request import StreamChunk
 from jspec.scheduler.stats import SchedulerStats
+from jspec.server.background_checks import CheckCounts
 
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -160,7 +161,9 @@ class ServerMetrics(Collector):
         limits: ServeLimits,
         read_stats: Callable[[], SchedulerStats],
         meter: RateMeter,
+        read_checks: Callable[[], CheckCounts] = CheckCounts,
     ) -> None:
+        self._read_checks = read_checks
         self._labels = {"model_name": model_name}
         self._limits = limits
         self._read_stats = read_stats
@@ -230,6 +233,7 @@ class ServerMetrics(Collector):
                 "Sequences aborted because nobody read what they made",
             ),
             "sglang:num_retracted_requests": (stats.num_retractions, "Retractions"),
+            **_check_totals(self._read_checks()),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=tuple(self._labels))
@@ -239,6 +243,23 @@ class ServerMetrics(Collector):
             total = CounterMetricFamily(name, text, labels=tuple(self._labels))
             total.add_metric(tuple(self._labels.values()), value)
             yield total
+
+
+def _check_totals(counts: CheckCounts) -> dict[str, tuple[float, str]]:
+    """Of --verify-fraction."""
+    return {
+        "jspec:verify_requests": (counts.num_requests, "Answers that were scored again"),
+        "jspec:verify_tokens": (counts.num_tokens, "Their tokens"),
+        "jspec:verify_tie_flips": (
+            counts.num_tie_flips,
+            "Tokens that rounding let differ from the target's own choice",
+        ),
+        "jspec:verify_faults": (
+            counts.num_faults,
+            "Tokens that differ from the target's own choice by more than rounding",
+        ),
+        "jspec:verify_skipped": (counts.num_skipped, "Chosen answers that could not be checked"),
+    }
 
 
 class RequestClock:

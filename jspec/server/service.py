@@ -25,6 +25,7 @@ from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.scheduler.stats import SchedulerStats
+from jspec.server.background_checks import BackgroundChecks
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.http import unless_gone
 from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
@@ -67,6 +68,7 @@ class Work:
         self.service.forget(self.names)
         for fold in self.folds:
             fold.end_trace()
+            self.service.checks.finish(fold.completion)
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
@@ -103,12 +105,14 @@ class Service:
         self.engine = engine
         self.args = args
         self.started = time.time()
+        self.checks = BackgroundChecks(engine, args.verify_fraction)
         self.meter = RateMeter(clock=lambda: engine.busy_seconds)
         self.metrics = ServerMetrics(
             model_name=self.model_name,
             limits=engine.limits,
             read_stats=lambda: engine.stats,
             meter=self.meter,
+            read_checks=lambda: self.checks.counts,
         )
         self.profiler = Profiler()
         self._trace = None if args.trace_requests is None else open_trace(args.trace_requests)
@@ -191,6 +195,7 @@ class Service:
             raise
         for _, request in indexed:
             self._say_if_cut(request)
+        self.checks.watch(request for _, request in indexed)
         folds = tuple(
             SequenceFold(
                 request.request_id,

@@ -1,0 +1,279 @@
+"""Scores finished texts again, chunk by chunk, beside an engine and apart from its pages.
+
+It holds one row's pools of the target and one program; the weights are the engine's own, read anew
+for every chunk, so that a check that meets a switch of weights ends rather than mixes two models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspec.core import shapes, sharding
+from jspec.core.errors import RequestError
+from jspec.core.request import SAMPLING_FIELDS, Request
+from jspec.core.sampling_fields import PREFIX, packed_fields, rows_of, write_neutral, write_request
+from jspec.core.state import SamplingRows, Seen
+from jspec.engine.runner import empty_pools
+from jspec.engine.served_weights import ServedWeights
+from jspec.models import placement
+from jspec.models.decoder import Decoder
+from jspec.sampling.margin import margin
+from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
+
+CHUNK = 64
+MAX_EXPLAINED = 64  # differences of one text whose margin is computed: a fault makes very many
+PAGE_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A token that was emitted where the target alone chooses another one.
+
+    index: of the output. margin: in units of a logit (`sampling.margin`).
+    """
+
+    index: int
+    emitted_id: int
+    chosen_id: int
+    margin: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """A whole text, prompt and output; entry i of an array is of its token i, the first unknown.
+
+    num_differences counts all; `differences` explains the first MAX_EXPLAINED of them.
+    """
+
+    prompt_len: int
+    chosen_ids: np.ndarray  # i32[n], given the tokens before; the prompt's mean nothing
+    logprobs: np.ndarray  # f32[n], of the text's token, by the raw logits
+    top_ids: np.ndarray  # i32[n, 20]
+    top_logprobs: np.ndarray  # f32[n, 20]
+    differences: tuple[Difference, ...]
+    num_differences: int
+    hidden: np.ndarray | None = None  # [n, E], where features were asked for
+    aux: np.ndarray | None = None  # [n, A]
+
+
+class Rescorer:
+    """served: whose target scores. most_tokens: of a text. chunk_size: tokens a call.
+
+    target: another reading of the same weights; None: the served one.
+    """
+
+    def __init__(
+        self,
+        served: ServedWeights,
+        *,
+        most_tokens: int,
+        chunk_size: int = CHUNK,
+        target: Decoder | None = None,
+    ) -> None:
+        self._served, self._mesh = served, served.mesh
+        self._target = target or served.models.target
+        self._chunk_size = chunk_size
+        self._most_tokens = most_tokens
+        self._num_pages = shapes.num_pages(most_tokens, PAGE_SIZE)
+        self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._kv = self._empty_pools()
+        self._run = self._program()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._target.vocab_size
+
+    def score(
+        self,
+        request: Request,
+        output_ids: Sequence[int],
+        *,
+        first_chunk: int | None = None,
+        features: bool = False,
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> Rescored:
+        """Scores prompt and output of a request.
+
+        first_chunk: tokens of the first call, so that the others fall elsewhere. features: keeps
+        the target's too. before_chunk: called before each; what it raises ends the check.
+        Raises RequestError for a text that is too long or has no output.
+        """
+        ids = np.asarray((*request.prompt_ids, *output_ids), np.int32)
+        if not 1 < len(ids) <= self._most_tokens:
+            raise RequestError(
+                f"the text has {len(ids)} tokens; expected from 2 to {self._most_tokens}"
+            )
+        prompt_len = len(request.prompt_ids)
+        rows = self._sampling(request)
+        seen = _Counts(ids, prompt_len, self.vocab_size)
+        found, differences = [], _Differences(request, ids)
+        start, size = 0, min(first_chunk or self._chunk_size, self._chunk_size)
+        while start < len(ids):
+            before_chunk()
+            size = min(size, len(ids) - start)
+            logits, scores = self._call(ids, start, size, prompt_len, rows, seen)
+            differences.add(start, np.asarray(scores.chosen_ids)[:size], logits)
+            found.append(_on_host(scores, size, features=features))
+            start, size = start + size, self._chunk_size
+        return _rescored(found, prompt_len, differences)
+
+    def _call(
+        self,
+        ids: np.ndarray,
+        start: int,
+        size: int,
+        prompt_len: int,
+        rows: SamplingRows,
+        seen: _Counts,
+    ) -> tuple[jax.Array, ChunkScores]:
+        def ints(*values: int, size: int) -> Any:
+            found = np.zeros(size, np.int32)
+            found[: len(values)] = values
+            return found
+
+        following = ids[start + 1 : start + 1 + size]
+        chunk = TextChunk(
+            token_ids=ints(*ids[start : start + size], size=self._chunk_size),
+            following=ints(*following, size=self._chunk_size),
+            start=ints(start, size=1),
+            num_tokens=ints(size, size=1),
+            prompt_len=ints(prompt_len, size=1),
+            sampling=rows,
+        )
+        params = {"target": self._served.params["target"]}
+        put = jax.device_put(chunk, self._replicated)
+        self._kv, logits, scores = self._run(params, self._kv, seen.before(start), put)
+        return logits, scores
+
+    def _sampling(self, request: Request) -> SamplingRows:
+        """The request's row, [1, ...], as the engine packs it."""
+        fields = {
+            name: np.zeros(shape, np.int32) for name, shape in packed_fields(SAMPLING_FIELDS, 1)
+        }
+        write_neutral(fields, SAMPLING_FIELDS, vocab_size=self.vocab_size)
+        write_request(fields, 0, request, SAMPLING_FIELDS, vocab_size=self.vocab_size)
+        rows = rows_of(SAMPLING_FIELDS)
+        return SamplingRows(
+            **{name: fields[PREFIX + name].view(row.dtype) for name, row in rows.items()}
+        )
+
+    def _empty_pools(self) -> tuple[jax.Array, ...]:
+        models = self._served.models
+        pools = empty_pools(
+            self._target.cache_groups,
+            num_pages=self._num_pages + 1,
+            page_size=PAGE_SIZE,
+            shards=self._mesh.size,
+            dtype=jnp.dtype(models.config.dtype),
+            ops=self._target.ops,
+        )
+        split = NamedSharding(self._mesh, PartitionSpec(None, None, sharding.TENSOR_AXIS, None))
+        return tuple(jax.device_put(pool, split) for pool in pools)
+
+    def _program(self) -> Any:
+        """Jitted (params, pools, seen, chunk) -> (pools, logits, scores); the pools are donated."""
+        params = {"target": self._served.params["target"]}
+        tables = {"target": self._target.table}
+        pools = PartitionSpec(None, None, sharding.TENSOR_AXIS, None)
+        by_id = PartitionSpec(None, sharding.TENSOR_AXIS)
+        in_specs = (placement.param_specs(tables, params), pools, by_id, PartitionSpec())
+
+        def run(params: Any, kv: Any, seen: Seen, chunk: TextChunk) -> Any:
+            return rescore_chunk(
+                self._target, params["target"], kv, seen, chunk, num_pages=self._num_pages
+            )
+
+        step = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=(pools, by_id, PartitionSpec()),
+            check_vma=False,
+        )
+        place = partial(sharding.shardings, self._mesh)
+        by_columns = self._target.ops.by_columns
+        return jax.jit(
+            step,
+            in_shardings=(
+                placement.param_places(self._mesh, tables, params, by_columns=by_columns),
+                *(place(spec) for spec in in_specs[1:]),
+            ),
+            out_shardings=(place(pools), place(by_id), place(PartitionSpec())),
+            donate_argnums=(1,),
+        )
+
+
+class _Counts:
+    """What of a text comes before a chunk, as penalties want it."""
+
+    def __init__(self, ids: np.ndarray, prompt_len: int, vocab_size: int) -> None:
+        self._ids, self._prompt_len, self._vocab_size = ids, prompt_len, vocab_size
+        self._marks: Any = np.zeros((1, vocab_size), np.int8)
+        self._marks[0, ids[:prompt_len]] = 1
+
+    def before(self, start: int) -> Seen:
+        """Host arrays [1, V]."""
+        emitted = self._ids[self._prompt_len : start]
+        counts: Any = np.bincount(emitted, minlength=self._vocab_size).astype(np.int32)
+        return Seen(output_counts=counts[None], prompt_marks=self._marks)
+
+
+class _Differences:
+    """Finds and explains them, while the logits of their chunk are there."""
+
+    def __init__(self, request: Request, ids: np.ndarray) -> None:
+        self._request, self._ids = request, ids
+        self.found: list[Difference] = []
+        self.count = 0
+
+    def add(self, start: int, chosen_ids: np.ndarray, logits: jax.Array) -> None:
+        prompt_len = len(self._request.prompt_ids)
+        for row, chosen in enumerate(chosen_ids):
+            position = start + row + 1
+            if not prompt_len <= position < len(self._ids):
+                continue
+            emitted = int(self._ids[position])
+            if emitted == chosen:
+                continue
+            self.count += 1
+            if len(self.found) < MAX_EXPLAINED:
+                found = margin(
+                    np.asarray(logits[row]),
+                    emitted,
+                    sampling=self._request.sampling,
+                    seed=self._request.seed,
+                    position=position,
+                )
+                index = position - prompt_len
+                self.found.append(
+                    Difference(index=index, emitted_id=emitted, chosen_id=int(chosen), margin=found)
+                )
+
+
+def _on_host(scores: ChunkScores, size: int, *, features: bool) -> dict[str, np.ndarray]:
+    names = ["chosen_ids", "logprobs", "top_ids", "top_logprobs"]
+    names += ["hidden", "aux"] if features else []
+    return {name: np.asarray(getattr(scores, name))[:size] for name in names}
+
+
+def _rescored(
+    found: list[dict[str, np.ndarray]], prompt_len: int, differences: _Differences
+) -> Rescored:
+    """What a token's row says of the next one moves to that one; features stay where they are."""
+    whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    for name in ("chosen_ids", "logprobs", "top_ids", "top_logprobs"):
+        whole[name] = np.concatenate((np.zeros_like(whole[name][:1]), whole[name][:-1]))
+    return Rescored(
+        prompt_len=prompt_len,
+        differences=tuple(differences.found),
+        num_differences=differences.count,
+        **whole,
+    )

@@ -1,0 +1,65 @@
+"""Engines whose steps are broken on purpose, for the tests of what has to find it.
+
+`CorruptingEngine` writes over a committed KV row of the target after decode steps: every later
+token of the row attends to what no token left there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.api import Engine
+from jspec.core.plan import StepKind, StepPlan
+from jspec.core.resolved_config import ResolvedConfig
+from jspec.core.state import EngineState
+from jspec.engine.compilation import Progress
+from jspec.engine.runner import DeviceRunner
+from jspec.engine.served_weights import ServedWeights
+
+
+class CorruptingRunner:
+    """A runner that corrupts the last committed row of a step's first slot, every `every` steps."""
+
+    def __init__(self, inner: DeviceRunner, *, every: int) -> None:
+        self._inner, self._every, self._count = inner, every, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self._inner.dispatch(plan)
+        if plan.kind is StepKind.DECODE:
+            self._count += 1
+            if self._count % self._every == 0:
+                slot = plan.rows[0].slot
+                self._inner.replace_state(_corrupted(self._inner.state, slot))
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def _corrupted(state: EngineState, slot: int) -> EngineState:
+    """The state with K and V of token L - 1 turned round, in every layer."""
+    rows = state.rows
+    last = rows.seq_lens[slot] - 1
+    kv = []
+    for pages in state.kv:
+        page_size = pages.shape[1]
+        at = (rows.page_table[slot, last // page_size], last % page_size)
+        kv.append(pages.at[at].set(-2 * jnp.flip(pages[at], axis=0), mode="drop"))
+    return EngineState(kv=tuple(kv), draft_kv=state.draft_kv, draft=state.draft, rows=rows)
+
+
+class CorruptingEngine(Engine):
+    """An Engine whose runner is a CorruptingRunner."""
+
+    every = 4
+
+    def _build_runner(
+        self, progress: Progress | None
+    ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
+        runner, config, weights = super()._build_runner(progress)
+        broken: Any = CorruptingRunner(runner, every=self.every)
+        return broken, config, weights

@@ -1,0 +1,155 @@
+"""The bundled pair with one thing wrong: checkpoints and arguments, by the fault's name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from jspec.diagnosis.templates import CHATML
+from jspec.engine.loading import BUNDLED
+
+Tensors = dict[str, torch.Tensor]
+INPUT, HIDDEN = "input_layernorm.weight", "hidden_norm.weight"
+
+
+def copied(directory: Path, what: str) -> Path:
+    """A copy of the bundled target or draft."""
+    return Path(shutil.copytree(BUNDLED / what, directory / what))
+
+
+def with_config(path: Path, **changed: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def with_tensors(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    file = path / "model.safetensors"
+    tensors = {name: change(name, x) for name, x in load_file(file).items()}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, file)
+
+
+def is_matrix(name: str, x: torch.Tensor) -> bool:
+    return x.ndim == 2 and "embed" not in name
+
+
+def quantised(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Symmetric, a scale an output."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (torch.round(wide / scale) * scale).to(x.dtype)
+
+
+def healthy(directory: Path) -> dict[str, Any]:
+    del directory
+    return {}
+
+
+def layer_ids(directory: Path) -> dict[str, Any]:
+    draft = copied(directory, "draft")
+    names = {"eagle_aux_hidden_state_layer_ids": [3, 6, 8], "use_aux_hidden_state": True}
+    with_config(draft, eagle_config=names)
+    return of_draft(draft)
+
+
+def rope_theta(directory: Path) -> dict[str, Any]:
+    draft = copied(directory, "draft")
+    with_config(draft, rope_theta=500000.0)
+    return of_draft(draft)
+
+
+def window(directory: Path) -> dict[str, Any]:
+    target = copied(directory, "target")
+    with_config(
+        target, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8
+    )
+    return of_draft(BUNDLED / "draft", target=target)
+
+
+def template(directory: Path) -> dict[str, Any]:
+    file = directory / "chatml.jinja"
+    file.write_text(CHATML)
+    return {"chat_template": str(file)}
+
+
+def norm(directory: Path) -> dict[str, Any]:
+    draft = copied(directory, "draft")
+    tensors = load_file(draft / "model.safetensors")
+    a = next(name for name in tensors if name.endswith(INPUT))
+    b = next(name for name in tensors if name.endswith(HIDDEN))
+    other = {a: tensors[b], b: tensors[a]}
+    with_tensors(draft, lambda name, x: other.get(name, x))
+    return of_draft(draft)
+
+
+def vocabulary(directory: Path) -> dict[str, Any]:
+    """d2t one off, but for the ids at the end that then leave the vocabulary."""
+    draft = copied(directory, "draft")
+    tensors = load_file(draft / "model.safetensors")
+    count = len(tensors["d2t"])
+    ids = np.arange(count) + tensors["d2t"].numpy()
+    shifted = np.minimum(ids + 1, 4096 - count + np.arange(count))
+    d2t = torch.from_numpy(shifted - np.arange(count))
+    t2d = torch.zeros(4096, dtype=torch.bool)
+    t2d[torch.from_numpy(shifted)] = True
+    with_tensors(draft, lambda name, x: {"d2t": d2t, "t2d": t2d}.get(name, x))
+    return of_draft(draft)
+
+
+def tensors(directory: Path) -> dict[str, Any]:
+    """Half of the head's weights zero."""
+    draft, rng = copied(directory, "draft"), torch.Generator().manual_seed(0)
+
+    def half(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(x.shape, generator=rng) < 0.5) if is_matrix(name, x) else x
+
+    with_tensors(draft, half)
+    return of_draft(draft)
+
+
+def stale(directory: Path) -> dict[str, Any]:
+    """Another version of the target: the same function, its hidden numbers in another order."""
+    target = copied(directory, "target")
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+
+    def reordered(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or x.ndim == 1:
+            return x[order]
+        return x[:, order]
+
+    with_tensors(target, reordered)
+    return of_draft(BUNDLED / "draft", target=target)
+
+
+def quantised_twice(directory: Path) -> dict[str, Any]:
+    draft = copied(directory, "draft")
+    with_tensors(draft, lambda name, x: quantised(quantised(x, 4), 3) if is_matrix(name, x) else x)
+    return of_draft(draft)
+
+
+def of_draft(draft: Path, *, target: Path = BUNDLED / "target") -> dict[str, Any]:
+    return {
+        "model_path": str(target),
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(draft),
+    }
+
+
+# Each with the kind of finding that names it.
+FAULTS: dict[Callable[[Path], dict[str, Any]], str] = {
+    layer_ids: "layer_ids",
+    rope_theta: "rope_theta",
+    window: "window",
+    template: "template",
+    norm: "norm",
+    vocabulary: "vocabulary",
+    tensors: "tensors",
+    stale: "unfit",
+    quantised_twice: "unfit",
+}

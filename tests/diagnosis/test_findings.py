@@ -1,0 +1,132 @@
+"""The rules that turn measurements into findings, on numbers of one's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jspec.core.request import Request, SamplingParams
+from jspec.diagnosis.agreement import Agreement, gain
+from jspec.diagnosis.findings import Trial, best, fits, of_serving, unlike_served
+from jspec.diagnosis.readings import Reading, nearby_layers, usual_layers
+from jspec.diagnosis.records import buckets_of, by_depth
+from jspec.diagnosis.tensors import facts_of, suspicious
+from jspec.diagnosis.texts import Text, Verification
+
+ROWS, S = 400, 3
+
+
+def agreement(share: float, *, confidence: float = 0.5, seed: int = 0) -> Agreement:
+    """One text, whose guesses hit at random."""
+    hits = np.random.default_rng(seed).random((1, ROWS, S)) < share
+    return Agreement(hits=hits, anchors=np.ones((1, ROWS), bool), confidence=confidence)
+
+
+def reading(kind: str, *, shift: int = 0) -> Reading:
+    head: object = None
+    return Reading(
+        kind=kind,
+        fault="a fault",
+        repair="a repair",
+        head=head,  # type: ignore[arg-type]
+        layer_ids=(),
+        shift=shift,
+    )
+
+
+def text(num_accepted: np.ndarray) -> Text:
+    """One whose step at every row accepted so many."""
+    request = Request(request_id="r", prompt_ids=(1,), sampling=SamplingParams(), seed=0)
+    steps = tuple(
+        Verification(length=t + 1, num_accepted=int(n), num_emitted=int(n) + 1)
+        for t, n in enumerate(num_accepted)
+    )
+    return Text(request=request, ids=(1,), finish=None, steps=steps)
+
+
+def trial(before: float, after: float, kind: str = "norm") -> Trial:
+    found, base = agreement(after, seed=1), agreement(before, seed=2)
+    return Trial.of(reading(kind), found, base)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_believed"),
+    [
+        (0.1, 0.85, True),  # most of what was missing
+        (0.75, 0.85, True),  # a tenth of it, to a good head
+        (0.35, 0.45, False),  # a bad head stays one
+        (0.8, 0.805, False),  # chance
+        (0.8, 0.6, False),
+    ],
+)
+def test_a_repair_is_believed_if_it_repairs(before: float, after: float, is_believed: bool) -> None:
+    assert trial(before, after).is_believed is is_believed
+
+
+def test_the_best_believed_repair_is_named() -> None:
+    trials = [trial(0.35, 0.4, "layer_ids"), trial(0.1, 0.6, "norm"), trial(0.1, 0.9, "vocabulary")]
+    found = best(trials)
+    assert found is not None
+    assert found.finding.kind == "vocabulary"
+    assert best(trials[:1]) is None
+
+
+def test_a_gain_counts_its_own_standard_error() -> None:
+    gained, errors = gain(agreement(0.8, seed=1), agreement(0.5, seed=2))
+    assert gained == pytest.approx(0.3, abs=0.05)
+    assert errors > 8
+    same = agreement(0.5)
+    assert gain(same, same) == (0.0, 0.0)
+
+
+def test_a_head_that_is_surer_than_right_does_not_fit() -> None:
+    assert fits(agreement(0.8, confidence=0.9))
+    assert fits(agreement(0.3, confidence=0.2))  # weak, and knows it
+    assert not fits(agreement(0.3, confidence=0.4))
+    assert not fits(agreement(0.05, confidence=0.001))
+
+
+def test_served_steps_are_held_against_the_teacher_forced_head() -> None:
+    right, shifted = agreement(0.8, seed=1), agreement(0.4, seed=2)
+    as_forced, as_shifted = text(right.num_accepted[0]), text(shifted.num_accepted[0])
+    assert unlike_served(right, [as_forced]) == (0.0, ROWS)
+    after = reading("anchor_row", shift=1)
+    assert of_serving(right, [(after, shifted)], [as_forced]) is None
+    found = of_serving(right, [(after, shifted)], [as_shifted])
+    assert found is not None
+    assert found.kind == "anchor_row"
+    neither = text(agreement(0.2, seed=3).num_accepted[0])
+    found = of_serving(right, [(after, shifted)], [neither])
+    assert found is not None
+    assert found.kind == "serving"
+
+
+def test_layers_worth_trying() -> None:
+    assert usual_layers(32) == (2, 16, 29)
+    assert usual_layers(4) == ()
+    assert nearby_layers((2, 5, 9), 9) == (1, 2, 3, 4, 5, 6, 8, 9)
+    assert nearby_layers((), 9) == ()
+
+
+def test_agreement_by_depth_and_length() -> None:
+    assert by_depth([0, 1, 2, 2], 2) == [0.75, pytest.approx(2 / 3)]
+    assert by_depth([], 2) == [0.0, 0.0]
+    forced = agreement(0.5)
+    buckets = buckets_of([text(forced.num_accepted[0])], forced)
+    assert [(b.first, b.last) for b in buckets] == [(0, 63), (64, 255), (256, 1023)]
+    assert sum(b.num_served for b in buckets) == sum(b.num_forced for b in buckets) == ROWS
+    assert [b.served for b in buckets] == [b.forced for b in buckets]
+
+
+def test_tensors_that_no_training_makes() -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(128, 8)).astype(np.float32)
+    half = np.where(rng.random((128, 8)) < 0.5, 0, matrix)
+    params = {"fc": {"kernel": matrix}, "layer": {"a": half}, "draft_ids": np.zeros(4, np.int32)}
+    facts = facts_of(params)
+    assert [fact.name for fact in facts] == ["fc.kernel", "layer.a"]
+    (found,) = suspicious(facts)
+    assert "layer.a [128, 8] is zero" in found
+    assert suspicious(facts_of({"fc": np.round(matrix)})) == ()  # quantised, not pruned
+    broken = facts_of({"fc": {"kernel": np.full((2, 2), np.nan, np.float32)}})
+    assert suspicious(broken) == ("fc.kernel holds numbers that are not finite",)
