@@ -9,10 +9,12 @@ nothing itself. Names are SGLang's: `generate(prompt=... | input_ids=..., sampli
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -28,6 +30,7 @@ from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.programs import grammar_programs
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
@@ -41,6 +44,7 @@ from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.text.chat_template import ChatTemplate
+from jspec.text.grammars import Grammars
 from jspec.text.intake import NO_TOKENIZER, Intake, LogprobOptions, Params
 from jspec.text.stream import stream_of
 from jspec.text.token_texts import TokenTexts
@@ -99,6 +103,9 @@ class Engine(LiveWeights):
             random_seed=self.config.random_seed,
             chat_template=template,
             defaults=defaults,
+        )
+        self._grammars = Grammars(
+            self._tokenizer, vocab_size=runner.vocab_size, eos_token_ids=self.eos_token_ids
         )
         self._scheduler = Scheduler(
             runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
@@ -184,10 +191,30 @@ class Engine(LiveWeights):
     async def _submit(
         self, requests: Sequence[Request], max_unread: int | None
     ) -> list[ChunkStream]:
+        requests = await self._constrained(requests)
         await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
         await self._check(requests)
         return [self._loop.submit(request, max_unread=max_unread) for request in requests]
+
+    async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """The requests, with a compiled grammar where one is asked for."""
+        if all(r.grammar is not None or r.sampling.grammar is None for r in requests):
+            return requests
+        return await asyncio.to_thread(self._with_grammars, tuple(requests))
+
+    def _with_grammars(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests with their grammars compiled, once the programs for them are there too.
+
+        Raises RequestError for a grammar that is wrong.
+        """
+        made: list[Request] = []
+        for request in requests:
+            source = request.sampling.grammar
+            grammar = None if source is None else self._grammars.compile(source)
+            made.append(replace(request, grammar=grammar))
+        self._runner.ensure(grammar_programs(self._limits))
+        return made
 
     async def _check(self, requests: Sequence[Request]) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""
@@ -223,6 +250,7 @@ class Engine(LiveWeights):
 
         Every request is checked before the first one is queued.
         """
+        requests = await self._constrained(requests)
         bound = self._limits.max_queued_requests
         for start in range(0, len(requests), bound):
             await self._home.call(self._check(requests[start : start + bound]))

@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec.core.errors import SHOWN_CHARS, RequestError, shown
 from jspec.core.features import Feature, StepFeatures
+from jspec.core.grammar import Grammar, GrammarKind, GrammarSource
 from jspec.core.sampling_fields import (
     Biases,
     Flag,
@@ -22,6 +23,7 @@ from jspec.core.sampling_fields import (
     Number,
     Row,
     SamplingTable,
+    Source,
     Texts,
     features_of,
     sampled,
@@ -39,6 +41,7 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
 MAX_STOP_IDS = 4096
 MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
+MAX_GRAMMAR_CHARS = 262144
 MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
 # What of log-probabilities a step's output has room for, for each token.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -110,6 +113,8 @@ class SamplingParams:
     logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
     top_logprobs_num: of the so many likeliest tokens as well.
     token_ids_logprob: of these tokens as well.
+    json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: one of them
+        at most; the output is a text of that grammar, unless its length ends it.
     """
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
@@ -180,12 +185,20 @@ class SamplingParams:
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
+    json_schema: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    regex: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    ebnf: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    structural_tag: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
+            if isinstance(parameter.accepts, Source):  # a schema may come as an object
+                value = parameter.read(getattr(self, parameter.name))
+                object.__setattr__(self, parameter.name, value)
             parameter.check(getattr(self, parameter.name))
+        self._check_grammar()
         if self.min_new_tokens > self.wanted_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
@@ -194,6 +207,25 @@ class SamplingParams:
         if self.top_k == 0:  # vLLM's word for it; equal settings need equal programs
             object.__setattr__(self, "top_k", -1)
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
+
+    def _check_grammar(self) -> None:
+        given = [kind.value for kind in GrammarKind if getattr(self, kind.value) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} are given; expected one grammar at most")
+        if given and self.ignore_eos:
+            raise RequestError(
+                f"ignore_eos is true beside {given[0]}; expected false, since nothing may follow "
+                f"the end of a grammar"
+            )
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """The grammar that the output follows."""
+        for kind in GrammarKind:
+            text = getattr(self, kind.value)
+            if text is not None:
+                return GrammarSource(kind, text)
+        return None
 
     @classmethod
     def from_mapping(
@@ -258,6 +290,7 @@ class Request:
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     extra_key: requests with different ones share no cached prefix.
+    grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
     priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
     """
 
@@ -267,6 +300,7 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
     extra_key: str | None = None
     priority: int = 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -109,6 +110,30 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """One text, not empty, of at most `most_chars`."""
+
+    most_chars: int
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty")
+        if len(value) > self.most_chars:
+            raise RequestError(
+                f"{name} has {len(value)} characters; expected at most {self.most_chars}"
+            )
+
+    def read(self, name: str, value: Any) -> Any:
+        """A JSON object as its text. Raises RequestError for what no JSON text can hold."""
+        if not isinstance(value, Mapping | bool):
+            return value
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is no JSON object: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class Integers:
     """A tuple of integers, each within `each`, at most `most` of them."""
 
@@ -205,6 +230,8 @@ class SamplingField:
 
         Raises RequestError for what is no list where one is expected.
         """
+        if isinstance(self.accepts, Source):
+            return self.accepts.read(self.name, value)
         if not isinstance(self.default, tuple):
             return value
         if isinstance(self.accepts, Biases):

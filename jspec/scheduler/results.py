@@ -33,7 +33,7 @@ def check_result(
             f"oldest step in flight, {oldest}"
         )
     is_decode = plan.kind is StepKind.DECODE
-    num_rounds = limits.num_rounds if is_decode else 1
+    num_rounds = plan.num_rounds(limits)
     most = limits.spec.max_emitted if is_decode else 1
     least = np.array([chunk.is_final for chunk in plan.chunks] or [True] * len(plan.rows), np.int64)
     if len(result.rounds) != num_rounds or not all(

@@ -34,11 +34,13 @@ from jspec.server.openai_schemas import (
     sampling_of,
     with_logprobs,
 )
+from jspec.server.response_formats import GRAMMAR_FIELDS
 from jspec.text.chat_messages import Message, check_messages
 
 CHAT_FIELDS = (
     frozenset(SAMPLING_NAMES)
     | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
     | {
         "messages",
         "max_completion_tokens",

@@ -35,6 +35,7 @@ from jspec.server.fields import (
     shorten,
     without_neutral,
 )
+from jspec.server.response_formats import GRAMMAR_FIELDS, grammar_parameters
 from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,12 +54,18 @@ ANSWER_FIELDS = frozenset(
     }
 )
 COMPLETION_FIELDS = (
-    frozenset(SAMPLING_NAMES) | ANSWER_FIELDS | {"prompt", "best_of", "echo", "logprobs"}
+    frozenset(SAMPLING_NAMES)
+    | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
+    | {"prompt", "best_of", "echo", "logprobs"}
 )
 TOP_LOGPROBS = Integer(0, MAX_TOP_LOGPROBS)
 NEUTRAL_OPENAI: Neutral = {
-    **{name: values for name, values in NEUTRAL_SAMPLING.items() if name != "best_of"},
-    "response_format": (None, {"type": "text"}),
+    **{
+        name: values
+        for name, values in NEUTRAL_SAMPLING.items()
+        if name not in {"best_of", *GRAMMAR_FIELDS}
+    },
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "return_hidden_states": (False,),
@@ -177,6 +184,10 @@ def _given(values: JsonObject) -> dict[str, Any]:
 def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters among the fields of a call. Raises RequestError."""
     given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
+    for name, grammar in grammar_parameters(values).items():
+        if given.get(name) is not None:
+            raise RequestError(f"{name} is given twice; expected one grammar at most")
+        given[name] = grammar
     with openai_names():
         return SamplingParams.from_mapping(given, defaults=defaults)
 

@@ -67,10 +67,6 @@ NEUTRAL_GENERATE: Neutral = {
 }
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING_FIELDS)
 NEUTRAL_SAMPLING: Neutral = {
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),

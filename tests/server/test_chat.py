@@ -148,7 +148,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": MESSAGES, "logprobs": 1}, "logprobs is 1; expected true or false"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2 without logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; expected"),
-    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format is"),
+    ({"messages": MESSAGES, "response_format": {"type": "yaml"}}, "response_format.type is 'yaml'"),
     ({"messages": MESSAGES, "chat_template": "x"}, "chat_template is 'x', which is not"),
     ({"messages": MESSAGES, "prompt": "x"}, "did you mean 'messages'?"),
     ({"messages": MESSAGES, "max_new_tokens": 3}, "did you mean 'max_completion_tokens'?"),
