@@ -22,6 +22,7 @@ from jspec.core.sampling_fields import (
     Number,
     Row,
     SamplingTable,
+    Switch,
     Texts,
     features_of,
     sampled,
@@ -110,6 +111,7 @@ class SamplingParams:
     logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
     top_logprobs_num: of the so many likeliest tokens as well.
     token_ids_logprob: of these tokens as well.
+    speculative: false accepts no draft: the same text, one token a step; for comparisons.
     """
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
@@ -180,6 +182,7 @@ class SamplingParams:
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
+    speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 

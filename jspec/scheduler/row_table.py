@@ -76,7 +76,8 @@ class RowTable:
         is_featured: bool = False,
     ) -> None:
         """Begins a row that nothing in flight names. is_cut: more
-        than its ids is to be looked at: its text may end it, or it has log-probabilities."""
+        than its ids is to be looked at: its text may end it, it has log-probabilities, or its
+        steps count as plain ones."""
         self.is_featured[slot] = is_featured
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0

@@ -69,7 +69,9 @@ class Tenancy:
             left=sequence.num_tokens_left,
             last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
             stop_ids=request.stop_ids,
-            is_cut=sequence.text_stream is not None or request.sampling.return_logprob,
+            is_cut=sequence.text_stream is not None
+            or request.sampling.return_logprob
+            or not request.sampling.speculative,
             is_featured=len(sequence.features) > 0,
         )
         return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
