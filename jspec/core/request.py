@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jspec.core.errors import SHOWN_CHARS, RequestError, shown
+from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.sampling_fields import (
     Biases,
@@ -235,22 +235,6 @@ class SamplingParams:
 
 
 SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
-
-
-def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
-    """The message for a field that is not in `known`.
-
-    hint: what was meant, if that is known; else the nearest name is suggested.
-    """
-    import difflib
-
-    shown_name, name = shown(name), name[:SHOWN_CHARS]
-    if not hint:
-        hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
-    did_you_mean = f"did you mean {hint}? " if hint else ""
-    return (
-        f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ NEUTRAL_SAMPLING: Neutral = {
     "regex": (None,),
     "ebnf": (None,),
     "structural_tag": (None,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # of slow tokenizers, which are not used
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
