@@ -23,7 +23,7 @@ class Screen(Protocol):
 
 class BatchProgress:
     """Counts answers. total: lines of the file, or what `noun` says; before: of those, answered by
-    earlier runs."""
+    earlier runs. emitted_before: tokens of read_stats that are none of theirs."""
 
     def __init__(
         self,
@@ -34,11 +34,12 @@ class BatchProgress:
         read_stats: Callable[[], SchedulerStats],
         clock: Callable[[], float] = time.monotonic,
         noun: str = "lines",
+        emitted_before: int = 0,
     ) -> None:
         self._screen = screen
         self._total, self._before = total, before
         self._read_stats = read_stats
-        self._clock, self._noun = clock, noun
+        self._clock, self._noun, self._emitted_before = clock, noun, emitted_before
         self._started = self._said = clock()
         self._now = 0
         self.num_errors = 0
@@ -61,7 +62,7 @@ class BatchProgress:
         parts = [f"{self._before + self._now}/{self._total} {self._noun}"]
         if self.num_errors:
             parts.append(f"{self.num_errors} error{'s' if self.num_errors > 1 else ''}")
-        parts.append(f"{stats.num_emitted / seconds:.0f} tokens/s")
+        parts.append(f"{(stats.num_emitted - self._emitted_before) / seconds:.0f} tokens/s")
         if stats.counters.verify_ct:
             parts.append(f"acceptance length {stats.counters.acceptance_length:.2f}")
         left = self._total - self._before - self._now

@@ -161,7 +161,12 @@ class EngineCalls(LiveWeights):
         found: list[dict[int, Any]] = [{} for _ in calls]
         bound = self._limits.max_queued_requests
         screen = BatchProgress(
-            sys.stderr, total=len(calls), before=0, read_stats=lambda: self.stats, noun="prompts"
+            sys.stderr,
+            total=len(calls),
+            before=0,
+            read_stats=lambda: self.stats,
+            noun="prompts",
+            emitted_before=self.stats.num_emitted,
         )
         left = [0] * len(calls)
 
