@@ -64,7 +64,7 @@ def arguments(shape: str, cache: Path) -> dict[str, Any]:
         "dtype": "float32",
         "max_running_requests": 4,
         "chunked_prefill_size": 64,
-        "max_total_tokens": 4500,  # C20: less than what runs at once would like
+        "max_total_tokens": 2400,  # C20: less than what runs at once would like
         "max_queued_requests": 512,
         "compilation_cache_dir": str(cache),
     }
@@ -203,7 +203,7 @@ def test_c7_and_c8_decode_equals_a_rescoring(served: Served, temperature: int) -
         known = {entry[1]: entry[0] for entry in two}
         pairs = [(entry[0], known[entry[1]]) for entry in one if entry[1] in known]
         assert len(pairs) >= 4
-        np.testing.assert_allclose(*zip(*pairs, strict=True), atol=TOLERANCE)
+        np.testing.assert_allclose([a for a, _ in pairs], [b for _, b in pairs], atol=TOLERANCE)
 
 
 def values_of(entries: list[Any]) -> list[float]:
@@ -327,11 +327,11 @@ def test_c14_abort_all(served: Served) -> None:
 
 
 def test_c20_retraction_leaks_nothing(served: Served) -> None:
-    """4 rows of up to 1,500 tokens want more than the 4,500 of the pool."""
-    params = {"temperature": 0, "max_new_tokens": 1400, "ignore_eos": True}
+    """4 rows of 850 tokens want more than the 2,400 of the pool."""
+    params = {"temperature": 0, "max_new_tokens": 800, "ignore_eos": True}
     before = served.engine.stats.num_retractions
     results = served.generate(text=[*FOUR, *FOUR[:2]], sampling_params=params)
-    assert [r["meta_info"]["completion_tokens"] for r in results] == [1400] * 6
+    assert [r["meta_info"]["completion_tokens"] for r in results] == [800] * 6
     assert served.engine.stats.num_retractions > before
     assert results[0]["output_ids"] == results[4]["output_ids"]
     wait_idle(served.engine)
@@ -349,12 +349,7 @@ def test_c22_one_stream(served: Served) -> None:
 
 
 def test_the_official_client_on_every_route(served: Served) -> None:
-    client = openai.OpenAI(
-        base_url=f"{served.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=httpx.Client(trust_env=False, timeout=300),
-    )
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300)
     (name,) = [model.id for model in client.models.list()]
     assert client.models.retrieve(name).id == name
     whole = client.completions.create(model=name, prompt=PARITY, max_tokens=8, temperature=0)
