@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from jspec.core.errors import RequestError
+
 WORD_BITS = 32  # tokens of one word of a mask
 
 
@@ -29,6 +31,27 @@ class GrammarSource:
 
     kind: GrammarKind
     text: str
+
+
+def grammar_of(sampling: object) -> GrammarSource | None:
+    """The grammar among sampling parameters, which have an attribute of each kind's name."""
+    for kind in GrammarKind:
+        text = getattr(sampling, kind.value)
+        if text is not None:
+            return GrammarSource(kind, text)
+    return None
+
+
+def check_grammar(sampling: object, *, ignore_eos: bool) -> None:
+    """Raises RequestError for two grammars, and for one whose end is to be ignored."""
+    given = [kind.value for kind in GrammarKind if getattr(sampling, kind.value) is not None]
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are given; expected one grammar at most")
+    if given and ignore_eos:
+        raise RequestError(
+            f"ignore_eos is true beside {given[0]}; expected false, since nothing may follow "
+            f"the end of a grammar"
+        )
 
 
 class Constraint(Protocol):

@@ -84,6 +84,20 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch(Flag):
+    """True or false, or as words: on and off."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}; expected true, false, 'on' or 'off'")
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A word as what it means; anything else as it is."""
+        return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     """A tuple of texts, none empty, all of Unicode: at most `most`, of `most_chars` together."""
 
@@ -233,7 +247,7 @@ class SamplingField:
         if isinstance(self.accepts, Source):
             return self.accepts.read(self.name, value)
         if not isinstance(self.default, tuple):
-            return value
+            return self.accepts.read(value) if isinstance(self.accepts, Switch) else value
         if isinstance(self.accepts, Biases):
             given_pairs = isinstance(value, tuple)
             return value if given_pairs else self.accepts.read(self.name, value)

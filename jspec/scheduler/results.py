@@ -103,7 +103,8 @@ class RoundReader:
     def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
         cut = sequence.absorb(ids)
         self._totals.num_emitted += len(cut.ids)
-        num_emitted = len(ids) if kind is StepKind.DECODE else 0
+        is_verified = kind is StepKind.DECODE and sequence.request.sampling.speculative
+        num_emitted = len(ids) if is_verified else 0
         if num_emitted:
             self._totals.tally.add(num_emitted=num_emitted, num_kept=len(cut.ids))
         if cut.finish is not None:

@@ -78,7 +78,8 @@ class RowTable:
         is_constrained: bool = False,
     ) -> None:
         """Begins a row that nothing in flight names. is_cut: more
-        than its ids is to be looked at: its text may end it, or it has log-probabilities."""
+        than its ids is to be looked at: its text may end it, it has log-probabilities, its grammar
+        is to go on, or its steps count as plain ones."""
         self.is_featured[slot], self.is_constrained[slot] = is_featured, is_constrained
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0

@@ -72,7 +72,8 @@ class Tenancy:
             stop_ids=request.stop_ids,
             is_cut=sequence.text_stream is not None
             or request.sampling.return_logprob
-            or sequence.constraint is not None,
+            or sequence.constraint is not None
+            or not request.sampling.speculative,
             is_constrained=sequence.constraint is not None,
             is_featured=len(sequence.features) > 0,
         )

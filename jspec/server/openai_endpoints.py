@@ -107,6 +107,7 @@ class OpenAIEndpoints:
             text = answer.echo(index) + completion.text
             choice = shape.choice(index, text, completion.finish)
             choice["logprobs"] = answer.logprobs(index, first_id=0)
+            choice["seed"] = completion.seed
             if options.return_meta_info:
                 choice["meta_info"] = fold.to_json()["meta_info"]
             choices.append(choice)
@@ -187,6 +188,8 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
         choice = shape.delta(index, text, finish, is_first=is_first)
         choice["logprobs"] = answer.logprobs(index, first_id=first_id)
         begun.add(index)
+        if finish is not None:
+            choice["seed"] = fold.completion.seed
         if options.return_meta_info and finish is not None:
             choice["meta_info"] = fold.to_json()["meta_info"]
         body = head.to_json([choice])

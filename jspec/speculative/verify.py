@@ -133,9 +133,13 @@ def settle(
 
     features: [B, N, .], by node. groups: of `kv`; without any, all of it is in the full space.
     """
-    node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
+    drafts = rows.sampling.speculative > 0
+    node_path, num_accepted = accept_tree(
+        tree, target_ids, num_levels=spec.num_steps, may_accept=drafts
+    )
     if spec.simulate_acceptance is not None:
         forced = simulated_drafts(rows, mean_emitted=spec.simulate_acceptance)
+        forced = jnp.where(drafts, forced, 0)
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
     if spec.topk > 1:
