@@ -36,8 +36,8 @@ def table(result: Mapping[str, Any]) -> str:
             at = list(modes).index(name)
             lines.append(_row("tokens a verification", found["tokens_per_verification"], at, modes))
             for level in found["by_depth"]:
-                text = f"{100 * level['share']:.1f}%"
-                lines.append(_row(f"  depth {level['depth']} accepted", text, at, modes))
+                share = f"{100 * level['share']:.1f}%"
+                lines.append(_row(f"  depth {level['depth']} accepted", share, at, modes))
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(pairs))
