@@ -81,7 +81,7 @@ def _measure(
         servers = Servers(
             base_url=options.base_url,
             baseline_url=options.baseline_url,
-            api_key=options.api_key,
+            api_key=options.bearer,
             flush_cache=options.flush_cache,
             model=_model_name(asked),
         )
@@ -172,7 +172,9 @@ def make_parser() -> FlagParser:
         "--baseline-url", help="Of a second one, without speculation, that takes turns with it"
     )
     server.add_argument("--backend", default="jspec", help=f"{', '.join(BACKENDS)} (jspec)")
-    server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="Its key")
+    server.add_argument(
+        "--api-key", dest="bearer", default=os.environ.get("OPENAI_API_KEY"), help="Its key"
+    )
     server.add_argument("--flush-cache", action="store_true", help="/flush_cache before each run")
     output = parser.add_argument_group("Output")
     output.add_argument("--output-file", type=Path, help="Everything as JSON")
