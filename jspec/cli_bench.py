@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -211,10 +212,12 @@ def settings_of(options: argparse.Namespace) -> BenchSettings:
 
 
 def _shown(settings: BenchSettings) -> dict[str, Any]:
+    """As JSON has it, which knows no path and no infinity."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {
-        name: value.name if isinstance(value, Path) else value for name, value in values.items()
-    }
+    path, rate = settings.dataset_path, settings.request_rate
+    values["dataset_path"] = None if path is None else path.name
+    values["request_rate"] = "inf" if rate is not None and math.isinf(rate) else rate
+    return values
 
 
 def _without_key(argv: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ QUIET = ["--temperature", "1"]
         [],
         ["--backend", "sglang", "--vocab-size", "60", "--dataset-name", "random"],
         ["--backend", "vllm", "--request-rate", "50", "--max-concurrency", "2", "--flush-cache"],
-        ["--backend", "openai-chat", "--concurrency", "2"],
+        ["--backend", "openai-chat", "--request-rate", "inf"],
     ],
     ids=["native", "ids", "completions", "chat"],
 )
