@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.bench.backends import BACKENDS
-from jspec.bench.environment import describe, without_paths
+from jspec.bench.environment import describe, now_utc, without_paths
 from jspec.bench.report import check_can_plot, plot, table, write_json
 from jspec.bench.settings import DATASETS, MODES, BenchSettings
 from jspec.core.errors import ConfigError
@@ -58,7 +58,7 @@ def run_bench(argv: Sequence[str]) -> int:
     result, trace = _measure(options, asked, settings)
     command = " ".join(["jspec bench", *without_paths(_without_key(argv))])
     result = {
-        "environment": describe(command, chip=result.pop("chip")),
+        "environment": {**describe(command, chip=result.pop("chip")), "date": now_utc()},
         "settings": _shown(settings),
         **result,
     }

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ def describe(command: str, *, chip: str | None = None) -> dict[str, Any]:
         "jspec": __version__,
         "commit": commit(),
     }
+
+
+def now_utc() -> str:
+    """When a result was made, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def own_chip() -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.api import Engine
+from jspec.bench.environment import without_paths
 from jspec.bench.figures import Seen, Stopwatch
 from jspec.bench.load import Job
 from jspec.bench.report import chrome_trace
@@ -142,7 +143,15 @@ def run_offline(
             targets.append(EngineTarget(name, engine))
         measured = asyncio.run(_measure(targets, jobs, settings, say))
     startup = {target.name: round(target.engine.startup_seconds, 2) for target in targets}
-    result = {"chip": None, "startup_seconds": startup, **result_of(measured, modes)}
+    result = {
+        "chip": None,
+        "engine": {
+            name: without_paths([value])[0] if isinstance(value, str) else value
+            for name, value in arguments.items()
+        },
+        "startup_seconds": startup,
+        **result_of(measured, modes),
+    }
     return result, chrome_trace(measured.seen, traces)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +89,3 @@ def _same(plain: Sequence[Seen], other: Sequence[Seen]) -> tuple[int, int]:
         if index in b.output_ids
     ]
     return sum(a == b for a, b in pairs), len(pairs)
-
-
-def now_utc() -> str:
-    """When a result was made, to the second."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

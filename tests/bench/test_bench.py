@@ -248,7 +248,7 @@ def test_a_plot_is_a_picture_or_a_clear_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = {"output_tokens_per_second": 5.0}
-    modes = {"plain": {**run, "runs": [run], "acceptance": None}}
+    modes: dict[str, Any] = {"plain": {**run, "runs": [run], "acceptance": None}}
     modes["speculative"] = {**run, "runs": [run], "acceptance": acceptance([2, 1, 1])}
     try:
         import matplotlib  # noqa: F401

@@ -243,7 +243,10 @@ def loglikelihood(choice: dict[str, Any], ctxlen: int) -> tuple[float, bool]:
 
 def test_lm_eval_scores_continuations(client: httpx.Client) -> None:
     context, other = [11, 12, 13, 14], [40, 41]
-    native = {"input_ids": context, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
+    native: dict[str, Any] = {
+        "input_ids": context,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 3},
+    }
     native |= {"return_logprob": True}
     answer = client.post("/generate", json=native).raise_for_status().json()
     own = answer["output_ids"]
@@ -273,7 +276,11 @@ def test_lm_eval_generates_until_its_stops(client: httpx.Client) -> None:
     }
     choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
     assert sorted(choice["index"] for choice in choices) == [0, 1]
-    chat = {"model": "target", "messages": [{"role": "user", "content": "a"}], "stop": ["\n\n"]}
+    chat: dict[str, Any] = {
+        "model": "target",
+        "messages": [{"role": "user", "content": "a"}],
+        "stop": ["\n\n"],
+    }
     chat |= {"max_tokens": 6, "temperature": 0, "seed": 1234}
     answer = client.post("/v1/chat/completions", json=chat).raise_for_status().json()
     assert isinstance(answer["choices"][0]["message"]["content"], str)
