@@ -1,7 +1,7 @@
 """Every metric of /metrics, declared once: name, kind, meaning, and how it is read at a scrape.
 
 The names are SGLang's and vLLM's, so that a dashboard made for either finds what it looks for; one
-value may have several. What neither has is jspec's. `markdown` is the table of docs/metrics.md.
+value may have several. What neither has is jspec's. `metrics_table` is the table of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ HISTOGRAMS = (
 METRICS: tuple[MetricRow, ...] = (*GAUGES, *COUNTERS, *HISTOGRAMS)
 
 
-def markdown() -> str:
+def metrics_table() -> str:
     """The tables of docs/metrics.md."""
     lines: list[str] = []
     for kind in MetricKind:

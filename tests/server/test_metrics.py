@@ -10,7 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from jspec.api import Engine
-from jspec.server.metric_table import METRICS, MetricKind, accepted_by_position, markdown
+from jspec.server.metric_table import METRICS, MetricKind, accepted_by_position, metrics_table
 
 from .helpers import wait_idle
 
@@ -72,7 +72,7 @@ def test_a_scrape_has_the_table_and_nothing_else(client: httpx.Client) -> None:
 
 def test_the_docs_have_the_table() -> None:
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    assert text.endswith(markdown().rstrip() + "\n")
+    assert text.endswith(metrics_table().rstrip() + "\n")
 
 
 def test_every_query_of_the_dashboard_names_what_there_is() -> None:
