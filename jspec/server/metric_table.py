@@ -1,7 +1,7 @@
 """Every metric of /metrics, declared once: name, kind, meaning, and how it is read at a scrape.
 
 The names are SGLang's and vLLM's, so that a dashboard made for either finds what it looks for; one
-value may have several. What neither has is jspec's. `metrics_table` is the table of docs/metrics.md.
+value may have several. What neither has is jspec's. `metrics_table` makes docs/metrics.md's table.
 """
 
 from __future__ import annotations
