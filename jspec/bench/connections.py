@@ -61,7 +61,7 @@ class Connections:
             parts = _parts(reader, headers)
             if status != 200:
                 text = b"".join([part async for part in parts])
-                raise RuntimeError(f"status {status}: {text[:200].decode(errors='replace')}")
+                raise RuntimeError(f"status {status}: {_message(text)}")
             rest = b""
             async for part in parts:
                 *lines, rest = (rest + part).split(b"\n")
@@ -90,6 +90,16 @@ class Connections:
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
+
+
+def _message(text: bytes) -> str:
+    """What an error's body says, in OpenAI's form or SGLang's; else its beginning."""
+    try:
+        found = json.loads(text)
+        message = (found.get("error") or found)["message"]
+    except (ValueError, AttributeError, KeyError, TypeError):
+        message = text.decode(errors="replace")
+    return str(message)[:200]
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

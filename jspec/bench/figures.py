@@ -108,7 +108,7 @@ def summary(seen: Seen, seconds: float) -> dict[str, Any]:
         "gap_ms": _p50_p99(seen.gaps),
         "e2e_ms": _p50_p99(seen.e2e),
         "num_errors": len(seen.errors),
-        "errors": seen.errors[:MAX_ERRORS_SAID],
+        "errors": list(dict.fromkeys(seen.errors))[:MAX_ERRORS_SAID],
     }
 
 
@@ -150,7 +150,8 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if name == "num_errors":
             found[name] = sum(values)
         elif name == "errors":
-            found[name] = [text for texts in values for text in texts][:MAX_ERRORS_SAID]
+            said = dict.fromkeys(text for texts in values for text in texts)
+            found[name] = list(said)[:MAX_ERRORS_SAID]
         elif isinstance(first, list):
             found[name] = [_median(places) for places in zip(*values, strict=True)]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from jspec.bench.backends import BACKENDS, CHAT, COMPLETIONS, NATIVE, OpenAIReader
+from jspec.bench.connections import Connections
 from jspec.bench.environment import commit, describe
 from jspec.bench.figures import Seen, Span, Stopwatch, acceptance, medians, summary
 from jspec.bench.load import Job, Pattern, Point
@@ -221,11 +223,36 @@ def test_two_targets_are_compared() -> None:
 
 def test_errors_are_added_up() -> None:
     runs = [{"num_errors": 1, "errors": ["a"], "e2e_ms": [None, None]}] * 2
-    assert medians(runs) == {"num_errors": 2, "errors": ["a", "a"], "e2e_ms": [None, None]}
+    assert medians(runs) == {"num_errors": 2, "errors": ["a"], "e2e_ms": [None, None]}
     watch, seen = Stopwatch(0.0), Seen()
     watch.tokens(3, 1.0)
     assert watch.finish(seen, new_tokens=4, is_exact=True, prompt_tokens=1, index=0) is None
     assert seen.errors == ["3 tokens came; expected 4"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "too long", "code": 400}}', "too long"),
+        (b'{"object": "error", "message": "too long"}', "too long"),
+        (b"<html>", "<html>"),
+        (b"[1]", "[1]"),
+    ],
+)
+def test_a_refusal_is_told_in_its_own_words(body: bytes, message: str) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    async def ask() -> str:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(RuntimeError) as caught:
+                await Connections(f"http://127.0.0.1:{port}").get("/x")
+            return str(caught.value)
+
+    assert asyncio.run(ask()) == f"status 400: {message}"
 
 
 def test_a_trace_has_a_lane_for_each_open_request_and_the_engines_calls() -> None:
