@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `generate`, `batch`, `convert`, `train-draft` and `flags`.
+"""The command line: `jspec serve`, `generate`, `batch`, `bench`, `convert`, `train-draft`, `flags`.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
+from jspec.cli_bench import run_bench
 from jspec.cli_convert import run_convert
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
@@ -37,6 +38,7 @@ USAGE = """usage: jspec COMMAND [flags]
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
+  bench       plain and speculative speed side by side, or a server under load; jspec bench --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   flags       every flag of serve as Markdown, also those that are refused
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": run_serve,
         "generate": run_generate,
         "batch": run_batch_command,
+        "bench": run_bench,
         "convert": run_convert,
         "train-draft": run_train_draft,
         "flags": lambda _: _say(markdown_table()),

@@ -193,6 +193,8 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
         if options.return_meta_info and finish is not None:
             choice["meta_info"] = fold.to_json()["meta_info"]
         body = head.to_json([choice])
+        if options.continuous_usage:
+            return {**body, "usage": openai_answers.usage_of([fold.completion], [0])}
         return {**body, "usage": None} if options.include_usage else body
 
     def last() -> dict[str, Any] | None:

@@ -88,7 +88,10 @@ OTHERS: Mapping[str, Schema] = {
     },
     "rid": {"anyOf": [TEXT, {"type": "array", "items": TEXT}, {"type": "null"}]},
     "stream": FLAG,
-    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
+    },
     "structured_outputs": {"type": ["object", "null"]},
     "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
     "user": {"type": ["string", "null"]},

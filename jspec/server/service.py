@@ -27,7 +27,8 @@ from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.http import unless_gone
-from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
+from jspec.server.metric_table import token_usage
+from jspec.server.metrics import RateMeter, ServerMetrics
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.spec_tokens import SpecTokenTracker
