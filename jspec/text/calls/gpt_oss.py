@@ -28,7 +28,7 @@ _FUNCTIONS = "functions."
 def _head_length(text: str) -> int | None:
     """Of a message's head, its last mark included; -1 if it is none, None if that is not known."""
     message = text.find(MESSAGE)
-    others = [found for mark in ENDS if 0 <= (found := text.find(mark))]
+    others = [found for mark in ENDS if (found := text.find(mark)) >= 0]
     if message >= 0:
         is_head = message <= MAX_HEAD and all(message < other for other in others)
         return message + len(MESSAGE) if is_head else -1
