@@ -34,6 +34,7 @@ from jspec.server.http import (
 from jspec.server.openai_endpoints import OpenAIEndpoints
 from jspec.server.origins import OriginGuard
 from jspec.server.page import CONTENT_SECURITY_POLICY, PAGE
+from jspec.server.responses_endpoints import ResponsesEndpoints
 from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service, Work, answer_stream
@@ -100,6 +101,7 @@ class Endpoints:
             Route("/", self.page, methods=get),
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             *OpenAIEndpoints(self.service).routes(),
+            *ResponsesEndpoints(self.service).routes(),
             Route("/health", self.health, methods=get),
             Route("/health_generate", self.health_generate, methods=get),
             Route("/server_info", self.server_info, methods=get),

@@ -20,6 +20,7 @@ from jspec.text.calls.events import (
     CallBegin,
     Content,
     Event,
+    PlainParser,
     Reasoning,
 )
 from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
@@ -98,6 +99,11 @@ def _is_special(tokenizer: Tokenizer, marker: str) -> bool:
     return token_id is not None and tokenizer.is_special(token_id)
 
 
+PLAIN_READING = ChatReading(
+    new_parser=PlainParser, new_id=AnswerFormat().new_id, most_calls=None, has_reasoning=False
+)
+
+
 class AnswerParts:
     """One sequence's answer, told apart as it grows."""
 
@@ -109,6 +115,10 @@ class AnswerParts:
     @property
     def has_calls(self) -> bool:
         return self._num_calls > 0
+
+    def new_id(self) -> str:
+        """For a call to which the model gave none."""
+        return self._reading.new_id()
 
     def take(self, text: str, *, is_last: bool) -> list[tuple[int, Event]]:
         """What is certain now: each event with the index of its call."""

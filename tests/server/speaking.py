@@ -33,7 +33,8 @@ message.content }}{% endif %}<|eot_id|>{% endfor %}{% if add_generation_prompt
 
 {% endif %}"""
 HARMONY_TEMPLATE = """{% if tools %}<|start|>developer<|message|>namespace functions {
-{% for tool in tools %}type {{ tool.function.name }} = {{ (tool.function.parameters or {}) | tojson }};
+{% for tool in tools %}type {{ tool.function.name }} = {{
+(tool.function.parameters or {}) | tojson }};
 {% endfor %}}<|end|>{% endif %}{% for message in messages %}{% if message.role == "tool"
 %}<|start|>functions.x to=assistant<|channel|>commentary<|message|>{{ message.content }}<|end|>{%
 elif message.tool_calls %}<|start|>assistant to=functions.{{ message.tool_calls[0].function.name

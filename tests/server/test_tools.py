@@ -7,53 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from jspec.core.errors import ConfigError
-from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
 
 from .speaking import ARGUMENTS, CALLS, CLOCK, SPECIAL, TEMPLATES, WEATHER
+from .speaking_client import ASK, Speaker
 from .test_flags import parse
 
-ASK = [{"role": "user", "content": "Weather?"}]
 REASONING = {"qwen": "qwen3", "gpt-oss": "gpt-oss"}
-
-
-class Speaker:
-    """One engine behind OpenAI's client, without a socket."""
-
-    def __init__(self, engine: SpeakingEngine, args: ServerArgs) -> None:
-        self.engine = engine
-        self._app = create_app(engine, args)
-
-    def __call__(self, says: str, **body: Any) -> Any:
-        """The answer to a chat in which the model says this; chunks if it is streamed."""
-        return self.run(says, "chat.completions", **{"messages": ASK, **body})
-
-    def run(self, says: str, route: str, **body: Any) -> Any:
-        import asyncio
-
-        self.engine.says = says
-
-        async def ask() -> Any:
-            transport = httpx.ASGITransport(app=self._app)
-            async with (
-                httpx.AsyncClient(transport=transport) as http,
-                openai.AsyncOpenAI(
-                    base_url="http://test/v1", api_key="-", http_client=http, max_retries=0
-                ) as client,
-            ):
-                resource: Any = client
-                for name in route.split("."):
-                    resource = getattr(resource, name)
-                answer = await resource.create(model="default", **body)
-                return [chunk async for chunk in answer] if body.get("stream") else answer
-
-        return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")
