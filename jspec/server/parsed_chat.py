@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
-from jspec.core.request import FinishKind, FinishReason, SamplingParams
+from jspec.core.request import SAMPLING_FIELDS, FinishKind, FinishReason, SamplingParams
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.openai_answers import ChatShape, ending
 from jspec.server.schemas import PromptCall
@@ -24,19 +24,22 @@ from jspec.text.calls.events import (
     Reasoning,
 )
 from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
-from jspec.text.calls.tools import ToolUse
+from jspec.text.calls.tools import ToolUse, calls_schema
 from jspec.text.tokenizer import Tokenizer
 
 PROMPT_END_IDS = 16  # of a prompt, among which a template's mark of reasoning is found
 TOOL_CALLS = "tool_calls"
+GRAMMAR_FIELD = "json_schema"  # of SamplingParams
 
 
 def with_calls_grammar(sampling: SamplingParams, use: ToolUse) -> SamplingParams:
     """The same, so that the answer must be a list of calls: tool_choice required, or a tool's name.
 
-    STRUCTURED OUTPUT GOES HERE: replace(sampling, json_schema=calls_schema(use)).
+    STRUCTURED OUTPUT GOES HERE: as soon as a request can carry a JSON schema, this does.
     """
-    del sampling
+    if GRAMMAR_FIELD in {param.name for param in SAMPLING_FIELDS}:
+        schema: dict[str, Any] = {GRAMMAR_FIELD: calls_schema(use)}
+        return replace(sampling, **schema)
     asked = "required" if use.only is None else f"the tool {use.only!r}"
     raise RequestError(
         f"tool_choice is {asked}, which needs structured output; that is not implemented: expected "

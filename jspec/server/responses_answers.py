@@ -108,14 +108,14 @@ class ResponseItems:
             yield self._of_item("content_part.done", part=part, content_index=0)
         yield self._event("output_item.done", item=item, output_index=len(self._items) - 1)
 
-    def _of_item(self, name: str, **fields: Any) -> Json:
+    def _of_item(self, kind: str, /, **fields: Any) -> Json:
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return self._event(name, **place, **fields)
+        return self._event(kind, **place, **fields)
 
-    def _event(self, name: str, **fields: Any) -> Json:
+    def _event(self, kind: str, /, **fields: Any) -> Json:
         number, self._num_events = self._num_events, self._num_events + 1
         # As it is now: items go on to grow.
-        return {"type": f"response.{name}", "sequence_number": number, **deepcopy(fields)}
+        return {"type": f"response.{kind}", "sequence_number": number, **deepcopy(fields)}
 
 
 _TEXT_OF = {"message": "output_text", "reasoning": "reasoning_text"}

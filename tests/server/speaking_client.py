@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -38,7 +38,10 @@ class Speaker:
             async with (
                 httpx.AsyncClient(transport=transport) as http,
                 openai.AsyncOpenAI(
-                    base_url="http://test/v1", api_key="-", http_client=http, max_retries=0
+                    base_url="http://test/v1",
+                    api_key="-",
+                    http_client=cast(Any, http),
+                    max_retries=0,
                 ) as client,
             ):
                 resource: Any = client

@@ -24,7 +24,8 @@ SAID = "<think>\nHm.\n</think>\n\nLet me see." + CALLS["qwen"]
 def respond(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     directory = tmp_path_factory.mktemp("text") / "qwen"
     write_text_files(directory, special=SPECIAL["qwen"], template=TEMPLATES["qwen"])
-    with SpeakingEngine(directory) as engine:
+    engine = SpeakingEngine(directory)
+    with engine:
         args = ServerArgs(tool_call_parser="qwen", reasoning_parser="qwen3")
         speaker = Speaker(engine, args)
 

@@ -221,7 +221,8 @@ def test_tools_need_a_parser_and_a_template(
         speak("x", tools=[CLOCK])
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
     write_text_files(tmp_path / "plain", template=plain)
-    with SpeakingEngine(tmp_path / "plain") as engine:
+    engine = SpeakingEngine(tmp_path / "plain")
+    with engine:
         speak = Speaker(engine, ServerArgs(tool_call_parser="qwen"))
         with pytest.raises(openai.BadRequestError, match="never names `tools`"):
             speak("x", tools=[CLOCK])
