@@ -5,6 +5,7 @@ Whether a request needs that, and with which parser, is decided here; formats ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ def with_calls_grammar(sampling: SamplingParams, use: ToolUse) -> SamplingParams
     STRUCTURED OUTPUT GOES HERE: as soon as a request can carry a JSON schema, this does.
     """
     if GRAMMAR_FIELD in {param.name for param in SAMPLING_FIELDS}:
-        schema: dict[str, Any] = {GRAMMAR_FIELD: calls_schema(use)}
+        schema: dict[str, Any] = {GRAMMAR_FIELD: json.dumps(calls_schema(use))}
         return replace(sampling, **schema)
     asked = "required" if use.only is None else f"the tool {use.only!r}"
     raise RequestError(
