@@ -165,7 +165,9 @@ class ParsedChatShape(ChatShape):
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
         """See AnswerShape."""
-        parts = self._parts.setdefault(index, AnswerParts(self._reading))
+        if index not in self._parts:
+            self._parts[index] = AnswerParts(self._reading)
+        parts = self._parts[index]
         said = self._said(parts.take(text, is_last=finish is not None))
         if not said and finish is None:
             return None

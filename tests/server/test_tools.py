@@ -47,7 +47,7 @@ def test_a_call_comes_back_in_openais_shape(speaker: Callable[..., Speaker], nam
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "get_weather")
-    assert call.function.arguments == ARGUMENTS
+    assert json.loads(call.function.arguments) == {"city": "Paris é"}
     assert "The weather of a city" in speak.engine.prompts[-1] or name == "gpt-oss"
     assert "get_weather" in speak.engine.prompts[-1]
     if name == "mistral":
@@ -242,7 +242,3 @@ def test_the_flags_know_the_peers_names() -> None:
         parse("--tool-call-parser", "x")
     with pytest.raises(ConfigError, match="expected 'gpt-oss' for both"):
         parse("--tool-call-parser", "gpt-oss", "--reasoning-parser", "qwen3")
-
-
-def test_arguments_are_json() -> None:
-    assert json.loads(ARGUMENTS) == {"city": "Paris é"}
