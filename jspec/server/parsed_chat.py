@@ -76,10 +76,11 @@ def prepare(
     use = call.tools
     splits = call.separate_reasoning and not call.template_options["continue_final_message"]
     has_reasoning = splits and style.reasoning is not None
-    if not use.names and not has_reasoning:
+    if not (use.names or has_reasoning or style.has_channels):
         return prompt, None
     sampling = with_calls_grammar(prompt.sampling, use) if use.is_forced else prompt.sampling
-    markers = style.markers(calls=bool(use.names), reasoning=has_reasoning)
+    reads_calls = bool(use.names) or style.has_channels
+    markers = style.markers(calls=reads_calls, reasoning=has_reasoning or style.has_channels)
     if any(_is_special(tokenizer, marker) for marker in markers):
         sampling = replace(sampling, skip_special_tokens=False)
     end = tokenizer.decode((prompt.input_ids or ())[-PROMPT_END_IDS:], skip_special_tokens=False)

@@ -78,6 +78,11 @@ class AnswerFormat:
     calls: str | None = None
     reasoning: str | None = None
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether all text is in channels, so that none can do without a parser."""
+        return GPT_OSS in (self.calls, self.reasoning)
+
     def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
         """What must not be missing from the text of a request that asks for these."""
         found: tuple[str, ...] = ()
@@ -101,7 +106,7 @@ class AnswerFormat:
         prompt_end: the last characters of the prompt, which may have begun or ended the reasoning.
         """
         splits = splits_reasoning and self.reasoning is not None
-        if not is_forced and GPT_OSS in (self.calls, self.reasoning) and (names or splits):
+        if self.has_channels and not is_forced:
             return gpt_oss.HarmonyParser(names, splits_reasoning=splits)
         inner: AnswerParser = PlainParser()
         if is_forced:
