@@ -140,7 +140,10 @@ def _usage(completion: Completion) -> Json:
     num_prompt, num_out = completion.prompt_tokens, len(completion.output_ids)
     return {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": completion.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": completion.cached_tokens,
+            "cache_write_tokens": 0,  # nothing is charged for
+        },
         "output_tokens": num_out,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": num_prompt + num_out,

@@ -111,7 +111,10 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
             "previous_response_id": None,
             "temperature": call.sampling.temperature,
             "tool_choice": values.get("tool_choice") or "auto",
-            "tools": values.get("tools") or [],
+            "tools": [
+                {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))}
+                for tool in values.get("tools") or []
+            ],
             "top_p": call.sampling.top_p,
         },
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 
 from jspec.core.errors import RequestError
 from jspec.server.responses_schemas import NEUTRAL_RESPONSE, RESPONSE_FIELDS, parse_response
@@ -54,6 +55,7 @@ def test_a_text_is_answered(respond: Callable[..., Any]) -> None:
 
 def test_items_come_back_as_items_and_go_in_again(respond: Callable[..., Any]) -> None:
     answer, _ = respond(SAID, tools=[FLAT])
+    Response.model_validate(answer.to_dict())  # its own schema, which the client does not check
     thought, message, call = answer.output
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
     assert thought.content[0].text == "Hm."
