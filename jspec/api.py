@@ -38,6 +38,7 @@ from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
+from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.grammars import Grammars
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
@@ -204,11 +205,13 @@ class Engine(EngineCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Any:
         """As generate, for messages ({"role", "content"}) through the chat template.
 
         Without max_new_tokens an answer may be as long as the context allows.
         continue_final_message: the answer goes on with the assistant's last message.
+        tools: what the template shows of them; their calls are text of the answer.
         """
         ids, sampling = self.chat_prompt(
             messages,
@@ -216,6 +219,7 @@ class Engine(EngineCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
+            tools=None if tools is None else check_tools(tools, None, None).shown_tools,
         )
         return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 

@@ -26,7 +26,7 @@ def restrict(
     allowed: bit v % 32 of word v // 32 is token v, of the whole vocabulary. token_ids: of the
     columns of this vocabulary shard.
     """
-    words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1)
+    words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1, mode="fill", fill_value=0)
     is_allowed = (words >> (token_ids % WORD_BITS).astype(jnp.uint32)) & 1 > 0
     kept = jnp.where(is_allowed, logits, -jnp.inf)
     has_any = jnp.any(kept > -jnp.inf, axis=-1, keepdims=True)

@@ -35,6 +35,7 @@ from jspec.server.http import (
 from jspec.server.openai_endpoints import OpenAIEndpoints
 from jspec.server.origins import OriginGuard
 from jspec.server.page import CONTENT_SECURITY_POLICY, PAGE
+from jspec.server.responses_endpoints import ResponsesEndpoints
 from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
 from jspec.server.score_endpoint import ScoreEndpoint
 from jspec.server.server_args import ServerArgs
@@ -104,6 +105,7 @@ class Endpoints:
             Route("/docs", self.docs, methods=get),
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             *OpenAIEndpoints(self.service).routes(),
+            *ResponsesEndpoints(self.service).routes(),
             *ScoreEndpoint(self.service).routes(),
             Route("/health", self.health, methods=get),
             Route("/health_generate", self.health_generate, methods=get),

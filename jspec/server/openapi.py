@@ -26,7 +26,13 @@ from jspec.core.sampling_fields import (
     Switch,
     Texts,
 )
-from jspec.server import chat_schemas, openai_schemas, schemas, score_endpoint
+from jspec.server import (
+    chat_schemas,
+    openai_schemas,
+    responses_schemas,
+    schemas,
+    score_endpoint,
+)
 from jspec.server.fields import Neutral
 from jspec.text.chat_messages import ROLES
 
@@ -35,6 +41,7 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 TEXTS: Schema = {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}}
+COUNT: Schema = {"type": ["integer", "null"], "minimum": 0}
 ANY: Schema = {"type": "object"}
 JSON = "application/json"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
@@ -51,11 +58,14 @@ OTHERS: Mapping[str, Schema] = {
     "guided_grammar": {"type": ["string", "null"]},
     "guided_json": {"type": ["object", "string", "boolean", "null"]},
     "guided_regex": {"type": ["string", "null"]},
+    "input": {"anyOf": [TEXT, {"type": "array", "minItems": 1, "items": ANY}]},
     "input_ids": {"anyOf": [IDS, {"type": "array", "items": IDS}]},
     "item_first": FLAG,
     "items": {"anyOf": [TEXT, {"type": "array", "items": TEXT}, {"type": "array", "items": IDS}]},
     "label_token_ids": {**IDS, "minItems": 1},
-    "max_completion_tokens": {"type": ["integer", "null"], "minimum": 0},
+    "instructions": {"type": ["string", "null"]},
+    "max_completion_tokens": COUNT,
+    "max_output_tokens": COUNT,
     "messages": {
         "type": "array",
         "minItems": 1,
@@ -68,7 +78,9 @@ OTHERS: Mapping[str, Schema] = {
             },
         },
     },
+    "metadata": {"type": ["object", "null"]},
     "model": {"type": ["string", "null"]},
+    "parallel_tool_calls": FLAG,
     "priority": {"type": ["integer", "null"]},
     "prompt": {
         "anyOf": [TEXT, {"type": "array", "items": TEXT}, IDS, {"type": "array", "items": IDS}]
@@ -87,6 +99,7 @@ OTHERS: Mapping[str, Schema] = {
         },
     },
     "rid": {"anyOf": [TEXT, {"type": "array", "items": TEXT}, {"type": "null"}]},
+    "separate_reasoning": FLAG,
     "stream": FLAG,
     "stream_options": {
         "type": ["object", "null"],
@@ -94,6 +107,10 @@ OTHERS: Mapping[str, Schema] = {
     },
     "structured_outputs": {"type": ["object", "null"]},
     "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
+    "tool_choice": {
+        "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": ["object", "null"]}]
+    },
+    "tools": {"type": ["array", "null"], "items": ANY},
     "user": {"type": ["string", "null"]},
 }
 
@@ -206,6 +223,13 @@ def bodies() -> dict[str, Schema]:
             sampling=openai,
             others={**OTHERS, "logprobs": FLAG, "top_logprobs": counts},
             required=("messages",),
+        ),
+        "/v1/responses": body_schema(
+            responses_schemas.RESPONSE_FIELDS,
+            responses_schemas.NEUTRAL_RESPONSE,
+            sampling=openai,
+            others={**OTHERS, "text": {"type": ["object", "null"]}},
+            required=("input",),
         ),
         "/v1/score": body_schema(
             score_endpoint.SCORE_FIELDS,

@@ -115,7 +115,9 @@ def verify_step(
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
     """The second half alone, with what the host allows at each node of the tree."""
     roots = take_rows(state.rows.root_ids, batch.slots)
-    tree = dataclasses.replace(batch.tree, tokens=batch.tokens.at[:, 0].set(roots))
+    tree = dataclasses.replace(
+        batch.tree, tokens=batch.tokens.at[:, 0].set(roots, mode="promise_in_bounds")
+    )
     return verify_tree(program, params, state, batch.slots, tree, allowed=batch.allowed)
 
 

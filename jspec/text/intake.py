@@ -204,6 +204,7 @@ class Intake:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """The ids of a chat, and how it is sampled: to the context's end, if nobody said how long.
 
@@ -228,6 +229,7 @@ class Intake:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            tools=tools,
         )
         ids = self.encode(text, add_special_tokens=False)
         if sampling.max_new_tokens is None:

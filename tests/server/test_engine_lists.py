@@ -221,6 +221,7 @@ def test_the_document_says_nothing_that_is_refused(engine: Engine) -> None:
     for path, needed in (
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
     ):
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         for name, field in schema["schema"]["properties"].items():

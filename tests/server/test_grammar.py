@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -120,3 +120,21 @@ def test_the_python_api_takes_an_object(engine: Engine) -> None:
     check(engine.generate("p", {"json_schema": SCHEMA, "max_new_tokens": 80})["text"])
     with pytest.raises(RequestError, match="unclosed"):
         engine.generate(["p", "q"], {"regex": "(a"})
+
+
+def test_a_call_that_must_be_is_one(live_url: str) -> None:
+    client = openai.OpenAI(base_url=f"{live_url}/v1", api_key="none")
+    tool = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
+    chunks = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "call"}],
+        tools=cast(Any, [tool]),
+        tool_choice={"type": "function", "function": {"name": "pick"}},
+        stream=True,
+        seed=3,
+        max_tokens=200,
+    )
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[-1].finish_reason == "tool_calls"
+    pieces = [piece for choice in choices for piece in choice.delta.tool_calls or ()]
+    check("".join(piece.function.arguments or "" for piece in pieces if piece.function))
