@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load_client import Seen, percentile
+from jspec.bench.figures import Seen, percentile
 
 # What lies between two borders of jspec.scheduler.request_trace, in order; client to client.
 PARTS = (

@@ -33,9 +33,11 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 import uvicorn
 
 from benchmarks.environment import write_result
-from benchmarks.load_client import Pattern, Point, run_point, summary
 from benchmarks.null_runner import NullRunner
 from jspec.api import Engine
+from jspec.bench.client import run_point
+from jspec.bench.figures import summary
+from jspec.bench.load import Pattern, Point
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.plan import StepKind

@@ -36,8 +36,10 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 
 from benchmarks.first_token import summarise
 from benchmarks.h200_table import engine_arguments
-from benchmarks.load_client import WORDS, Pattern, Point, run_point, summary
 from benchmarks.workloads import WORKLOADS, Workload
+from jspec.bench.client import run_point
+from jspec.bench.figures import summary
+from jspec.bench.load import WORDS, Pattern, Point
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 400.0

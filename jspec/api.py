@@ -9,48 +9,49 @@ nothing itself. Names are SGLang's: `generate(prompt=... | input_ids=..., sampli
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import EngineClosedError, RequestError
-from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.core.errors import ConfigError, EngineClosedError, RequestError
+from jspec.core.request import Request, SamplingParams
 from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.response import Completion, TokenText
 from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.programs import grammar_programs
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
-from jspec.scheduler import budget
-from jspec.scheduler.chunk_stream import ChunkStream
-from jspec.scheduler.gathering import run_all
-from jspec.scheduler.home import EngineStream, HomeLoop
-from jspec.scheduler.live_weights import LiveWeights
+from jspec.scheduler.engine_calls import EngineCalls
+from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.stats import SchedulerStats
+from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
-from jspec.text.intake import NO_TOKENIZER, Intake, LogprobOptions, Params
+from jspec.text.grammars import Grammars
+from jspec.text.intake import NO_TOKENIZER, Intake, Params
 from jspec.text.stream import stream_of
 from jspec.text.token_texts import TokenTexts
 from jspec.text.tokenizer import Tokenizer
 
 
-class Engine(LiveWeights):
+class Engine(EngineCalls):
     """One model pair, loaded and compiled, ready for requests.
 
-    Keyword arguments are those of `EngineArgs`, kept as `args`; `config` is what they came to.
+    model: `model_path`, first or by this name; None: the bundled pair. Other keyword arguments are
+    those of `EngineArgs`, kept as `args`; `config` is what they came to.
     The engine lives on an event loop in a thread of its own: any thread and any event loop, one
     asyncio.run after the other, may use it.
 
@@ -61,6 +62,7 @@ class Engine(LiveWeights):
 
     def __init__(
         self,
+        model: str | None = None,
         *,
         progress: Progress | None = None,
         trace: list[TraceEvent] | None = None,
@@ -68,7 +70,7 @@ class Engine(LiveWeights):
     ) -> None:
         started = time.monotonic()
         with interruptible():
-            self.args = EngineArgs.from_mapping(arguments)
+            self.args = EngineArgs.from_mapping(_with_model(arguments, model))
             self._start(progress)
             self._loop = EngineLoop(
                 self._scheduler,
@@ -101,6 +103,9 @@ class Engine(LiveWeights):
             chat_template=template,
             defaults=defaults,
         )
+        self._grammars = Grammars(
+            self._tokenizer, vocab_size=runner.vocab_size, eos_token_ids=self.eos_token_ids
+        )
         self._scheduler = Scheduler(
             runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
         )
@@ -126,10 +131,6 @@ class Engine(LiveWeights):
     @property
     def limits(self) -> ServeLimits:
         return self._limits
-
-    @property
-    def stats(self) -> SchedulerStats:
-        return self._loop.stats
 
     @property
     def served(self) -> ServedWeights:
@@ -160,8 +161,14 @@ class Engine(LiveWeights):
         priority: int = 0,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
-        names = {"request_id": request_id, "extra_key": extra_key}
-        return self._intake.requests(prompt, input_ids, sampling_params, priority=priority, **names)
+        return self._intake.requests(
+            prompt,
+            input_ids,
+            sampling_params,
+            request_id=request_id,
+            extra_key=extra_key,
+            priority=priority,
+        )
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
@@ -174,131 +181,26 @@ class Engine(LiveWeights):
         """Ids and sampling of a chat; options are those of `chat`. Raises RequestError."""
         return self._intake.chat(messages, sampling_params, **options)
 
-    # Generation.
+    # Generation, beside what EngineCalls has.
 
-    async def submit(
-        self, requests: Sequence[Request], *, max_unread: int | None = None
-    ) -> tuple[EngineStream, ...]:
-        """Queues all requests or none, and returns the chunks of each, to be closed by the caller.
+    async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """See EngineCalls."""
+        if all(r.grammar is not None or r.sampling.grammar is None for r in requests):
+            return requests
+        return await asyncio.to_thread(self._with_grammars, tuple(requests))
 
-        max_unread: chunks of one that may lie unread; then it is aborted. None: any number.
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
+    def _with_grammars(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests with their grammars compiled, once the programs for them are there too.
+
+        Raises RequestError for a grammar that is wrong.
         """
-        streams = await self._home.call(self._submit(requests, max_unread))
-        return tuple(EngineStream(self._home, stream) for stream in streams)
-
-    async def _submit(
-        self, requests: Sequence[Request], max_unread: int | None
-    ) -> list[ChunkStream]:
-        await self._may_submit.wait()
-        # Nothing yields between the check and the last submit, so the check still holds there.
-        await self._check(requests)
-        return [self._loop.submit(request, max_unread=max_unread) for request in requests]
-
-    async def _check(self, requests: Sequence[Request]) -> None:
-        """Raises for a batch of which the scheduler would refuse any part."""
-        budget.check_batch(
-            self._limits,
-            requests,
-            in_use=self._loop.request_ids,
-            num_queued=self.stats.num_queued,
-        )
-
-    async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
-        """Chunks of one request, one a step. Closing the iterator aborts the request."""
-        (stream,) = await self.submit((request,))
-        try:
-            async for chunk in stream:
-                yield chunk
-        finally:
-            await stream.aclose()
-
-    async def _complete(
-        self, request: Request, stream: EngineStream, text: TokenText | None
-    ) -> dict[str, Any]:
-        started = time.monotonic()
-        completion = Completion.of(request, token_text=text)
-        async for chunk in stream:
-            completion.add(chunk)
-        return completion.to_json(e2e_latency=time.monotonic() - started)
-
-    async def _complete_all(
-        self, requests: Sequence[Request], text: TokenText | None
-    ) -> list[dict[str, Any]]:
-        """All results, in order. What is more than the queue holds is fed as others finish.
-
-        Every request is checked before the first one is queued.
-        """
-        bound = self._limits.max_queued_requests
-        for start in range(0, len(requests), bound):
-            await self._home.call(self._check(requests[start : start + bound]))
-
-        async def run(request: Request) -> dict[str, Any]:
-            (stream,) = await self.submit((request,))
-            try:
-                return await self._complete(request, stream, text)
-            finally:
-                await stream.aclose()
-
-        return await run_all(requests, run, most=bound)
-
-    async def _stream(
-        self, request: Request, text: TokenText | None
-    ) -> AsyncGenerator[dict[str, Any]]:
-        started = time.monotonic()
-        completion = Completion.of(request, token_text=text)
-        (stream,) = await self.submit((request,))
-        async with aclosing(stream):
-            async for chunk in stream:
-                for each in (chunk, *stream.ready()):  # a slow reader gets fewer, longer ones
-                    completion.add(each)
-                yield completion.to_json(e2e_latency=time.monotonic() - started)
-
-    async def async_generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        *,
-        stream: bool = False,
-        **logprobs: Unpack[LogprobOptions],
-    ) -> Any:
-        """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
-
-        A streamed result is cumulative, as SGLang's: each dict holds all text so far. logprobs:
-        return_logprob and what belongs to it, for all prompts; see `LogprobOptions`.
-        """
-        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
-        token_text = self._token_text(**logprobs)
-        if stream:
-            if not is_single:
-                raise RequestError(f"stream with {len(requests)} sequences; expected one")
-            return self._stream(requests[0], token_text)
-        results = await self._complete_all(requests, token_text)
-        return results[0] if is_single else results
-
-    def generate(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: Params | Sequence[Params] = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        *,
-        stream: bool = False,
-        **logprobs: Unpack[LogprobOptions],
-    ) -> Any:
-        """As async_generate, but waits; an iterator if `stream`."""
-        self._home.start_thread()
-        if not stream:
-            return self._home.run(
-                self.async_generate(prompt, sampling_params, input_ids, stream=False, **logprobs)
-            )
-        requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
-        if not is_single:
-            raise RequestError(f"stream with {len(requests)} sequences; expected one")
-        return self._home.iterate(self._stream(requests[0], self._token_text(**logprobs)))
-
-    def _token_text(self, **logprobs: Unpack[LogprobOptions]) -> TokenText | None:
-        return self.token_texts.text if logprobs.get("return_text_in_logprobs") else None
+        made: list[Request] = []
+        for request in requests:
+            source = request.sampling.grammar
+            grammar = None if source is None else self._grammars.compile(source)
+            made.append(replace(request, grammar=grammar))
+        self._runner.ensure(grammar_programs(self._limits))
+        return made
 
     def chat(
         self,
@@ -309,11 +211,13 @@ class Engine(LiveWeights):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Any:
         """As generate, for messages ({"role", "content"}) through the chat template.
 
         Without max_new_tokens an answer may be as long as the context allows.
         continue_final_message: the answer goes on with the assistant's last message.
+        tools: what the template shows of them; their calls are text of the answer.
         """
         ids, sampling = self.chat_prompt(
             messages,
@@ -321,6 +225,7 @@ class Engine(LiveWeights):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
+            tools=None if tools is None else check_tools(tools, None, None).shown_tools,
         )
         return self.generate(input_ids=ids, sampling_params=sampling, stream=stream)
 
@@ -334,10 +239,6 @@ class Engine(LiveWeights):
         """Ends every request; returns how many."""
         loop = self._loop
         return await self._home.ask(lambda: sum(map(loop.abort, loop.request_ids)))
-
-    async def flush_cache(self) -> bool:
-        """Empties the prefix cache. False, and nothing happens, while requests are there."""
-        return await self._home.ask(self._loop.flush_cache)
 
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plans no further step until `continue_generation`; requests are taken, and wait.
@@ -391,3 +292,14 @@ class Engine(LiveWeights):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """`arguments` with `model` as model_path. Raises ConfigError for both at once."""
+    if model is None:
+        return dict(arguments)
+    if arguments.get("model_path") is not None:
+        raise ConfigError(
+            f"model is {model!r} and model_path {arguments['model_path']!r}; expected one of them"
+        )
+    return {**arguments, "model_path": str(model)}

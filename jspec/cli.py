@@ -1,4 +1,4 @@
-"""The command line: `jspec serve`, `generate`, `batch`, `verify`, `doctor` and the others.
+"""The command line: `jspec serve`, `generate`, `batch`, `bench`, `verify`, `doctor` and the others.
 
 It turns words into settings, and errors into one line and an exit status: 2 for what was asked
 wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a command needs them.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
+from jspec.cli_bench import run_bench
 from jspec.cli_convert import run_convert
 from jspec.cli_doctor import run_doctor
 from jspec.cli_verify import run_verify
@@ -39,6 +40,7 @@ USAGE = """usage: jspec COMMAND [flags]
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
   generate    complete a prompt in the terminal; jspec generate --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
+  bench       plain and speculative speed side by side, or a server under load; jspec bench --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   verify      replay prompts with and without speculation; jspec verify --help
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": run_serve,
         "generate": run_generate,
         "batch": run_batch_command,
+        "bench": run_bench,
         "convert": run_convert,
         "train-draft": run_train_draft,
         "verify": run_verify,

@@ -15,7 +15,7 @@ from pathlib import Path
 from jspec.engine.device_memory import share_for_server
 from jspec.engine.interrupts import interruptible
 from jspec.offline.batch_file import AnswerFile, count_lines, read_lines
-from jspec.offline.batch_progress import BatchProgress
+from jspec.scheduler.batch_progress import BatchProgress
 from jspec.server.flag_table import GROUPS
 from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
 

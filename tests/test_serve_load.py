@@ -11,7 +11,9 @@ import pytest
 
 from benchmarks import serve_load
 from benchmarks.first_token import PARTS, summarise
-from benchmarks.load_client import Pattern, Point, Seen, percentile, run_point, summary
+from jspec.bench.client import run_point
+from jspec.bench.figures import Seen, percentile, summary
+from jspec.bench.load import Pattern, Point
 from jspec.scheduler.request_trace import Border
 
 GAP_SECONDS = 0.02

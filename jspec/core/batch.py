@@ -25,6 +25,27 @@ class DecodeBatch:
 
 
 @pytree
+class VerifyBatch:
+    """Rows of a DecodeBatch with what the host knows of their trees: N nodes each."""
+
+    slots: jax.Array  # i32[B], 0 = padding
+    tokens: jax.Array  # i32[B, N]; the root's is left to the state
+    parents: jax.Array  # i32[B, N]
+    depths: jax.Array  # i32[B, N]
+    allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows behind each node
+
+    @property
+    def tree(self) -> DraftTree:
+        return DraftTree(tokens=self.tokens, parents=self.parents, depths=self.depths)
+
+
+def verify_batch(fields: dict[str, jax.Array]) -> VerifyBatch:
+    """The batch from the fields of a `verify_layout`."""
+    allowed = jax.lax.bitcast_convert_type(fields["allowed"], jnp.uint32)
+    return VerifyBatch(**{**fields, "allowed": allowed})
+
+
+@pytree
 class PrefillBatch:
     """R chunks, packed into T tokens; a chunk may bring its whole new row along."""
 
@@ -38,6 +59,7 @@ class PrefillBatch:
     prompt_lens: jax.Array  # i32[R]
     page_table: jax.Array  # i32[R, P]
     window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
+    allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows behind each chunk
     sampling: SamplingRows  # of the rows that are new, neutral elsewhere
 
 
@@ -57,6 +79,8 @@ class RecallBatch:
 def prefill_batch(fields: dict[str, jax.Array]) -> PrefillBatch:
     """The batch from the fields of a `prefill_layout`."""
     others = {name: array for name, array in fields.items() if not name.startswith(PREFIX)}
+    if "allowed" in others:
+        others["allowed"] = jax.lax.bitcast_convert_type(others["allowed"], jnp.uint32)
     return PrefillBatch(**others, sampling=SamplingRows(**sampling_rows(fields)))
 
 

@@ -194,6 +194,7 @@ class ServeLimits:
     num_rounds: verifications of one decode step, one behind the other without the host.
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
+    vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
     """
 
     spec: SpeculativeConfig
@@ -212,6 +213,7 @@ class ServeLimits:
     windows: tuple[WindowSpace, ...] = ()
     prefix_cache: bool = False
     logprobs: bool = False
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)

@@ -6,7 +6,9 @@ on it without reading the source.
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Collection
 
 MAX_RETRY_SECONDS = 60.0
 SHOWN_CHARS = 80  # of a value in a message: what a person reads
@@ -21,6 +23,20 @@ def shown(value: object) -> str:
     except (RecursionError, ValueError):  # ValueError: an integer of too many digits
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
+
+def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
+    """The message for a field that is not in `known`.
+
+    hint: what was meant, if that is known; else the nearest name is suggested.
+    """
+    shown_name, name = shown(name), name[:SHOWN_CHARS]
+    if not hint:
+        hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
+    did_you_mean = f"did you mean {hint}? " if hint else ""
+    return (
+        f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"
+    )
 
 
 class JspecError(Exception):

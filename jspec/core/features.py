@@ -17,6 +17,7 @@ class Feature(enum.Enum):
     FILTERS = "filters"  # top-k, top-p, min-p
     PENALTIES = "penalties"  # what changes logits by token ids: penalties, bias, minimum length
     LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts
+    GRAMMAR = "grammar"  # tokens that a grammar allows, told by the host for every node
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class StepFeatures:
 
     def __str__(self) -> str:
         """plain, sampling (SAMPLING), all, or the names."""
-        if self.members == frozenset(Feature):
+        if self.members == ALL.members:
             return "all"
         if self.members == SAMPLING.members:
             return "sampling"
@@ -61,4 +62,5 @@ class StepFeatures:
 PLAIN = StepFeatures()
 # All that changes which token is chosen. Log-probabilities are apart: they cost more than these.
 SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
-ALL = StepFeatures(frozenset(Feature))
+# All but what cuts a step in two.
+ALL = StepFeatures(frozenset({*SAMPLING, Feature.LOGPROBS}))

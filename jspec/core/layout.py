@@ -99,6 +99,12 @@ def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> Packe
     return PackedLayout((("slots", (batch,)), grants, *_window_grants(num_windows, num_grants)))
 
 
+def verify_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
+    """A VerifyBatch's; `core.batch.verify_batch` makes one of the fields. words: W of a mask."""
+    of_nodes = ((name, (batch, nodes)) for name in ("tokens", "parents", "depths"))
+    return PackedLayout((("slots", (batch,)), *of_nodes, ("allowed", (batch, nodes, words))))
+
+
 def prefill_layout(
     *,
     tokens: int,
@@ -106,11 +112,13 @@ def prefill_layout(
     pages_per_row: int,
     num_windows: int = 0,
     num_grants: int = 0,
+    words: int = 0,
     table: SamplingTable = SAMPLING_FIELDS,
 ) -> PackedLayout:
     """A PrefillBatch's; `core.batch.prefill_batch` makes one of the fields.
 
-    num_grants: of each page space beside the full one, of which there are num_windows.
+    num_grants: of each page space beside the full one, of which there are num_windows. words: W of
+    a mask; 0: there are none.
     """
     return PackedLayout(
         (
@@ -124,6 +132,7 @@ def prefill_layout(
             ("prompt_lens", (rows,)),
             ("page_table", (rows, pages_per_row)),
             *_window_grants(num_windows, num_grants),
+            *((("allowed", (rows, words)),) if words else ()),
             *packed_fields(table, rows),
         )
     )

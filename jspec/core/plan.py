@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jspec.core.config import ServeLimits
 from jspec.core.features import StepFeatures
+from jspec.core.grammar import Constraint
 from jspec.core.request import Request, SamplingParams, TokenLogprob
 
 
@@ -75,11 +77,14 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
-    """RECALL is no plan's: the runner puts it before a prefill whose rows need it."""
+    """The last three are no plan's. The runner puts RECALL before a prefill whose rows need it, and
+    runs PROPOSE and VERIFY for a decode in which a row follows a grammar."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     RECALL = "recall"
+    PROPOSE = "propose"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,8 @@ class StepPlan:
     """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows`.
 
     features: what the rows need, all of them together. grants: of all spaces in a decode; of the
-    window spaces in a prefill, whose admissions bring the pages of the full space.
+    window spaces in a prefill, whose admissions bring the pages of the full space. constraints: of
+    `row_refs`, or empty where no row follows a grammar; such rows have nothing unread.
     """
 
     step: int
@@ -97,6 +103,12 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    constraints: tuple[Constraint | None, ...] = ()
+
+    def num_rounds(self, limits: ServeLimits) -> int:
+        """Verifications of a decode: one where the host must look at every tree. A prefill is 1."""
+        is_one = self.kind is StepKind.PREFILL or self.constraints
+        return 1 if is_one else limits.num_rounds
 
     @property
     def row_refs(self) -> tuple[RowRef, ...]:
@@ -170,7 +182,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step's rounds: one of a prefill, `ServeLimits.num_rounds` of a decode."""
+    """One step's rounds: as many as `StepPlan.num_rounds` says."""
 
     step: int
     rounds: tuple[RoundResult, ...]

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jspec.core.errors import SHOWN_CHARS, RequestError, shown
+from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
+from jspec.core.grammar import Grammar, GrammarSource, check_grammar, grammar_of
 from jspec.core.sampling_fields import (
     Biases,
     Flag,
@@ -22,15 +23,17 @@ from jspec.core.sampling_fields import (
     Number,
     Row,
     SamplingTable,
+    Source,
+    Switch,
     Texts,
     features_of,
     sampled,
     table_of,
 )
+from jspec.core.seeds import MAX_SEED
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 DEFAULT_VERSION = "default"  # of the weights, SGLang's name
-MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 # The device masks stop tokens while fewer than min_new_tokens are out; one row holds this many.
 MAX_MASKED_STOP_IDS = 16
@@ -39,6 +42,7 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
 MAX_STOP_IDS = 4096
 MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
+MAX_GRAMMAR_CHARS = 262144
 MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
 # What of log-probabilities a step's output has room for, for each token.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -110,6 +114,9 @@ class SamplingParams:
     logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
     top_logprobs_num: of the so many likeliest tokens as well.
     token_ids_logprob: of these tokens as well.
+    json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: one of them
+        at most; the output is a text of that grammar, unless its length ends it.
+    speculative: false accepts no draft: the same text, one token a step; for comparisons.
     """
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
@@ -180,12 +187,21 @@ class SamplingParams:
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
+    json_schema: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    regex: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    ebnf: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    structural_tag: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
+            if isinstance(parameter.accepts, Source):  # a schema may come as an object
+                value = parameter.read(getattr(self, parameter.name))
+                object.__setattr__(self, parameter.name, value)
             parameter.check(getattr(self, parameter.name))
+        check_grammar(self, ignore_eos=self.ignore_eos)
         if self.min_new_tokens > self.wanted_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens}; expected at most max_new_tokens, which "
@@ -194,6 +210,11 @@ class SamplingParams:
         if self.top_k == 0:  # vLLM's word for it; equal settings need equal programs
             object.__setattr__(self, "top_k", -1)
         object.__setattr__(self, "stop_id_set", frozenset(self.stop_token_ids))
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """The grammar that the output follows."""
+        return grammar_of(self)
 
     @classmethod
     def from_mapping(
@@ -234,22 +255,6 @@ class SamplingParams:
 SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
 
 
-def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
-    """The message for a field that is not in `known`.
-
-    hint: what was meant, if that is known; else the nearest name is suggested.
-    """
-    import difflib
-
-    shown_name, name = shown(name), name[:SHOWN_CHARS]
-    if not hint:
-        hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
-    did_you_mean = f"did you mean {hint}? " if hint else ""
-    return (
-        f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate, as the scheduler sees it: ids in, a seed fixed, nothing optional.
@@ -258,6 +263,7 @@ class Request:
     hash(sampling_seed, i); one without a seed got its entropy before this object was built.
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     extra_key: requests with different ones share no cached prefix.
+    grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
     priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
     """
 
@@ -267,6 +273,7 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
     extra_key: str | None = None
     priority: int = 0
 
@@ -294,20 +301,6 @@ class Request:
     def shows(self, token_id: int) -> bool:
         """Whether this id, which ends the request, has text: its own stop ids, if not trimmed."""
         return self.sampling.no_stop_trim and token_id not in self.eos_token_ids
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """hash(seed, i): the seed of choice i; choice 0 keeps the request's own seed.
-
-    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed + i * its increment.
-    """
-    if choice == 0:
-        return seed
-    mask = MAX_SEED
-    x = (seed + choice * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
 
 
 class FinishKind(enum.Enum):

@@ -88,10 +88,14 @@ class Completion:
     """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds.
 
     logprobs: how the sequence's log-probabilities are told, if it was asked for any.
+    seed: the final one, with which the same text comes again.
     """
 
-    def __init__(self, request_id: str, *, logprobs: LogprobForm | None = None) -> None:
+    def __init__(
+        self, request_id: str, *, logprobs: LogprobForm | None = None, seed: int | None = None
+    ) -> None:
         self.request_id = request_id
+        self.seed = seed
         self.logprob_form = logprobs
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[PromptToken] = []
@@ -108,7 +112,7 @@ class Completion:
     def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
         """token_text: what log-probabilities call a token, if anything."""
         form = LogprobForm.of(request.sampling, token_text=token_text)
-        return cls(request.request_id, logprobs=form)
+        return cls(request.request_id, logprobs=form, seed=request.seed)
 
     def add(self, chunk: StreamChunk) -> None:
         self.texts.append(chunk.text)
@@ -149,6 +153,8 @@ class Completion:
             "weight_version": self.weight_version,
             "num_retractions": self.num_retractions,
         }
+        if self.seed is not None:
+            meta["sampling_seed"] = self.seed
         if e2e_latency is not None:
             meta["e2e_latency"] = e2e_latency
         if self.logprob_form is not None:

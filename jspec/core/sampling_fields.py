@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +84,20 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch(Flag):
+    """True or false, or as words: on and off."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}; expected true, false, 'on' or 'off'")
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A word as what it means; anything else as it is."""
+        return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     """A tuple of texts, none empty, all of Unicode: at most `most`, of `most_chars` together."""
 
@@ -106,6 +121,30 @@ class Texts:
                 f"{name} has {num_chars} characters; expected at most {self.most_chars} in all "
                 "strings"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One text, not empty, of at most `most_chars`."""
+
+    most_chars: int
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty")
+        if len(value) > self.most_chars:
+            raise RequestError(
+                f"{name} has {len(value)} characters; expected at most {self.most_chars}"
+            )
+
+    def read(self, name: str, value: Any) -> Any:
+        """A JSON object as its text. Raises RequestError for what no JSON text can hold."""
+        if not isinstance(value, Mapping | bool):
+            return value
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is no JSON object: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +244,10 @@ class SamplingField:
 
         Raises RequestError for what is no list where one is expected.
         """
+        if isinstance(self.accepts, Source):
+            return self.accepts.read(self.name, value)
         if not isinstance(self.default, tuple):
-            return value
+            return self.accepts.read(value) if isinstance(self.accepts, Switch) else value
         if isinstance(self.accepts, Biases):
             given_pairs = isinstance(value, tuple)
             return value if given_pairs else self.accepts.read(self.name, value)

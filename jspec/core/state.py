@@ -38,6 +38,7 @@ class SamplingRows:
     stop_ids: jax.Array  # i32[., 16], padded with V (no token)
     logprob_start: jax.Array  # i32[.], first prompt position whose log-probability is asked for
     logprob_ids: jax.Array  # i32[., 32], padded with V
+    speculative: jax.Array  # i32[.], 0: no draft is accepted
 
 
 @pytree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -64,6 +65,7 @@ def _build_runner(
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups
     limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
+    limits = replace(limits, vocab_size=models.target.vocab_size)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
     runner = DeviceRunner.create(
@@ -77,11 +79,12 @@ def _build_runner(
         store=store,
     )
     later = later_programs(limits, runner.ready_programs)
+    recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
     if later:
-        recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
         maker = maker_of(recipe, later, mesh=mesh, store=store)
         wanted = len(program_keys(limits))
         runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
+    runner.make_on_demand(partial(maker_of, recipe, mesh=mesh, store=store))
     weights = ServedWeights(replace(models, params={}), runner, mesh=mesh)
     return runner, config, weights
 

@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.core.batch import DecodeBatch, RecallBatch, prefill_batch
+from jspec.core.batch import DecodeBatch, RecallBatch, prefill_batch, verify_batch
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
@@ -36,7 +36,13 @@ from jspec.engine.transfer import layout_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.recall import recall_step
-from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
+from jspec.speculative.step import (
+    StepProgram,
+    prefill_step,
+    propose_step,
+    speculative_rounds,
+    verify_step,
+)
 
 # (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
 Progress = Callable[[int, int, str, str], None]
@@ -77,6 +83,26 @@ def _recall_entry(
     return recall_step(program, params, state, RecallBatch(**packed.unpack(flat)))
 
 
+def _propose_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return propose_step(program, params, state, DecodeBatch(**packed.unpack(flat)))
+
+
+def _verify_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return verify_step(program, params, state, verify_batch(packed.unpack(flat)))
+
+
+ENTRIES: dict[StepKind, Callable[..., Any]] = {
+    StepKind.PREFILL: _prefill_entry,
+    StepKind.RECALL: _recall_entry,
+    StepKind.PROPOSE: _propose_entry,
+    StepKind.VERIFY: _verify_entry,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
     """All of an engine's limits that a program's code depends on, beside what its arrays show.
@@ -104,9 +130,10 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
-    entry = _recall_entry if shape.kind is StepKind.RECALL else _prefill_entry
     if shape.kind is StepKind.DECODE:
-        entry = partial(_decode_entry, num_rounds=shape.num_rounds)
+        entry: Callable[..., Any] = partial(_decode_entry, num_rounds=shape.num_rounds)
+    else:
+        entry = ENTRIES[shape.kind]
     packed = shape.packed
     tables = program.tables
     in_specs = (
@@ -149,7 +176,7 @@ def compiler_options(
     """
     if platform != "gpu":
         return {}
-    is_decode = key.kind is StepKind.DECODE
+    is_decode = key.kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.VERIFY)
     tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.features import ALL, PLAIN, SAMPLING, StepFeatures
+from jspec.core.features import ALL, PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.core.plan import StepKind, StepPlan
 
 # So few steps are all compiled at the start: a CPU's engine always, which would otherwise compile
@@ -23,7 +23,7 @@ class ProgramKey(NamedTuple):
     features: StepFeatures
 
     def __str__(self) -> str:
-        size = "B" if self.kind is StepKind.DECODE else "T"
+        size = "T" if self.kind in (StepKind.PREFILL, StepKind.RECALL) else "B"
         features = "" if self.features == PLAIN else f" {self.features}"
         return f"{self.kind.value} {size}={self.bucket}{features}"
 
@@ -66,6 +66,21 @@ def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     if not limits.caches_prefixes:
         return ()
     return (ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN),)
+
+
+def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """What rows with a grammar need: made when the first one comes. Three sizes of prompts; decodes
+    as large as they get."""
+    features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.GRAMMAR}))
+    sizes = limits.prefill_buckets
+    middle = next(size for size in sizes if 8 * size >= sizes[-1])
+    of_prompts = sorted({sizes[0], middle, sizes[-1]}, reverse=True)
+    most = limits.decode_buckets[-1]
+    return (
+        *(ProgramKey(StepKind.PREFILL, size, features) for size in of_prompts),
+        ProgramKey(StepKind.PROPOSE, most, PLAIN),
+        ProgramKey(StepKind.VERIFY, most, features),
+    )
 
 
 def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,10 +23,11 @@ from jspec.core import sharding
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.config import ServeLimits
 from jspec.core.errors import ConfigError, EngineClosedError
-from jspec.core.plan import StepPlan, StepResult
+from jspec.core.features import PLAIN
+from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
-from jspec.engine.program_growth import ProgramGrowth
+from jspec.engine.program_growth import Maker, ProgramGrowth
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import ProgramKey, nearest_program, needed_program, recall_programs
 from jspec.engine.transfer import pack, pack_recalls, unpack_result
@@ -79,6 +80,8 @@ class DeviceRunner:
         self._programs = ReadyPrograms(executables)  # never changed: the caller may share it
         self._adding = threading.Lock()
         self._growth: ProgramGrowth | None = None
+        self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
+        self._ensuring = threading.Lock()
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._vocab_size = vocab_size
         self._num_programs = len(executables)
@@ -157,6 +160,22 @@ class DeviceRunner:
         weakref.finalize(self, growth.cancel)  # whoever drops the runner, or ends the process
         growth.start(weakref.WeakMethod(self.add))
 
+    def make_on_demand(self, maker_of: Callable[[tuple[ProgramKey, ...]], Maker]) -> None:
+        """Says who makes programs that few engines need, once one is needed."""
+        self._maker_of = maker_of
+
+    def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
+        """Makes what is missing of `keys`, while others serve; from any thread but the engine's.
+
+        Raises BuildError for what cannot be made.
+        """
+        with self._ensuring:
+            missing = tuple(key for key in keys if key not in self._programs.executables)
+            if not missing or self._maker_of is None:
+                return
+            for key, executable in self._maker_of(missing):
+                self.add(key, executable)
+
     @property
     def state(self) -> EngineState:
         """The state after the last dispatched step; reading it waits for the device.
@@ -183,7 +202,9 @@ class DeviceRunner:
         self._state = state
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Enqueues one step; never waits for the device. Raises EngineClosedError after close().
+        """Enqueues one step; never waits for the device, but for the tree that a grammar is to see.
+
+        Raises EngineClosedError after close().
 
         The program may be larger than the plan, or have more features. Raises InvariantError if
         none serves it.
@@ -192,12 +213,27 @@ class DeviceRunner:
         programs = self._programs
         if plan.admissions:
             state = self._recall(plan, state)
-        key = programs.nearest(needed_program(plan))
-        flat = pack(plan, key, self._limits, vocab_size=self._vocab_size)
-        batch = jax.device_put(flat, self._replicated)
-        self._state, output = programs.executables[key](self._params, state, batch)
+        needed, tree = needed_program(plan), None
+        if plan.constraints and plan.kind is StepKind.DECODE:
+            tree = self._propose(plan)
+            needed = needed._replace(kind=StepKind.VERIFY)
+        key = programs.nearest(needed)
+        output = self._enqueue(plan, key, tree)
         output.copy_to_host_async()
         self._in_flight.append((plan, key, output))
+
+    def _enqueue(self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None) -> jax.Array:
+        flat = pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
+        batch = jax.device_put(flat, self._replicated)
+        output: jax.Array
+        self._state, output = self._programs.executables[key](self._params, self.state, batch)
+        return output
+
+    def _propose(self, plan: StepPlan) -> np.ndarray:
+        """The rows' trees, i32[B, 3 N], once the device has them. Rows without drafts get their
+        pages by it all the same."""
+        key = self._programs.nearest(ProgramKey(StepKind.PROPOSE, len(plan.rows), PLAIN))
+        return np.asarray(self._enqueue(plan, key, None))
 
     def _recall(self, plan: StepPlan, state: EngineState) -> EngineState:
         """The state once rows with a cached prefix know its ids, as far as they use them."""

@@ -7,6 +7,7 @@ import numpy as np
 from jspec.core import layout
 from jspec.core.config import ServeLimits
 from jspec.core.features import PLAIN, Feature, StepFeatures
+from jspec.core.grammar import num_words
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import (
     Admission,
@@ -20,16 +21,23 @@ from jspec.core.request import SAMPLING_FIELDS
 from jspec.core.sampling_fields import SamplingTable, write_neutral, write_request
 from jspec.engine.programs import ProgramKey
 
+# A tree of one node: its token (which nobody reads), and no parent.
+ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+
 
 def layout_of(
     key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
 ) -> PackedLayout:
     """The packed layout of a program's batch."""
-    kind, bucket, _ = key
+    kind, bucket, features = key
     num_windows = len(limits.windows)
     if kind is StepKind.RECALL:
         return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
-    if kind is StepKind.DECODE:
+    words = num_words(limits.vocab_size) if Feature.GRAMMAR in features else 0
+    if kind is StepKind.VERIFY:
+        nodes = limits.spec.num_draft_tokens
+        return layout.verify_layout(batch=bucket, nodes=nodes, words=words)
+    if kind in (StepKind.DECODE, StepKind.PROPOSE):
         num_grants = bucket * limits.grants_per_row
         return layout.decode_layout(batch=bucket, num_grants=num_grants, num_windows=num_windows)
     return layout.prefill_layout(
@@ -38,6 +46,7 @@ def layout_of(
         pages_per_row=limits.pages_per_row,
         num_windows=num_windows,
         num_grants=limits.pages_of_chunks(bucket),
+        words=words,
         table=table,
     )
 
@@ -48,10 +57,13 @@ def pack(
     limits: ServeLimits,
     *,
     vocab_size: int,
+    tree: np.ndarray | None = None,
     table: SamplingTable = SAMPLING_FIELDS,
 ) -> np.ndarray:
-    """i32[layout size]."""
+    """i32[layout size]. tree: what PROPOSE gave, i32[B, 3 N]; None: roots alone."""
     packed = layout_of(key, limits, table=table)
+    if key.kind is StepKind.VERIFY:
+        return packed.pack(_verify_fields(plan, packed, tree))
     if plan.kind is StepKind.DECODE:
         fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
         fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
@@ -129,6 +141,30 @@ def _prefill_fields(
             _write_admission(fields, r, admission)
             write_request(fields, r, admission.request, table, vocab_size=vocab_size)
     fields["cu_q_lens"][len(plan.chunks) + 1 :] = offset
+    if "allowed" in fields:
+        fields["allowed"][:] = -1
+        for r, constraint in enumerate(plan.constraints):
+            if constraint is not None and plan.chunks[r].is_final:
+                constraint.fill(ROOT, ABOVE_ROOT, fields["allowed"][r : r + 1].view(np.uint32))
+    return fields
+
+
+def _verify_fields(
+    plan: StepPlan, packed: PackedLayout, tree: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Waits for no device, but asks each row's grammar about its tree."""
+    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
+    fields["parents"][:, 0] = -1
+    if tree is not None:
+        batch, nodes = fields["tokens"].shape
+        parts = tree.reshape(batch, 3, nodes).swapaxes(0, 1)
+        fields["tokens"], fields["parents"], fields["depths"] = map(np.ascontiguousarray, parts)
+    fields["allowed"][:] = -1
+    for r, constraint in enumerate(plan.constraints):
+        if constraint is not None:
+            allowed = fields["allowed"][r].view(np.uint32)
+            constraint.fill(fields["tokens"][r], fields["parents"][r], allowed)
     return fields
 
 
@@ -154,7 +190,7 @@ def unpack_result(
     """
     is_decode = plan.kind is StepKind.DECODE
     columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1, features)
-    num_rounds = limits.num_rounds if is_decode else 1
+    num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
     is_asked = Feature.LOGPROBS in plan.features

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message
 
 from jspec.api import Engine
 from jspec.core.errors import EngineClosedError
-from jspec.core.request import MAX_SEED, choice_seed
+from jspec.core.seeds import MAX_SEED, choice_seed
 from jspec.offline.batch_file import AnswerFile, Line, answer, refusal
 from jspec.server.app import create_app
 

@@ -7,21 +7,27 @@ of that position alone, so the emitted text does not depend on what was drafted.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jspec.core.batch import DraftTree
 
 
 def accept_tree(
-    tree: DraftTree, target_ids: Int[Array, "B N"], *, num_levels: int
+    tree: DraftTree,
+    target_ids: Int[Array, "B N"],
+    *,
+    num_levels: int,
+    may_accept: Bool[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
     """(node_path[B, S + 1], num_accepted[B]); node_path is 0 behind num_accepted.
+
+    may_accept: rows that accept drafts at all; None: each does.
 
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], target_ids [a1 a2 x y]
     Out: node_path [0 1 3], num_accepted 2
     """
     current = jnp.zeros(tree.tokens.shape[:1], jnp.int32)
-    alive = jnp.ones_like(current, bool)
+    alive = jnp.ones_like(current, bool) if may_accept is None else may_accept
     path = [current]
     num_accepted = jnp.zeros_like(current)
     for _ in range(num_levels):

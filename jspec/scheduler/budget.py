@@ -100,6 +100,9 @@ def check_request(limits: ServeLimits, request: Request) -> int:
             "return_logprob is true; expected false, since the engine was started with "
             "disable_logprobs"
         )
+    if request.sampling.grammar is not None and request.grammar is None:
+        kind = request.sampling.grammar.kind.value
+        raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
     return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.features import PLAIN
+from jspec.core.features import PLAIN, Feature
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.scheduler import policy
 from jspec.scheduler.pages import FullPages
 from jspec.scheduler.results import Flight
 from jspec.scheduler.row_table import Ints, RowTable
-from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
 from jspec.scheduler.windows import WindowPages
 
 
@@ -51,10 +51,16 @@ class DecodePlanner:
         self._lineup = None
 
     def plan(self, *, step: int) -> Flight | None:
-        """The next decode, None if no row can run. Pages are granted and rows retracted by it."""
+        """The next decode, None if no row can run. Pages are granted and rows retracted by it.
+
+        All wait while a row that follows a grammar has something unread: its next tree is judged
+        behind all of it, and rows that went on without it would share no step with it again.
+        """
         slots, tenancies = self._rows()
         chosen = np.flatnonzero(self._table.may_decode(slots))
         slots = slots[chosen]
+        if self._table.waits_to_be_read(slots):
+            return None
         missing = self._table.pages_missing(slots, self._limits)
         if missing.sum() > self._pages.num_free:
             decoding, grants = self._choose_short_of_pages()
@@ -75,6 +81,7 @@ class DecodePlanner:
             features=features,
             rows=tuple([tenancy.row for tenancy in decoding]),
             grants=tuple(grants),
+            constraints=constraints_of(decoding) if Feature.GRAMMAR in features else (),
         )
         return Flight(plan, slots, tuple(decoding))
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 async def run_all(
-    items: Sequence[Item], run: Callable[[Item], Awaitable[Result]], *, most: int
-) -> list[Result]:
-    """run(item) of all, in order, `most` of them at a time. The first error ends the others."""
-    room = asyncio.Semaphore(most)
+    items: AsyncIterator[Item], run: Callable[[Item], Awaitable[None]], *, most: int
+) -> None:
+    """run(item) of each, `most` of them at a time. The first error ends the others.
 
-    async def run_one(item: Item) -> Result:
-        async with room:
-            return await run(item)
+    An item is taken when there is room for it, and not before: they may be any number.
+    """
+    taking = asyncio.Lock()
 
-    tasks = [asyncio.ensure_future(run_one(item)) for item in items]
+    async def work() -> None:
+        while True:
+            async with taking:
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await run(item)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(most)]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*workers)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

@@ -33,7 +33,7 @@ def check_result(
             f"oldest step in flight, {oldest}"
         )
     is_decode = plan.kind is StepKind.DECODE
-    num_rounds = limits.num_rounds if is_decode else 1
+    num_rounds = plan.num_rounds(limits)
     most = limits.spec.max_emitted if is_decode else 1
     least = np.array([chunk.is_final for chunk in plan.chunks] or [True] * len(plan.rows), np.int64)
     if len(result.rounds) != num_rounds or not all(
@@ -103,7 +103,8 @@ class RoundReader:
     def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
         cut = sequence.absorb(ids)
         self._totals.num_emitted += len(cut.ids)
-        num_emitted = len(ids) if kind is StepKind.DECODE else 0
+        is_verified = kind is StepKind.DECODE and sequence.request.sampling.speculative
+        num_emitted = len(ids) if is_verified else 0
         if num_emitted:
             self._totals.tally.add(num_emitted=num_emitted, num_kept=len(cut.ids))
         if cut.finish is not None:

@@ -32,8 +32,8 @@ class RowTable:
     left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
     steps, rounds: in flight. decodes: its final chunk is dispatched and it has not ended.
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends.
-    is_featured: its steps need features. stop_ids: those ids, NO_ID after them.
-    out_ids: emitted ids; past `emitted` anything.
+    is_featured: its steps need features. is_constrained: by a grammar, which must have
+    seen all. stop_ids: those ids, NO_ID after them. out_ids: emitted ids; past `emitted` anything.
     """
 
     left: Ints
@@ -47,6 +47,7 @@ class RowTable:
     ended: Bools
     is_plain: Bools
     is_featured: Bools
+    is_constrained: Bools
     stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
     out_ids: np.ndarray  # i32[slots, context_length + M]
 
@@ -56,7 +57,7 @@ class RowTable:
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
         counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds")
-        flags = ("decodes", "ended", "is_plain", "is_featured")
+        flags = ("decodes", "ended", "is_plain", "is_featured", "is_constrained")
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
             **{name: np.zeros(rows, np.bool_) for name in flags},
@@ -74,10 +75,12 @@ class RowTable:
         stop_ids: tuple[int, ...] = (),
         is_cut: bool = False,
         is_featured: bool = False,
+        is_constrained: bool = False,
     ) -> None:
         """Begins a row that nothing in flight names. is_cut: more
-        than its ids is to be looked at: its text may end it, or it has log-probabilities."""
-        self.is_featured[slot] = is_featured
+        than its ids is to be looked at: its text may end it, it has log-probabilities, its grammar
+        is to go on, or its steps count as plain ones."""
+        self.is_featured[slot], self.is_constrained[slot] = is_featured, is_constrained
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
@@ -93,6 +96,10 @@ class RowTable:
         emit at least one token each, and must leave one."""
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
+
+    def waits_to_be_read(self, slots: Ints) -> bool:
+        """Whether a row that follows a grammar has a step in flight."""
+        return bool((self.is_constrained[slots] & (self.steps[slots] > 0)).any())
 
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""

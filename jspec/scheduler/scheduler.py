@@ -38,7 +38,7 @@ from jspec.scheduler.pages import FullPages, Hit
 from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, RoundReader, check_result
 from jspec.scheduler.row_table import RowTable
-from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
@@ -235,6 +235,7 @@ class Scheduler:
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
+            constraints=constraints_of(tenancies),
         )
         return Flight(plan, np.array([row.slot for row in rows], np.int64), tenancies)
 
@@ -254,7 +255,7 @@ class Scheduler:
             self._pages.publish(tenancy, step=plan.step)
             table.decodes[chunk.row.slot] = chunk.is_final
         if plan.kind is StepKind.DECODE:
-            table.rounds[flight.slots] += self._limits.num_rounds
+            table.rounds[flight.slots] += plan.num_rounds(self._limits)
         table.steps[flight.slots] += 1
 
     # Results in.
@@ -275,7 +276,7 @@ class Scheduler:
         flight, table = self._in_flight.popleft(), self._table
         table.steps[flight.slots] -= 1
         if plan.kind is StepKind.DECODE:
-            table.rounds[flight.slots] -= self._limits.num_rounds
+            table.rounds[flight.slots] -= plan.num_rounds(self._limits)
         for i in np.flatnonzero(table.ended[flight.slots]).tolist():
             if flight.tenancies[i].steps_in_flight == 0:
                 self._release(flight.tenancies[i])

@@ -11,13 +11,14 @@ counters all derive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from jspec.cache.prefix_cache import CachedPage
 from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
+from jspec.core.grammar import Constraint
 from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
@@ -69,7 +70,11 @@ class Tenancy:
             left=sequence.num_tokens_left,
             last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
             stop_ids=request.stop_ids,
-            is_cut=sequence.text_stream is not None or request.sampling.return_logprob,
+            is_cut=sequence.text_stream is not None
+            or request.sampling.return_logprob
+            or sequence.constraint is not None
+            or not request.sampling.speculative,
+            is_constrained=sequence.constraint is not None,
             is_featured=len(sequence.features) > 0,
         )
         return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
@@ -162,7 +167,8 @@ class Sequence:
     makes the text then. transcript: its reader's. former_ids: emitted before the present tenancy.
     features: what its steps must have, asked for at every plan.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
-    weight_version: of the weights when it was last admitted.
+    weight_version: of the weights when it was last admitted. constraint: where its grammar stands
+    behind the output so far; None without one.
     """
 
     request: Request
@@ -177,10 +183,13 @@ class Sequence:
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
+    constraint: Constraint | None = field(init=False)
     logprobs: SequenceLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
+        grammar = self.request.grammar
+        self.constraint = None if grammar is None else grammar.begin()
         self.logprobs = SequenceLogprobs(self.request)
 
     @classmethod
@@ -266,11 +275,14 @@ class Sequence:
         Order of the rules: a stop string, then a stop token or EOS, then the length. A stop token
         on the last token allowed is a stop. A stop token is kept as an id and has no text (but for
         Request.shows), unless the text before it, flushed, ends in a stop string. Neither a stop
-        token nor a stop string counts among the first min_new_tokens tokens.
+        token nor a stop string counts among the first min_new_tokens tokens, but for the EOS of a
+        grammar, which is there only where nothing else may follow.
         """
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
+        if self.constraint is not None:
+            stop = min(stop, first_stop(kept, self.request.eos_token_ids.__contains__, begin=0))
         num_shown = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
         text, matched = None, None
@@ -291,6 +303,13 @@ class Sequence:
             finish = FinishReason(kind=FinishKind.LENGTH, length=num_out + len(kept))
         else:
             finish = None
+        if self.constraint is not None:
+            if finish is None:
+                self.constraint.accept(kept)
+            if self.constraint.failed:
+                why = f"the grammar cannot go on: {self.constraint.failed}"
+                finish = FinishReason(kind=FinishKind.ABORT, message=why)
+                kept, text, num_shown = (), None if text is None else "", 0
         self._record(kept)
         return Cut(ids=kept, text=text, num_shown=num_shown, finish=finish)
 
@@ -335,6 +354,12 @@ class Sequence:
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         text = None if self.text_stream is None else self.text_stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
+
+
+def constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:
+    """Of a plan's rows, in their order; nothing where none follows a grammar."""
+    found = tuple(tenancy.sequence.constraint for tenancy in tenancies)
+    return found if any(constraint is not None for constraint in found) else ()
 
 
 def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from jspec import __version__
 from jspec.api import Engine
+from jspec.server import openapi
 from jspec.server.control_endpoints import ControlEndpoints
 from jspec.server.http import (
     HANDLERS,
@@ -34,7 +35,9 @@ from jspec.server.http import (
 from jspec.server.openai_endpoints import OpenAIEndpoints
 from jspec.server.origins import OriginGuard
 from jspec.server.page import CONTENT_SECURITY_POLICY, PAGE
+from jspec.server.responses_endpoints import ResponsesEndpoints
 from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
+from jspec.server.score_endpoint import ScoreEndpoint
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
@@ -103,8 +106,12 @@ class Endpoints:
         get, post = ["GET"], ["POST"]
         return [
             Route("/", self.page, methods=get),
+            Route("/openapi.json", self.openapi, methods=get),
+            Route("/docs", self.docs, methods=get),
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             *OpenAIEndpoints(self.service).routes(),
+            *ResponsesEndpoints(self.service).routes(),
+            *ScoreEndpoint(self.service).routes(),
             Route("/health", self.health, methods=get),
             Route("/health_generate", self.health_generate, methods=get),
             Route("/server_info", self.server_info, methods=get),
@@ -153,6 +160,15 @@ class Endpoints:
     async def page(self, _: Request) -> Response:
         """GET /: the page that shows drafts being accepted."""
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json: this document."""
+        return JSONResponse(openapi.document(request.app.routes))
+
+    async def docs(self, request: Request) -> Response:
+        """GET /docs: the same for people."""
+        text = openapi.page(openapi.document(request.app.routes))
+        return HTMLResponse(text, headers={"Content-Security-Policy": openapi.PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while requests are taken."""

@@ -6,7 +6,7 @@ It renders no template, does not tokenize and asks no engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
@@ -34,11 +34,14 @@ from jspec.server.openai_schemas import (
     sampling_of,
     with_logprobs,
 )
+from jspec.server.response_formats import GRAMMAR_FIELDS
+from jspec.text.calls.tools import ToolUse, check_tools
 from jspec.text.chat_messages import Message, check_messages
 
 CHAT_FIELDS = (
     frozenset(SAMPLING_NAMES)
     | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
     | {
         "messages",
         "max_completion_tokens",
@@ -47,20 +50,20 @@ CHAT_FIELDS = (
         "add_generation_prompt",
         "continue_final_message",
         "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "separate_reasoning",
     }
 )
 NEUTRAL_CHAT: Neutral = {
     **NEUTRAL_OPENAI,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, "text"),
     "audio": (None,),
     "prediction": (None,),
     "reasoning_effort": (None,),
-    "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
     "chat_template": (None,),
     "documents": (None, []),
@@ -84,7 +87,7 @@ class ChatCall:
     """A checked POST /v1/chat/completions.
 
     sampling: max_new_tokens None is what the context leaves. template_options: of
-    `Engine.chat_prompt`.
+    `Engine.chat_prompt`. separate_reasoning: of effect with --reasoning-parser alone.
     """
 
     messages: tuple[Message, ...]
@@ -93,6 +96,8 @@ class ChatCall:
     options: AnswerOptions
     rid: str | None
     priority: int
+    tools: ToolUse = field(default_factory=ToolUse)
+    separate_reasoning: bool = True
 
     @property
     def num_chars(self) -> int:
@@ -133,6 +138,9 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             "add_generation_prompt and continue_final_message are true; expected one of them"
         )
     kwargs = values.get("chat_template_kwargs")
+    names = ("tools", "tool_choice", "parallel_tool_calls")
+    tools = check_tools(*(values.get(name) for name in names))
+    splits = values.get("separate_reasoning") is None or get_bool(values, "separate_reasoning")
     return ChatCall(
         messages=messages,
         sampling=sampling,
@@ -140,10 +148,13 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
             "add_generation_prompt": adds,
             "continue_final_message": continues,
             "variables": None if kwargs is None else as_object(kwargs, "chat_template_kwargs"),
+            "tools": tools.shown_tools,
         },
         options=replace(answer_options(values), logprobs=asks),
         rid=None if values.get("rid") is None else check_rid(values["rid"]),
         priority=get_priority(values),
+        tools=tools,
+        separate_reasoning=splits,
     )
 
 

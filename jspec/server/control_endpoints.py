@@ -145,6 +145,6 @@ class ControlEndpoints:
 
     async def flush_cache(self, _: Request) -> Response:
         """GET or POST /flush_cache: empties the prefix cache, if no request is there."""
-        if await self.service.engine.flush_cache():
+        if await self.service.engine.async_flush_cache():
             return PlainTextResponse("Cache flushed.\n")
         raise RequestError("requests are running or waiting; expected none while the cache goes")

@@ -10,8 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.errors import SHOWN_CHARS, RequestError, shown
-from jspec.core.request import unknown_field
+from jspec.core.errors import SHOWN_CHARS, RequestError, shown, unknown_field
 
 JsonObject = Mapping[str, Any]
 Neutral = Mapping[str, tuple[Any, ...]]

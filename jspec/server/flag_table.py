@@ -125,9 +125,7 @@ _OTHER_MODEL = (
     _refused("--is-embedding", _SWITCH, "only generation is served"),
     _refused("--lora-paths", _MANY, _NO_ADAPTER),
     _refused("--enable-lora", _SWITCH, _NO_ADAPTER),
-    _refused("--grammar-backend", _TEXT, "grammars are not implemented", neutral=("none",)),
-    _refused("--reasoning-parser", _TEXT, "reasoning is not told apart from the answer"),
-    _refused("--tool-call-parser", _TEXT, "tools are not implemented"),
+    _refused("--grammar-backend", _TEXT, "grammars are its", neutral=("llguidance",)),
 )
 
 _OTHER_SPECULATIVE = (

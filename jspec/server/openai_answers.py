@@ -31,8 +31,11 @@ class AnswerShape(Protocol):
 
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
-    ) -> dict[str, Any]:
-        """One element of an event's `choices`: what is new. is_first: of its sequence."""
+    ) -> dict[str, Any] | None:
+        """One element of an event's `choices`: what is new. is_first: of its sequence.
+
+        None while nothing is certain of the text so far.
+        """
         ...
 
 
@@ -44,7 +47,7 @@ class TextShape:
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """See AnswerShape."""
-        return {"index": index, "text": text, "logprobs": None, **_ending(finish)}
+        return {"index": index, "text": text, "logprobs": None, **ending(finish)}
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
@@ -75,7 +78,7 @@ class ChatShape:
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """See AnswerShape."""
         message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": None}
-        return {"index": index, "message": message, "logprobs": None, **_ending(finish)}
+        return {"index": index, "message": message, "logprobs": None, **ending(finish)}
 
     def logprobs(
         self, tokens: Sequence[PromptToken], texts: Texts, *, offset: int
@@ -86,15 +89,15 @@ class ChatShape:
 
     def delta(
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """See AnswerShape; the first delta of a sequence has the role."""
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if text or is_first:
             delta["content"] = text
-        return {"index": index, "delta": delta, "logprobs": None, **_ending(finish)}
+        return {"index": index, "delta": delta, "logprobs": None, **ending(finish)}
 
 
-def _ending(finish: FinishReason | None) -> dict[str, Any]:
+def ending(finish: FinishReason | None) -> dict[str, Any]:
     """SGLang's matched_stop says what ended it."""
     return {
         "finish_reason": None if finish is None else finish.kind.value,

@@ -27,6 +27,7 @@ from jspec.server.openai_schemas import (
     openai_names,
     parse_completion,
 )
+from jspec.server.parsed_chat import ParsedChatShape, check_answerable, prepare
 from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
 from jspec.text.token_texts import TokenTexts
@@ -65,10 +66,15 @@ class OpenAIEndpoints:
         """POST /v1/chat/completions."""
         call = parse_chat(await self._read(request), self.service.engine.sampling_defaults)
         self._check_name(call.options.model)
+        style = self.service.args.answer_format
+        check_answerable(call, style)
         texts = self._texts(call.options)
         with openai_names():
-            work = await self.service.submit([await self.service.chat_prompt(call)], group=call.rid)
-        return await self._answer(request, _Answer(call.options, work, ChatShape(), texts))
+            prompt = await self.service.chat_prompt(call)
+            prompt, reading = prepare(call, prompt, style, self.service.engine.tokenizer)
+            work = await self.service.submit([prompt], group=call.rid)
+        shape = ChatShape() if reading is None else ParsedChatShape(reading)
+        return await self._answer(request, _Answer(call.options, work, shape, texts))
 
     def _texts(self, options: AnswerOptions) -> TokenTexts | None:
         """What log-probabilities call tokens; asked for before anything is queued."""
@@ -107,6 +113,7 @@ class OpenAIEndpoints:
             text = answer.echo(index) + completion.text
             choice = shape.choice(index, text, completion.finish)
             choice["logprobs"] = answer.logprobs(index, first_id=0)
+            choice["seed"] = completion.seed
             if options.return_meta_info:
                 choice["meta_info"] = fold.to_json()["meta_info"]
             choices.append(choice)
@@ -185,11 +192,19 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
         if not (text or finish is not None or options.logprobs):
             return None  # ids whose text is held back: nothing that this shape could say
         choice = shape.delta(index, text, finish, is_first=is_first)
+        if choice is None:
+            if not options.logprobs:
+                return None
+            choice = {"index": index, "delta": {}, "finish_reason": None, "matched_stop": None}
         choice["logprobs"] = answer.logprobs(index, first_id=first_id)
         begun.add(index)
+        if finish is not None:
+            choice["seed"] = fold.completion.seed
         if options.return_meta_info and finish is not None:
             choice["meta_info"] = fold.to_json()["meta_info"]
         body = head.to_json([choice])
+        if options.continuous_usage:
+            return {**body, "usage": openai_answers.usage_of([fold.completion], [0])}
         return {**body, "usage": None} if options.include_usage else body
 
     def last() -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ from jspec.server.fields import (
     shorten,
     without_neutral,
 )
+from jspec.server.response_formats import GRAMMAR_FIELDS, grammar_parameters
 from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,12 +54,18 @@ ANSWER_FIELDS = frozenset(
     }
 )
 COMPLETION_FIELDS = (
-    frozenset(SAMPLING_NAMES) | ANSWER_FIELDS | {"prompt", "best_of", "echo", "logprobs"}
+    frozenset(SAMPLING_NAMES)
+    | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
+    | {"prompt", "best_of", "echo", "logprobs"}
 )
 TOP_LOGPROBS = Integer(0, MAX_TOP_LOGPROBS)
 NEUTRAL_OPENAI: Neutral = {
-    **{name: values for name, values in NEUTRAL_SAMPLING.items() if name != "best_of"},
-    "response_format": (None, {"type": "text"}),
+    **{
+        name: values
+        for name, values in NEUTRAL_SAMPLING.items()
+        if name not in {"best_of", *GRAMMAR_FIELDS}
+    },
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "return_hidden_states": (False,),
@@ -100,11 +107,13 @@ COMPLETION_HINTS: Hints = {
 class AnswerOptions:
     """How a call is answered; model is the name that the client used, if any.
 
-    echo: the text begins with the prompt's.
+    echo: the text begins with the prompt's. include_usage: the last event of a stream has the usage
+    of all; continuous_usage: each event has that of its own sequence so far, too.
     """
 
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_meta_info: bool
     return_spec_tokens_details: bool
     model: str | None
@@ -177,6 +186,10 @@ def _given(values: JsonObject) -> dict[str, Any]:
 def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters among the fields of a call. Raises RequestError."""
     given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
+    for name, grammar in grammar_parameters(values).items():
+        if given.get(name) is not None:
+            raise RequestError(f"{name} is given twice; expected one grammar at most")
+        given[name] = grammar
     with openai_names():
         return SamplingParams.from_mapping(given, defaults=defaults)
 
@@ -188,7 +201,7 @@ def answer_options(values: JsonObject) -> AnswerOptions:
             check_text(name, values[name])
     return AnswerOptions(
         stream=get_bool(values, "stream"),
-        include_usage=_include_usage(values),
+        **_usage_options(values),
         return_meta_info=get_bool(values, "return_meta_info"),
         return_spec_tokens_details=get_bool(values, "return_spec_tokens_details"),
         model=values.get("model"),
@@ -227,16 +240,23 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
     return [{"input_ids": check_ids("prompt", prompt)}]
 
 
-def _include_usage(values: JsonObject) -> bool:
+def _usage_options(values: JsonObject) -> dict[str, bool]:
+    """AnswerOptions' fields about usage; the second is vLLM's and SGLang's and needs the first."""
+    names = {"include_usage": "include_usage", "continuous_usage": "continuous_usage_stats"}
     options = values.get("stream_options")
     if options is None:
-        return False
+        return dict.fromkeys(names, False)
     if not get_bool(values, "stream"):
         raise RequestError("stream_options is given without stream; expected stream true")
     checked = without_neutral(
         "stream_options",
         as_object(options, "stream_options"),
-        read=frozenset({"include_usage"}),
-        neutral={"continuous_usage_stats": (False,), "include_obfuscation": (False,)},
+        read=frozenset(names.values()),
+        neutral={"include_obfuscation": (False,)},
     )
-    return get_bool(checked, "include_usage")
+    found = {name: get_bool(checked, given) for name, given in names.items()}
+    if found["continuous_usage"] and not found["include_usage"]:
+        raise RequestError(
+            "continuous_usage_stats is true without include_usage; expected include_usage true"
+        )
+    return found

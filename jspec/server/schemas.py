@@ -27,6 +27,7 @@ from jspec.server.fields import (
     shorten,
     without_neutral,
 )
+from jspec.text.intake import in_list
 
 # Sampling parameters that stand beside the prompts, one value for all or a list of one each.
 LOGPROB_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
@@ -64,14 +65,17 @@ NEUTRAL_GENERATE: Neutral = {
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
+    "bootstrap_pair_key": (None,),
+    "decode_tp_size": (None,),
+    "routing_key": (None,),
+    "custom_labels": (None, {}),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
+    "need_wait_for_image": (None, False),
 }
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING_FIELDS)
 NEUTRAL_SAMPLING: Neutral = {
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # of slow tokenizers, which are not used
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -190,7 +194,11 @@ def _sampling(
         if not is_list or len(value) != num_prompts:
             expected = f"a list of {num_prompts}" if is_list else "one object"
             raise RequestError(f"sampling_params is a list of {len(value)}; expected {expected}")
-        return [sampling_params(item, defaults) for item in value]
+        found = []
+        for index, item in enumerate(value):
+            with in_list(index, num_prompts):
+                found.append(sampling_params(item, defaults))
+        return found
     return [sampling_params(value, defaults)] * num_prompts
 
 

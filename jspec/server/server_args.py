@@ -10,6 +10,14 @@ from dataclasses import dataclass, fields
 
 from jspec.core.arguments import argument, check_arguments
 from jspec.core.errors import ConfigError
+from jspec.text.calls.registry import (
+    CALL_ALIASES,
+    CALL_FORMATS,
+    GPT_OSS,
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    AnswerFormat,
+)
 
 _SERVER = "Server"
 _ORIGIN = re.compile(r"https?://[^/\s,*?#]+")
@@ -76,6 +84,20 @@ class ServerArgs:
         False, "A line in the log for each request; else for refused ones", _SERVER
     )
 
+    tool_call_parser: str | None = argument(
+        None,
+        f"How the model writes calls of tools: {', '.join(CALL_FORMATS)}",
+        _SERVER,
+        choices=tuple(CALL_FORMATS),
+        translated=CALL_ALIASES,
+    )
+    reasoning_parser: str | None = argument(
+        None,
+        f"How it marks its reasoning, which chats then split off: {', '.join(REASONING_FORMATS)}",
+        _SERVER,
+        choices=tuple(REASONING_FORMATS),
+        translated=REASONING_ALIASES,
+    )
     trace_requests: str | None = argument(
         None,
         "A file: for each streamed request a line of JSON, when it passed what on the way to its "
@@ -107,6 +129,12 @@ class ServerArgs:
                 raise ConfigError(f"{name} is empty; expected text, or leave it out")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):
             raise ConfigError("ssl_keyfile is given without ssl_certfile; expected both")
+        parsers = {self.tool_call_parser, self.reasoning_parser} - {None}
+        if GPT_OSS in parsers and len(parsers) > 1:
+            raise ConfigError(
+                f"tool_call_parser is {self.tool_call_parser!r} with reasoning_parser "
+                f"{self.reasoning_parser!r}; expected {GPT_OSS!r} for both, or one of them alone"
+            )
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -119,6 +147,11 @@ class ServerArgs:
         """allowed_origins, one by one; also as vLLM writes them, a JSON list."""
         words = (self.allowed_origins or "").strip("[] ").split(",")
         return tuple(word.strip(" \"'").rstrip("/") for word in words if word.strip(" \"'"))
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How answers are told apart into content, calls and reasoning."""
+        return AnswerFormat(calls=self.tool_call_parser, reasoning=self.reasoning_parser)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

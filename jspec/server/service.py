@@ -28,7 +28,8 @@ from jspec.scheduler.stats import SchedulerStats
 from jspec.server.background_checks import BackgroundChecks
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.http import unless_gone
-from jspec.server.metrics import RateMeter, ServerMetrics, token_usage
+from jspec.server.metric_table import token_usage
+from jspec.server.metrics import RateMeter, ServerMetrics
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.spec_tokens import SpecTokenTracker
@@ -39,6 +40,7 @@ from jspec.server.streaming import (
     fold_all,
     fold_events,
 )
+from jspec.text.intake import in_list
 
 SAMPLE_SECONDS = 1.0
 PROBE_SECONDS = 20.0
@@ -207,6 +209,7 @@ class Service:
                     tokenizer, skip_special_tokens=request.sampling.skip_special_tokens
                 ),
                 logprobs=LogprobForm.of(request.sampling, token_text=token_text),
+                seed=request.seed,
             )
             for _, request in indexed
         )
@@ -230,17 +233,18 @@ class Service:
         return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid, priority=call.priority)
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
-        return [
-            (index, request)
-            for index, prompt in enumerate(prompts)
-            for request in self.engine.requests(
-                prompt=prompt.text,
-                input_ids=prompt.input_ids,
-                sampling_params=prompt.sampling,
-                request_id=prompt.rid or uuid.uuid4().hex,
-                priority=prompt.priority,
-            )
-        ]
+        found: list[tuple[int, Request]] = []
+        for index, prompt in enumerate(prompts):
+            with in_list(index, len(prompts)):
+                requests = self.engine.requests(
+                    prompt=prompt.text,
+                    input_ids=prompt.input_ids,
+                    sampling_params=prompt.sampling,
+                    request_id=prompt.rid or uuid.uuid4().hex,
+                    priority=prompt.priority,
+                )
+            found += ((index, request) for request in requests)
+        return found
 
     def _retry_after(self, num_sequences: int) -> float:
         """Seconds until the queue may hold that many more."""

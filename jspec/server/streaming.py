@@ -50,6 +50,7 @@ class SequenceFold:
         tracker: SpecTokenTracker | None = None,
         trace: RequestTrace | None = None,
         logprobs: LogprobForm | None = None,
+        seed: int | None = None,
     ) -> None:
         self._json: EventJson | None = None
         self._clock = clock
@@ -58,7 +59,7 @@ class SequenceFold:
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
         self._num_ids, self._num_spec = 0, 0
-        self.completion = Completion(request_id, logprobs=logprobs)
+        self.completion = Completion(request_id, logprobs=logprobs, seed=seed)
 
     def add(self, chunk: StreamChunk) -> None:
         if self._trace is not None and chunk.new_ids:

@@ -2,6 +2,7 @@
 
     prefill_step         KV of a chunk of each prompt; behind the last chunk, the first token (root)
     speculative_step     propose -> score -> settle -> advance: from 1 to S + 1 tokens a row
+                         (propose_step, verify_step: cut behind propose, for rows with a grammar)
     speculative_rounds   several such steps, one behind the other, without the host
 
     propose   the drafter guesses a tree of N - 1 tokens behind the root
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import DecodeBatch, PrefillBatch, pack_output
+from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, VerifyBatch, pack_output
 from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
@@ -40,6 +41,7 @@ from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
+from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import count_emitted, penalize, see_filled
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
@@ -93,18 +95,54 @@ def speculative_step(
     params: {"target": ..., "draft": ...}. Returns the next state and, packed for one transfer,
     `core.layout.output_columns` of each row: i32[B, 1 + M], or more with log-probabilities.
     """
-    spec, target = program.spec, program.target
-    state = grant_pages(state, batch.grants, batch.window_grants)
-    slots = batch.slots
-    rows = RowsInStep(
-        root_ids=take_rows(state.rows.root_ids, slots),
-        seq_lens=take_rows(state.rows.seq_lens, slots),
-        page_table=take_rows(state.rows.page_table, slots),
-        window_tables=take_rows(state.rows.window_tables, slots),
-        sampling=take_rows(state.rows.sampling, slots),
+    state, tree = propose_tree(program, params, state, batch)
+    return verify_tree(program, params, state, batch.slots, tree)
+
+
+def propose_step(
+    program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
+) -> tuple[EngineState, Int[Array, "B _"]]:
+    """The first half alone, for a host that looks at the tree before it is verified.
+
+    Returns the state and each row's tokens, parents and depths side by side: i32[B, 3 N].
+    """
+    state, tree = propose_tree(program, params, state, batch)
+    return state, jnp.concatenate((tree.tokens, tree.parents, tree.depths), axis=1)
+
+
+def verify_step(
+    program: StepProgram, params: dict[str, Params], state: EngineState, batch: VerifyBatch
+) -> tuple[EngineState, Int[Array, "B M1"]]:
+    """The second half alone, with what the host allows at each node of the tree."""
+    roots = take_rows(state.rows.root_ids, batch.slots)
+    tree = dataclasses.replace(
+        batch.tree, tokens=batch.tokens.at[:, 0].set(roots, mode="promise_in_bounds")
     )
-    draft = take_rows(state.draft, slots)
+    return verify_tree(program, params, state, batch.slots, tree, allowed=batch.allowed)
+
+
+def propose_tree(
+    program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
+) -> tuple[EngineState, DraftTree]:
+    """The state with the rows' new pages, and what the drafter guesses behind their roots."""
+    state = grant_pages(state, batch.grants, batch.window_grants)
+    rows, draft = _rows_in_step(state, batch.slots), take_rows(state.draft, batch.slots)
     draft_kv, tree = program.drafter.propose(params["draft"], state.draft_kv, draft, rows)
+    return dataclasses.replace(state, draft_kv=draft_kv), tree
+
+
+def verify_tree(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    slots: Int[Array, "B"],
+    tree: DraftTree,
+    *,
+    allowed: UInt32[Array, "B N W"] | None = None,
+) -> tuple[EngineState, Int[Array, "B M1"]]:
+    """score, settle and advance. allowed: what a grammar allows behind each node; None: all."""
+    spec, target = program.spec, program.target
+    rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
     kv, logits, features = score(
         target,
         params["target"],
@@ -123,13 +161,14 @@ def speculative_step(
         prompt_lens=take_rows(state.rows.prompt_lens, slots),
         filtered=Feature.FILTERS in program.features,
         seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
+        allowed=allowed,
     )
     groups = target.cache_groups
     kv, verified = settle(
         tree, target_ids, features, kv, rows, spec=spec, ops=program.ops, groups=groups
     )
     emitted = emitted_by(verified, rows)
-    draft_kv, draft = program.drafter.advance(params["draft"], draft_kv, draft, emitted)
+    draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
     is_counted = Feature.PENALTIES in program.features
     after = advance_rows(
         state.rows,
@@ -145,6 +184,16 @@ def speculative_step(
     if Feature.LOGPROBS in program.features:
         output |= emitted_logprobs(target, logits, verified, rows.sampling)
     return next_state, pack_output(output_columns(spec.max_emitted, program.features), output)
+
+
+def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
+    return RowsInStep(
+        root_ids=take_rows(state.rows.root_ids, slots),
+        seq_lens=take_rows(state.rows.seq_lens, slots),
+        page_table=take_rows(state.rows.page_table, slots),
+        window_tables=take_rows(state.rows.window_tables, slots),
+        sampling=take_rows(state.rows.sampling, slots),
+    )
 
 
 def speculative_rounds(
@@ -203,6 +252,7 @@ def prefill_step(
         prompt_lens=prompt_lens,
         ends=ends,
         features=program.features,
+        allowed=batch.allowed,
     )
     is_final = batch.is_final > 0
     roots = jnp.where(is_final, roots, 0)
@@ -296,9 +346,10 @@ def _sample_roots(
     prompt_lens: jax.Array,
     ends: jax.Array,
     features: StepFeatures,
+    allowed: jax.Array | None,
 ) -> jax.Array:
     """The token behind each chunk, i32[R]: position `ends`, with that position's noise."""
-    token_ids = target.token_ids()
+    token_ids, raw = target.token_ids(), logits
     if Feature.PENALTIES in features:
         logits = penalize(
             logits,
@@ -308,6 +359,9 @@ def _sample_roots(
             tokens_on_path=no_tree(sampling),
             num_output=(ends - prompt_lens)[:, None],
         )
+    if allowed is not None:
+        allowed = allowed[:, None]
+        logits = restrict(logits, raw, allowed, token_ids=token_ids, shard=target.shard)
     chosen = choose(
         logits,
         sampling,

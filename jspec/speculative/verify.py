@@ -14,7 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise, shapes
 from jspec.core.batch import DraftTree, Features, Verified
@@ -25,6 +25,7 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
+from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
 from jspec.speculative.drafter import Needs, RowsInStep
 from jspec.speculative.target import KVPool, Params, Target
@@ -85,11 +86,14 @@ def choose_at_nodes(
     prompt_lens: Int[Array, "B"],
     filtered: bool,
     seen: Seen | None,
+    allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Int[Array, "B N"]:
     """The target's token at every node. filtered: with top-k, top-p and min-p.
 
-    seen: None leaves out penalties, bias and the minimum length.
+    seen: None leaves out penalties, bias and the minimum length. allowed: what a grammar allows
+    there; None: all.
     """
+    raw = logits
     positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()
     if seen is not None:
@@ -101,6 +105,8 @@ def choose_at_nodes(
             tokens_on_path=path_tokens(tree, num_levels=spec.num_steps),
             num_output=positions - prompt_lens[:, None],
         )
+    if allowed is not None:
+        logits = restrict(logits, raw, allowed, token_ids=token_ids, shard=target.shard)
     return choose(
         logits,
         rows.sampling,
@@ -127,9 +133,13 @@ def settle(
 
     features: [B, N, .], by node. groups: of `kv`; without any, all of it is in the full space.
     """
-    node_path, num_accepted = accept_tree(tree, target_ids, num_levels=spec.num_steps)
+    drafts = rows.sampling.speculative > 0
+    node_path, num_accepted = accept_tree(
+        tree, target_ids, num_levels=spec.num_steps, may_accept=drafts
+    )
     if spec.simulate_acceptance is not None:
         forced = simulated_drafts(rows, mean_emitted=spec.simulate_acceptance)
+        forced = jnp.where(drafts, forced, 0)
         node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
     if spec.topk > 1:

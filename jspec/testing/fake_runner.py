@@ -30,7 +30,8 @@ from jspec.core.plan import (
     StepPlan,
     StepResult,
 )
-from jspec.core.request import MAX_SEED, Request
+from jspec.core.request import Request
+from jspec.core.seeds import MAX_SEED
 from jspec.core.shapes import powers_of_two
 from jspec.scheduler import budget
 from jspec.testing.fake_pages import FakePages
@@ -372,7 +373,8 @@ class FakeRunner:
             self._windows.check(row, first=row.seq_len, end=reserved)
         width = self._limits.pages_per_row * self._limits.page_size
         require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
-        num_accepted = self._accepted_at(request, row.seq_len)
+        is_drafting = request.sampling.speculative
+        num_accepted = self._accepted_at(request, row.seq_len) if is_drafting else 0
         require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))

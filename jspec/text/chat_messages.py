@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.errors import RequestError, shown
-from jspec.core.request import unknown_field
+from jspec.core.errors import RequestError, shown, unknown_field
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -147,6 +147,11 @@ class ChatTemplate:
 
         Raises RequestError with the template's own words where it refuses the messages.
         """
+        if tools and "tools" not in self.source:
+            raise RequestError(
+                f"tools has {len(tools)}, and the chat template in {self.where} never names "
+                "`tools`; expected a template that shows them to the model (--chat-template FILE)"
+            )
         given = [dict(message) for message in messages]
         if continue_final_message:
             given[-1]["content"] = _marked(given)

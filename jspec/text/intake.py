@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from jspec.core.errors import RequestError
-from jspec.core.request import MAX_SEED, Request, SamplingParams, choice_seed
+from jspec.core.request import Request, SamplingParams
+from jspec.core.seeds import MAX_SEED, choice_seed
 from jspec.text.chat_messages import check_messages
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.stop_matcher import StopAutomaton
@@ -34,6 +36,24 @@ class LogprobOptions(TypedDict, total=False):
     top_logprobs_num: int
     token_ids_logprob: Sequence[int]
     return_text_in_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """One prompt of a list, as it came: text or ids, and how to sample it."""
+
+    prompt: Any = None
+    input_ids: Any = None
+    sampling_params: Params = None
+
+    @property
+    def num_choices(self) -> int:
+        """Its n, as far as it is one."""
+        given = self.sampling_params
+        if isinstance(given, SamplingParams):
+            return given.n
+        n = given.get("n") if isinstance(given, Mapping) else None
+        return n if isinstance(n, int) and n > 0 else 1
 
 
 class Intake:
@@ -76,10 +96,12 @@ class Intake:
         request_id: str | None = None,
         extra_key: str | None = None,
         priority: int = 0,
+        trial: bool = False,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
         extra_key: requests with different ones share no cached prefix. priority: who goes first.
+        trial: they are only looked at, and leave the order of arrival as it is.
         """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
@@ -91,7 +113,7 @@ class Intake:
             name = "stop" if sampling.stop else "stop_regex"
             raise RequestError(f"{name} is {texts!r}; {NO_TOKENIZER} stop_token_ids")
         name = request_id if request_id is not None else f"jspec-{next(self._names)}"
-        seed = self._seed(sampling)
+        seed = 0 if trial else self._seed(sampling)
         automaton = self._automaton(sampling.stop, sampling.stop_regex)
         return tuple(
             Request(
@@ -128,7 +150,22 @@ class Intake:
         **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[Request], bool]:
         """All Requests of a call, and whether it asked for exactly one sequence."""
-        prompts: list[dict[str, Any]]
+        calls, is_list = self.calls(prompt, sampling_params, input_ids, **logprobs)
+        requests: list[Request] = []
+        for index, call in enumerate(calls):
+            with in_list(index, len(calls)):
+                requests += self.requests(call.prompt, call.input_ids, call.sampling_params)
+        return requests, not is_list and len(requests) == 1
+
+    def calls(
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling_params: Params | Sequence[Params],
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        **logprobs: Unpack[LogprobOptions],
+    ) -> tuple[list[PromptSource], bool]:
+        """The prompts of a call, not tokenized yet, and whether they came as a list."""
+        sources: list[dict[str, Any]]
         if input_ids is not None:
             if prompt is not None:
                 raise RequestError("expected exactly one of prompt (text) and input_ids")
@@ -139,26 +176,25 @@ class Intake:
             for row in rows:
                 if not isinstance(row, Sequence):
                     raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
-            prompts = [{"input_ids": row} for row in rows]
+            sources = [{"input_ids": row} for row in rows]
         else:
             texts, is_list = _texts(prompt)
-            prompts = [{"prompt": text} for text in texts]
+            sources = [{"prompt": text} for text in texts]
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
-            params = [sampling_params] * len(prompts)
+            params = [sampling_params] * len(sources)
         if logprobs:
             params = [self._with_logprobs(own, **logprobs) for own in params]
-        if len(params) != len(prompts):
+        if len(params) != len(sources):
             raise RequestError(
-                f"{len(params)} sampling_params for {len(prompts)} prompts; expected one each"
+                f"{len(params)} sampling_params for {len(sources)} prompts; expected one each"
             )
-        groups = [
-            self.requests(sampling_params=p, **source)
-            for source, p in zip(prompts, params, strict=True)
+        calls = [
+            PromptSource(**source, sampling_params=own)
+            for source, own in zip(sources, params, strict=True)
         ]
-        requests = [request for group in groups for request in group]
-        return requests, not is_list and len(requests) == 1
+        return calls, is_list
 
     def chat(
         self,
@@ -168,6 +204,7 @@ class Intake:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """The ids of a chat, and how it is sampled: to the context's end, if nobody said how long.
 
@@ -192,6 +229,7 @@ class Intake:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            tools=tools,
         )
         ids = self.encode(text, add_special_tokens=False)
         if sampling.max_new_tokens is None:
@@ -268,7 +306,8 @@ class Intake:
             return sampling.sampling_seed & MAX_SEED
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
-        return int.from_bytes(os.urandom(8), "little")
+        # Told in the answer: JSON's readers in JavaScript are exact up to 53 bits.
+        return int.from_bytes(os.urandom(8), "little") >> 11
 
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
@@ -276,3 +315,14 @@ def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return [prompt], False
     return list(prompt), True
+
+
+@contextmanager
+def in_list(index: int, total: int) -> Iterator[None]:
+    """Lets a RequestError say which prompt of a list it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if total == 1:
+            raise
+        raise RequestError(f"{error} (prompt {index} of {total}, counted from 0)") from None

@@ -23,6 +23,8 @@ from jspec.core.layout import (
 DECODE = decode_layout(batch=3, num_grants=5, num_windows=2)
 PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5)
 
+MASKED = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5, words=3)
+
 
 def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
@@ -30,7 +32,7 @@ def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch"), [(DECODE, DecodeBatch), (PREFILL, PrefillBatch)], ids=["decode", "prefill"]
+    ("layout", "batch"), [(DECODE, DecodeBatch), (MASKED, PrefillBatch)], ids=["decode", "prefill"]
 )
 def test_layouts_name_the_fields_of_their_batches(layout: PackedLayout, batch: type) -> None:
     named = list(dict.fromkeys(name.split(".")[0] for name, _ in layout.fields))

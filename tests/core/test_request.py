@@ -11,15 +11,14 @@ import pytest
 from jspec.core.errors import RequestError
 from jspec.core.features import Feature
 from jspec.core.request import (
-    MAX_SEED,
     SAMPLING_FIELDS,
     FinishKind,
     FinishReason,
     Request,
     SamplingParams,
     SpecCounters,
-    choice_seed,
 )
+from jspec.core.seeds import MAX_SEED, choice_seed
 
 NAN, INF = float("nan"), float("inf")
 

@@ -22,7 +22,8 @@ from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
-TEMPLATE = """{{ eos_token }}{% for message in messages %}
+TEMPLATE = """{{ eos_token }}{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}
 {% if message.role not in ("system", "user", "assistant", "tool") %}
 {{ raise_exception("no role " + message.role) }}
 {% endif %}

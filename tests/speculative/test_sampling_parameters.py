@@ -61,7 +61,9 @@ NEW_TOKENS = 20
 def requests() -> tuple[Request, ...]:
     return tuple(
         make_request(i, prompt_len=6 + i, seed=500 + i, max_new_tokens=NEW_TOKENS, **own)
-        for i, own in enumerate((*ALONE, MIXED, {**MIXED, "temperature": 0.0}))
+        for i, own in enumerate(
+            (*ALONE, MIXED, {**MIXED, "temperature": 0.0}, {**MIXED, "speculative": False})
+        )
     )
 
 
@@ -145,6 +147,8 @@ def test_the_text_is_the_plain_samplers(name: str) -> None:
     dial = None if dial is None else dial_for(asked[8:], expected[8:])
     again = serve(compiled(name), asked[8:], dial=dial)
     assert list(again.ids) == expected[8:]
+    assert set(again.accepted[-1]) == {0}  # the one that asked for no speculation
+    assert again.per_request[-1].verify_ct == 0
     if dial is not None:
         assert max(max(row) for row in (*served.accepted, *again.accepted)) >= 2
 

@@ -181,7 +181,9 @@ def plain_settle(
     tree: DraftTree, ids: Any, features: Features, kv: Any, rows: Any, *, spec: Any
 ) -> Any:
     """settle as it is without the option: what the programs must be when it is off."""
-    node_path, num_accepted = accept_tree(tree, ids, num_levels=spec.num_steps)
+    node_path, num_accepted = accept_tree(
+        tree, ids, num_levels=spec.num_steps, may_accept=rows.sampling.speculative > 0
+    )
     if spec.topk > 1:
         kv = tuple(
             compact_path(pages, rows.page_table, rows.seq_lens, node_path, num_accepted)
@@ -273,3 +275,22 @@ def test_the_limits_themselves_are_allowed() -> None:
         assert args.speculative.simulate_acceptance == value
     with pytest.raises(ConfigError, match="NONE"):
         replace(SpeculativeConfig.plain(), simulate_acceptance=1.0)
+
+
+def test_a_row_may_ask_for_no_speculation() -> None:
+    """Simulated or not, what it emits is one token a verification."""
+    for simulated in (None, 3.0):
+        spec = replace(spec_of(3, 1, 4), simulate_acceptance=simulated)
+        rows = rows_of(BATCH)
+        off = jnp.arange(BATCH, dtype=jnp.int32) % 2
+        rows = replace(rows, sampling=replace(rows.sampling, speculative=off))
+        tree = random_tree(spec, rows)
+        follows = jnp.roll(tree.tokens, -1, axis=1)  # the whole chain is right
+        features = Features(
+            hidden=jnp.zeros((BATCH, 4, 0)), aux_hidden=jnp.zeros((BATCH, 4, 2), jnp.float32)
+        )
+        _, verified = settle(tree, follows, features, (), rows, spec=spec, ops=Ops())
+        accepted = np.asarray(verified.num_accepted)
+        assert set(accepted[off == 0]) == {0}
+        assert accepted[off == 1].min() > 0
+        assert np.array_equal(verified.bonus_ids[off == 0], follows[off == 0, 0])

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from jspec.core.request import SpecCounters
-from jspec.offline.batch_progress import BatchProgress
+from jspec.scheduler.batch_progress import BatchProgress
 from jspec.scheduler.stats import SchedulerStats
 
 

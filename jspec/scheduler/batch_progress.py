@@ -22,7 +22,8 @@ class Screen(Protocol):
 
 
 class BatchProgress:
-    """Counts answers. total: lines of the file; before: of those, answered by earlier runs."""
+    """Counts answers. total: lines of the file, or what `noun` says; before: of those, answered by
+    earlier runs. emitted_before: tokens of read_stats that are none of theirs."""
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class BatchProgress:
         before: int,
         read_stats: Callable[[], SchedulerStats],
         clock: Callable[[], float] = time.monotonic,
+        noun: str = "lines",
+        emitted_before: int = 0,
     ) -> None:
         self._screen = screen
         self._total, self._before = total, before
         self._read_stats = read_stats
-        self._clock = clock
+        self._clock, self._noun, self._emitted_before = clock, noun, emitted_before
         self._started = self._said = clock()
         self._now = 0
         self.num_errors = 0
@@ -56,10 +59,10 @@ class BatchProgress:
         """412/10000 lines, 3 errors, 1234 tokens/s, acceptance length 2.81, 0:12:31 left"""
         seconds = max(self._clock() - self._started, 1e-9)
         stats = self._read_stats()
-        parts = [f"{self._before + self._now}/{self._total} lines"]
+        parts = [f"{self._before + self._now}/{self._total} {self._noun}"]
         if self.num_errors:
             parts.append(f"{self.num_errors} error{'s' if self.num_errors > 1 else ''}")
-        parts.append(f"{stats.num_emitted / seconds:.0f} tokens/s")
+        parts.append(f"{(stats.num_emitted - self._emitted_before) / seconds:.0f} tokens/s")
         if stats.counters.verify_ct:
             parts.append(f"acceptance length {stats.counters.acceptance_length:.2f}")
         left = self._total - self._before - self._now

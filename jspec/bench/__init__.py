@@ -1,0 +1,1 @@
+"""Measuring: loads, the client that sends them, figures, and `jspec bench`."""

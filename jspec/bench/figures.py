@@ -1,0 +1,180 @@
+"""What requests showed, and the figures that it comes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ERRORS_SAID = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one request was sent, and had its first and its last token; time.perf_counter()."""
+
+    index: int
+    sent: float
+    first: float
+    last: float
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What one or many requests showed; times in seconds of time.perf_counter().
+
+    ttft: start to first token. tpot: mean between tokens after it, one a request. gaps: between
+    two events with new tokens. itl: those over the tokens that came, once for each token.
+    sent, first: by a traced request's name, when it was sent and when its first token was here.
+    output_ids: by a job's index, where they are known. histogram[i]: verifications that accepted
+    i drafts.
+    """
+
+    num_tokens: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    e2e: list[float] = field(default_factory=list)
+    sent: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    output_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    histogram: list[int] = field(default_factory=list)
+
+    def add_histogram(self, counts: Sequence[int]) -> None:
+        self.histogram += [0] * (len(counts) - len(self.histogram))
+        for depth, count in enumerate(counts):
+            self.histogram[depth] += count
+
+
+class Stopwatch:
+    """The times of one request; `finish` gives them to a Seen."""
+
+    def __init__(self, started: float) -> None:
+        self._started = self._last = started
+        self._first: float | None = None
+        self.num_tokens = 0
+        self._gaps: list[float] = []
+        self._itl: list[float] = []
+
+    def tokens(self, num_tokens: int, now: float) -> None:
+        """So many have come in all, the last of them just now."""
+        num_new = num_tokens - self.num_tokens
+        if num_new <= 0:
+            return
+        if self._first is None:
+            self._first = now
+        else:
+            self._gaps.append(now - self._last)
+            self._itl += [(now - self._last) / num_new] * num_new
+        self.num_tokens, self._last = num_tokens, now
+
+    def finish(
+        self, seen: Seen, *, new_tokens: int, is_exact: bool, prompt_tokens: int, index: int
+    ) -> float | None:
+        """When the first token came; None, and an error, for an answer that is not as asked."""
+        is_wrong = is_exact and self.num_tokens != new_tokens
+        if self._first is None or is_wrong:
+            seen.errors.append(f"{self.num_tokens} tokens came; expected {new_tokens}")
+            return None
+        seen.num_tokens += self.num_tokens
+        seen.prompt_tokens.append(prompt_tokens)
+        seen.ttft.append(self._first - self._started)
+        seen.e2e.append(self._last - self._started)
+        if self.num_tokens > 1:
+            seen.tpot.append((self._last - self._first) / (self.num_tokens - 1))
+        seen.gaps += self._gaps
+        seen.itl += self._itl
+        seen.spans.append(Span(index, self._started, self._first, self._last, self.num_tokens))
+        return self._first
+
+
+def summary(seen: Seen, seconds: float) -> dict[str, Any]:
+    """The figures of a point; pairs are p50 and p99, in milliseconds."""
+    return {
+        "seconds": round(seconds, 3),
+        "num_finished": len(seen.e2e),
+        "prompt_tokens": sum(seen.prompt_tokens),
+        "output_tokens": seen.num_tokens,
+        "output_tokens_per_second": round(seen.num_tokens / seconds, 1),
+        "ttft_ms": _p50_p99(seen.ttft),
+        "tpot_ms": _p50_p99(seen.tpot),
+        "itl_ms": _p50_p99(seen.itl),
+        "gap_ms": _p50_p99(seen.gaps),
+        "e2e_ms": _p50_p99(seen.e2e),
+        "num_errors": len(seen.errors),
+        "errors": list(dict.fromkeys(seen.errors))[:MAX_ERRORS_SAID],
+    }
+
+
+def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
+    """What speculation did, from how many verifications accepted 0, 1, ... drafts; None of none.
+
+    by_depth: of a draft on each level, the share of verifications that accepted it, and the share
+    of those that accepted its parent. Cut last verifications count as they came.
+
+    In:  [2, 1, 1]
+    Out: tokens_per_verification 1.75, shares 0.5 and 0.25, given the parent 0.5 and 0.5
+    """
+    total = sum(histogram)
+    if not total or len(histogram) < 2:
+        return None
+    reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
+    accepted = sum(depth * count for depth, count in enumerate(histogram))
+    return {
+        "num_verifications": total,
+        "tokens_per_verification": round(1 + accepted / total, 3),
+        "by_depth": [
+            {
+                "depth": depth,
+                "share": round(reached[depth] / total, 4),
+                "given_parent": round(reached[depth] / reached[depth - 1], 4)
+                if reached[depth - 1]
+                else None,
+            }
+            for depth in range(1, len(histogram))
+        ],
+    }
+
+
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of each figure over runs; of pairs, of each place. Errors are added up."""
+    found: dict[str, Any] = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs]
+        if name == "num_errors":
+            found[name] = sum(values)
+        elif name == "errors":
+            said = dict.fromkeys(text for texts in values for text in texts)
+            found[name] = list(said)[:MAX_ERRORS_SAID]
+        elif isinstance(first, list):
+            found[name] = [_median(places) for places in zip(*values, strict=True)]
+        else:
+            found[name] = _median(values)
+    return found
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 3) if known else None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest rank from below, as the first figures have it; nan of nothing.
+
+    Worked example: of 200 values the 99th percentile is the 199th smallest, index 198.
+    """
+    if not values:
+        return float("nan")
+    return sorted(values)[min(int(percent / 100 * len(values)), len(values) - 1)]
+
+
+def _p50_p99(seconds: Sequence[float]) -> list[float | None]:
+    if not seconds:
+        return [None, None]
+    return [round(1e3 * percentile(seconds, percent), 2) for percent in (50, 99)]

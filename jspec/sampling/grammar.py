@@ -1,0 +1,35 @@
+"""The host's word on which tokens a grammar allows, behind penalties and bias and before all that
+looks at temperature."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.core.grammar import WORD_BITS
+from jspec.layers.linear import Shard
+
+
+def restrict(
+    logits: Float[Array, "B N V"],
+    raw: Float[Array, "B N V"],
+    allowed: UInt32[Array, "B N W"],
+    *,
+    token_ids: Int[Array, "V"],
+    shard: Shard,
+) -> Float[Array, "B N V"]:
+    """-inf for every token that is not allowed.
+
+    raw: the logits before penalties. Where these forbid all that the grammar allows (the end, of
+    an output below its minimum length) the grammar counts, and the penalties do not.
+    allowed: bit v % 32 of word v // 32 is token v, of the whole vocabulary. token_ids: of the
+    columns of this vocabulary shard.
+    """
+    words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1, mode="fill", fill_value=0)
+    is_allowed = (words >> (token_ids % WORD_BITS).astype(jnp.uint32)) & 1 > 0
+    kept = jnp.where(is_allowed, logits, -jnp.inf)
+    has_any = jnp.any(kept > -jnp.inf, axis=-1, keepdims=True)
+    if shard.axis is not None and shard.size > 1:
+        has_any = jax.lax.pmax(has_any.astype(jnp.int32), shard.axis) > 0
+    return jnp.where(has_any, kept, jnp.where(is_allowed, raw, -jnp.inf))

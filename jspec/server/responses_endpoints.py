@@ -1,0 +1,84 @@
+"""POST /v1/responses: a chat in the newer shape. Nothing is kept of it once it is answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jspec.server.openai_endpoints import OpenAIEndpoints
+from jspec.server.openai_schemas import openai_names
+from jspec.server.parsed_chat import (
+    PLAIN_READING,
+    AnswerParts,
+    check_answerable,
+    prepare,
+)
+from jspec.server.responses_answers import ResponseItems, named_events
+from jspec.server.responses_schemas import ResponseCall, parse_response
+from jspec.server.service import Work, answer_stream
+from jspec.server.streaming import SequenceFold
+
+
+class ResponsesEndpoints(OpenAIEndpoints):
+    """One endpoint."""
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/responses", self.responses, methods=["POST"])]
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        body = await self._read(request)
+        call = parse_response(body, self.service.engine.sampling_defaults)
+        chat, style = call.chat, self.service.args.answer_format
+        self._check_name(chat.options.model)
+        check_answerable(chat, style)
+        with openai_names():
+            prompt = await self.service.chat_prompt(chat)
+            prompt, reading = prepare(chat, prompt, style, self.service.engine.tokenizer)
+            work = await self.service.submit([prompt], group=chat.rid)
+        reading = reading or PLAIN_READING
+        answer = _Response(ResponseItems(self._head(call)), AnswerParts(reading))
+        if chat.options.stream:
+            return answer.stream(work)
+        await work.finish(request.receive)
+        return JSONResponse(answer.whole(work.folds[0]))
+
+    def _head(self, call: ResponseCall) -> dict[str, Any]:
+        return {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": call.chat.options.model or self.service.model_name,
+            **call.told,
+        }
+
+
+class _Response:
+    """One response on its way."""
+
+    def __init__(self, items: ResponseItems, parts: AnswerParts) -> None:
+        self._items, self._parts = items, parts
+        self._has_begun = False
+
+    def _take(self, fold: SequenceFold) -> list[dict[str, Any]]:
+        """What is new of the sequence, as events."""
+        begun = [] if self._has_begun else list(self._items.begin())
+        self._has_begun = True
+        said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
+        grown = self._items.add((event, self._parts.new_id()) for _, event in said)
+        events = [*begun, *grown]
+        return [*events, *self._items.end(fold.completion)] if fold.is_finished else events
+
+    def whole(self, fold: SequenceFold) -> dict[str, Any]:
+        """The response object of a sequence that is over."""
+        self._take(fold)
+        return self._items.to_json(fold.completion)
+
+    def stream(self, work: Work) -> Response:
+        """The same as events, the last of which has the whole object."""
+        return answer_stream(work, lambda _, fold: named_events(self._take(fold)) or None)

@@ -1,0 +1,48 @@
+"""Calls as Hermes and Qwen 2.5 and 3 write them.
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from jspec.text.calls.events import Event
+from jspec.text.calls.json_scan import BLANKS
+from jspec.text.calls.machine import CallMachine
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(CallMachine):
+    """See the module; a mark that closes may be missing."""
+
+    _is_closing = False
+
+    def _step(self) -> list[Event] | None:
+        if self._reader is not None:
+            return self._read(self._reader)
+        if self._is_closing:
+            return self._close()
+        found = self._until(OPEN)
+        if self._raw:
+            self._read_call()
+        return found
+
+    def _close(self) -> list[Event] | None:
+        text = self._rest.lstrip(BLANKS)
+        if CLOSE.startswith(text) and text != CLOSE:
+            return None
+        self._is_closing = False
+        if text.startswith(CLOSE):
+            self._rest = text[len(CLOSE) :]
+        return []
+
+    def _call_ended(self, *, is_whole: bool) -> None:
+        self._is_closing = is_whole
+
+    def flush(self) -> list[Event]:
+        """See AnswerParser; a part of the closing mark is a mark."""
+        if self._is_closing and CLOSE.startswith(self._rest.strip(BLANKS)):
+            self._rest = ""
+        return super().flush()

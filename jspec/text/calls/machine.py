@@ -1,0 +1,118 @@
+"""What the parsers of calls have in common: text that waits, a call that is read, blanks at edges.
+
+A format says in `_step` what it makes of the text that waits. It looks at that text alone, never at
+where a push ended, so that no split of the text makes a difference.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+
+from jspec.text.calls.call_reader import CallReader, Reader
+from jspec.text.calls.events import Content, Event
+from jspec.text.calls.json_scan import BLANKS, Scan
+
+
+def num_undecided(text: str, markers: Iterable[str]) -> int:
+    """Length of the longest end of `text` that begins a marker and is not all of it.
+
+    "a <tool" with "<tool_call>" → 5
+    """
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if marker.startswith(text[-length:]):
+                longest = length
+                break
+    return longest
+
+
+class CallMachine(ABC):
+    """An AnswerParser whose calls are read by a Reader. names: of the tools that there are.
+
+    _rest: text that nobody looked at. _raw: text that was, and is content if no call comes of it.
+    _blanks: what may stand between two calls; content if anything else than a call follows.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._rest = self._raw = self._blanks = ""
+        self._reader: Reader | None = None
+        self._has_calls = False
+        self._is_at_edge = True  # of the answer, or of a call
+
+    @abstractmethod
+    def _step(self) -> list[Event] | None:
+        """Takes a part of _rest; None if it says nothing without more text."""
+
+    @abstractmethod
+    def _call_ended(self, *, is_whole: bool) -> None:
+        """A call was read to its end, or up to a character that cannot be there."""
+
+    def push(self, text: str) -> list[Event]:
+        """See AnswerParser."""
+        self._rest += text
+        found: list[Event] = []
+        while self._rest and (events := self._step()) is not None:
+            found += events
+        return found
+
+    def flush(self) -> list[Event]:
+        """See AnswerParser."""
+        found = self._content(self._raw + self._rest)
+        self._raw = self._rest = ""
+        if self._blanks and not self._has_calls:
+            found.append(Content(self._blanks))
+        self._blanks = ""
+        return found
+
+    def _content(self, text: str) -> list[Event]:
+        if self._is_at_edge:
+            text, self._blanks = self._blanks + text, ""
+            if not text.strip(BLANKS):
+                self._blanks = text
+                return []
+            self._is_at_edge = False
+        return [Content(text)] if text else []
+
+    def _give_up(self) -> list[Event]:
+        """No call: what was looked at is content."""
+        raw, self._raw = self._raw, ""
+        return self._content(raw)
+
+    def _look(self, length: int) -> None:
+        """Moves so many characters from _rest to _raw."""
+        self._raw += self._rest[:length]
+        self._rest = self._rest[length:]
+
+    def _num_blanks(self) -> int:
+        return len(self._rest) - len(self._rest.lstrip(BLANKS))
+
+    def _until(self, marker: str) -> list[Event] | None:
+        """Content up to a marker, which then is in _raw; None if there may be one."""
+        begin = self._rest.find(marker)
+        if begin < 0:
+            end = len(self._rest) - num_undecided(self._rest, [marker])
+            text, self._rest = self._rest[:end], self._rest[end:]
+            return self._content(text) if text else None
+        text, self._rest = self._rest[:begin], self._rest[begin:]
+        self._look(len(marker))
+        # What was looked at comes after it, should it be content.
+        return self._content(text)
+
+    def _read_call(self) -> None:
+        self._reader = CallReader(self._names)
+
+    def _read(self, reader: Reader) -> list[Event]:
+        """Feeds _rest to the reader."""
+        num_chars, scan, events = reader.feed(self._rest)
+        self._look(num_chars)
+        if reader.has_begun:
+            self._raw = self._blanks = ""
+            self._has_calls = self._is_at_edge = True
+        if scan is not Scan.MORE:
+            self._reader = None
+            events = [*events, *self._give_up()]
+            self._call_ended(is_whole=scan is Scan.DONE)
+        return events

@@ -1,0 +1,129 @@
+"""The formats of answers by the names that peers give them, and the parser that a request needs."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from jspec.text.calls import gpt_oss, hermes, llama3, mistral, thinking
+from jspec.text.calls.call_list import CallListParser
+from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
+
+GPT_OSS = "gpt-oss"
+# Mistral's templates take ids of nine letters and digits only; others take any.
+_SHORT_ID = string.ascii_letters + string.digits
+
+
+def _long_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(_SHORT_ID) for _ in range(9))
+
+
+def _harmony(names: Collection[str]) -> AnswerParser:
+    return gpt_oss.HarmonyParser(names, splits_reasoning=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """How a family of models writes calls. markers: of its text, which may be special tokens."""
+
+    parser: Callable[[Collection[str]], AnswerParser]
+    markers: tuple[str, ...]
+    new_id: Callable[[], str] = _long_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family marks its reasoning. starts_inside: an answer begins with it, whatever the
+    prompt ends with, unless the prompt has ended it."""
+
+    markers: tuple[str, ...] = (thinking.OPEN, thinking.CLOSE)
+    starts_inside: bool = False
+
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "llama3": CallFormat(parser=llama3.Llama3Parser, markers=(llama3.PYTHON_TAG,)),
+    "qwen": CallFormat(parser=hermes.HermesParser, markers=(hermes.OPEN, hermes.CLOSE)),
+    "mistral": CallFormat(
+        parser=mistral.MistralParser,
+        markers=(mistral.OPEN, mistral.CALL_ID, mistral.ARGS),
+        new_id=_short_id,
+    ),
+    GPT_OSS: CallFormat(parser=_harmony, markers=gpt_oss.MARKERS),
+}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek-r1": ReasoningFormat(starts_inside=True),
+    "qwen3": ReasoningFormat(),
+    GPT_OSS: ReasoningFormat(markers=gpt_oss.MARKERS),
+}
+CALL_ALIASES: Mapping[str, str] = {
+    "qwen25": "qwen",
+    "hermes": "qwen",
+    "llama3_json": "llama3",
+    "openai": GPT_OSS,
+}
+REASONING_ALIASES: Mapping[str, str] = {"deepseek_r1": "deepseek-r1", "openai_gptoss": GPT_OSS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """What the server was told of its model's answers, by names of the tables above."""
+
+    calls: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether all text is in channels, so that none can do without a parser."""
+        return GPT_OSS in (self.calls, self.reasoning)
+
+    def may_reason(self, prompt_end: str) -> bool:
+        """Whether an answer after this prompt may begin with reasoning."""
+        return self.reasoning is not None and not prompt_end.rstrip().endswith(thinking.CLOSE)
+
+    def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
+        """What must not be missing from the text of a request that asks for these."""
+        found: tuple[str, ...] = ()
+        if calls and self.calls is not None:
+            found += CALL_FORMATS[self.calls].markers
+        if reasoning and self.reasoning is not None:
+            found += REASONING_FORMATS[self.reasoning].markers
+        return found
+
+    def parser(
+        self,
+        names: Collection[str] = (),
+        *,
+        splits_reasoning: bool,
+        is_forced: bool = False,
+        prompt_end: str = "",
+    ) -> AnswerParser:
+        """A new parser for one sequence.
+
+        names: of the tools that may be called. is_forced: a grammar has calls written as a list.
+        prompt_end: the last characters of the prompt, which may have begun or ended the reasoning.
+        """
+        splits = splits_reasoning and self.reasoning is not None
+        if self.has_channels and not is_forced:
+            return gpt_oss.HarmonyParser(names, splits_reasoning=splits)
+        inner: AnswerParser = PlainParser()
+        if is_forced:
+            inner = CallListParser(names)
+        elif names and self.calls is not None:
+            inner = CALL_FORMATS[self.calls].parser(names)
+        if not splits or self.reasoning in (None, GPT_OSS):
+            return inner
+        end, style = prompt_end.rstrip(), REASONING_FORMATS[self.reasoning]
+        is_open = end.endswith(thinking.OPEN) or style.starts_inside
+        starts_inside = is_open and not end.endswith(thinking.CLOSE)
+        return Pipeline(thinking.ThinkParser(starts_inside=starts_inside), inner)
+
+    def new_id(self) -> str:
+        """The id of a call to which the model gave none."""
+        return _long_id() if self.calls is None else CALL_FORMATS[self.calls].new_id()

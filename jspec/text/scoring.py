@@ -1,0 +1,143 @@
+"""Scoring: how likely some tokens are as the next one after a query and an item.
+
+The arithmetic is SGLang's (/v1/score): probabilities over the whole vocabulary, or over the labels
+alone where a softmax is asked for. It knows no engine: it makes prompts, and reads what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.core.errors import RequestError, shown
+from jspec.core.request import MAX_LOGPROB_IDS, SamplingParams
+
+MAX_LABELS = 1024
+Text = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCall:
+    """A checked call. prompts: text or ids, one for each item.
+
+    A request has room for MAX_LOGPROB_IDS labels: with more, a prompt is asked several times.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    label_token_ids: tuple[int, ...]
+    apply_softmax: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        items: Any,
+        label_token_ids: Any,
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> ScoreCall:
+        """query and items: texts, or token ids (items: a list of them); joined as they are.
+
+        Raises RequestError naming the field, its value and what was expected.
+        """
+        is_text = isinstance(query, str)
+        if is_text and isinstance(items, str):
+            items = [items]
+        head = query if is_text else _ids("query", query)
+        if not isinstance(items, list | tuple) or not items:
+            raise RequestError(
+                f"items is {shown(items)}; expected texts, or lists of token ids, one at least"
+            )
+        tails = [_text(item) if is_text else _ids("items", item) for item in items]
+        labels = _ids("label_token_ids", label_token_ids)
+        if not 1 <= len(labels) <= MAX_LABELS:
+            raise RequestError(
+                f"label_token_ids has {len(labels)} ids; expected from 1 to {MAX_LABELS}"
+            )
+        return cls(
+            prompts=tuple(
+                _joined(tail, head) if item_first else _joined(head, tail) for tail in tails
+            ),
+            label_token_ids=labels,
+            apply_softmax=apply_softmax,
+        )
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The labels that each request of a prompt asks for."""
+        labels = self.label_token_ids
+        steps = range(0, len(labels), MAX_LOGPROB_IDS)
+        return tuple(labels[i : i + MAX_LOGPROB_IDS] for i in steps)
+
+    def requests(self) -> Iterator[tuple[str | tuple[int, ...], SamplingParams]]:
+        """Prompt by prompt, part by part."""
+        sampling = tuple(
+            SamplingParams(
+                max_new_tokens=1,
+                temperature=0.0,
+                ignore_eos=True,
+                return_logprob=True,
+                token_ids_logprob=part,
+            )
+            for part in self.parts
+        )
+        return ((prompt, each) for prompt in self.prompts for each in sampling)
+
+    def scores(self, logprobs: Sequence[Sequence[float]]) -> list[list[float]]:
+        """A list for each prompt, a score for each label. logprobs: what each request gave."""
+        count = len(self.parts)
+        rows = (
+            [x for part in logprobs[i : i + count] for x in part]
+            for i in range(0, len(logprobs), count)
+        )
+        return [_softmax(row) if self.apply_softmax else list(map(math.exp, row)) for row in rows]
+
+
+@contextmanager
+def label_names() -> Iterator[None]:
+    """Lets a RequestError speak of the labels by the client's name."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error).replace("token_ids_logprob", "label_token_ids")
+        raise RequestError(message) from None
+
+
+def watched_of(answer: Mapping[str, Any]) -> list[float]:
+    """The labels' log-probabilities in an answer of `generate`."""
+    (first,) = answer["meta_info"]["output_token_ids_logprobs"]
+    return [entry[0] for entry in first]
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two texts, or two tuples of ids."""
+    return first + second
+
+
+def _text(item: Any) -> str:
+    if not isinstance(item, str):
+        raise RequestError(f"items holds {shown(item)}; expected texts, as query is one")
+    return item
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(
+            f"{name} is or holds {shown(value)}; expected token ids"
+            + ("" if name == "label_token_ids" else ", or query and items as texts")
+        )
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise RequestError(f"{name} holds {shown(item)}; expected token ids (integers)")
+    return tuple(value)
+
+
+def _softmax(logprobs: Sequence[float]) -> list[float]:
+    top = max(logprobs)
+    powers = [math.exp(x - top) for x in logprobs]
+    total = sum(powers)
+    return [power / total for power in powers]

@@ -1,0 +1,294 @@
+"""The requests that public benchmark clients send, and what they read of the answers.
+
+Written from the clients' public request code: sglang.bench_serving (SGLang 0.5), vLLM's
+`bench serve` (0.25), guidellm (0.4) and lm-eval's local-completions (0.4). Each row is one body as
+it goes over the wire; the readers below read what those clients read, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from .helpers import events_of
+
+NEW_TOKENS = 12
+Events = list[dict[str, Any]]
+
+
+def bench_serving_native(events: Events) -> int:
+    """SGLang's: cumulative text, and the count of tokens beside it."""
+    counts = [e["meta_info"]["completion_tokens"] for e in events if e.get("text")]
+    assert counts == sorted(counts)
+    texts = [e["text"] for e in events]
+    assert all(b.startswith(a) for a, b in pairwise(texts))
+    return int(counts[-1])
+
+
+def usage_at_the_end(events: Events) -> int:
+    """vLLM's: text while there are choices; else the usage."""
+    assert any(e["choices"][0].get("text") for e in events if e["choices"])
+    (usage,) = [e["usage"] for e in events if not e["choices"] and e.get("usage")]
+    assert usage["prompt_tokens"] == 8
+    return int(usage["completion_tokens"])
+
+
+def chat_usage_at_the_end(events: Events) -> int:
+    choices = [e["choices"][0]["delta"].get("content") for e in events if e["choices"]]
+    assert "".join(text or "" for text in choices)
+    (usage,) = [e["usage"] for e in events if not e["choices"] and e.get("usage")]
+    return int(usage["completion_tokens"])
+
+
+def usage_in_every_event(events: Events) -> int:
+    """guidellm's: the last usage counts, and it asks for one in each event."""
+    found = [e["usage"] for e in events]
+    counts = [usage["completion_tokens"] for usage in found]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in found)
+    assert all("choices" in e and "id" in e for e in events)
+    return counts[-1]
+
+
+def text_alone(events: Events) -> int:
+    """SGLang's client of completions asks for no usage: it takes the length that it asked for."""
+    assert "".join(e["choices"][0]["text"] for e in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    return NEW_TOKENS
+
+
+SGLANG_NATIVE = {
+    "sampling_params": {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+    "stream": True,
+    "lora_path": None,
+    "return_logprob": False,
+    "return_routed_experts": False,
+    "logprob_start_len": -1,
+}
+VLLM = {
+    "model": "target",
+    "repetition_penalty": 1.0,
+    "max_tokens": NEW_TOKENS,
+    "logprobs": None,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "ignore_eos": True,
+    "temperature": 0.0,
+}
+GUIDELLM = {
+    "model": "target",
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "stop": None,
+    "ignore_eos": True,
+}
+TEXT_PART = [{"type": "text", "text": "def fib("}]
+STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Events], int]]] = {
+    "bench_serving, text": (
+        "/generate",
+        {"text": "def fib(", **SGLANG_NATIVE},
+        bench_serving_native,
+    ),
+    "bench_serving, ids": (
+        "/generate",
+        {"input_ids": [11, 12, 13], **SGLANG_NATIVE},
+        bench_serving_native,
+    ),
+    "bench_serving, completions": (
+        "/v1/completions",
+        {
+            "model": "target",
+            "prompt": "def fib(",
+            "temperature": 0.0,
+            "best_of": 1,
+            "max_tokens": NEW_TOKENS,
+            "stream": True,
+            "ignore_eos": True,
+        },
+        text_alone,
+    ),
+    "vllm bench serve": ("/v1/completions", {"prompt": "def fib(", **VLLM}, usage_at_the_end),
+    "vllm bench serve, chat": (
+        "/v1/chat/completions",
+        {
+            "model": "target",
+            "messages": [{"role": "user", "content": TEXT_PART}],
+            "max_completion_tokens": NEW_TOKENS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        },
+        chat_usage_at_the_end,
+    ),
+    "guidellm": (
+        "/v1/completions",
+        {**GUIDELLM, "max_tokens": NEW_TOKENS, "prompt": "def fib("},
+        usage_in_every_event,
+    ),
+    "guidellm, chat": (
+        "/v1/chat/completions",
+        {
+            **GUIDELLM,
+            "max_completion_tokens": NEW_TOKENS,
+            "messages": [{"role": "user", "content": TEXT_PART}],
+        },
+        usage_in_every_event,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_what_the_client_reads(client: httpx.Client, name: str) -> None:
+    path, body, read = STREAMS[name]
+    answer = client.post(path, json=body, headers={"x-request-id": "bench-1"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert read(events_of(answer.text)) == NEW_TOKENS
+
+
+def test_usage_in_every_event_is_of_its_own_sequence(client: httpx.Client) -> None:
+    body = {**GUIDELLM, "max_tokens": NEW_TOKENS, "prompt": ["a", "def fib("]}
+    events = events_of(client.post("/v1/completions", json=body).text)
+    last = {e["choices"][0]["index"]: e["usage"] for e in events if e["choices"]}
+    assert [last[i]["prompt_tokens"] for i in (0, 1)] == [1, 8]
+    assert [last[i]["completion_tokens"] for i in (0, 1)] == [NEW_TOKENS] * 2
+    assert events[-1]["usage"]["total_tokens"] == 9 + 2 * NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"continuous_usage_stats": True}, "expected include_usage true"),
+        ({"continuous_usage_stats": 1, "include_usage": True}, "continuous_usage_stats is 1"),
+    ],
+)
+def test_usage_that_cannot_be_is_refused(
+    client: httpx.Client, options: dict[str, Any], message: str
+) -> None:
+    body = {"prompt": "a", "stream": True, "stream_options": options}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+# What the clients ask around a load: (method, path, body, what they read).
+CONTROL: list[tuple[str, str, Any, Callable[[httpx.Response], object]]] = [
+    ("GET", "/get_model_info", None, lambda r: r.json()["model_path"]),
+    ("GET", "/model_info", None, lambda r: r.json()["model_path"]),
+    ("POST", "/flush_cache", None, lambda r: r.status_code == 200),
+    ("GET", "/server_info", None, lambda r: r.json()["internal_states"][0]),
+    (
+        "GET",
+        "/get_server_info",
+        None,
+        lambda r: "avg_spec_accept_length" in r.json()["internal_states"][0],
+    ),
+    ("GET", "/v1/models", None, lambda r: r.json()["data"][0]["id"] == "target"),
+    ("GET", "/health", None, lambda r: r.status_code == 200),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "read"), CONTROL)
+def test_what_surrounds_a_load(
+    client: httpx.Client,
+    method: str,
+    path: str,
+    body: Any,
+    read: Callable[[httpx.Response], object],
+) -> None:
+    answer = client.request(method, path, json=body).raise_for_status()
+    assert read(answer)
+
+
+def test_vllm_reads_acceptance_off_the_metrics(client: httpx.Client) -> None:
+    """It adds up the samples of these names before and after a load."""
+    found: dict[str, float] = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith("vllm:spec_decode"):
+            name, _, rest = line.partition("{")
+            labels, _, value = rest.rpartition("} ")
+            position = labels.partition('position="')[2].partition('"')[0]
+            found[name + position] = float(value)
+    assert found["vllm:spec_decode_num_drafts_total"] >= 0
+    assert {f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}" for i in range(3)} <= set(
+        found
+    )
+
+
+# lm-eval
+
+SCORING = {
+    "model": "target",
+    "temperature": 0,
+    "max_tokens": 1,
+    "logprobs": 1,
+    "seed": 1234,
+    "echo": True,
+}
+
+
+def loglikelihood(choice: dict[str, Any], ctxlen: int) -> tuple[float, bool]:
+    """As lm-eval reads it: the continuation's tokens, without the one that was generated."""
+    chosen = choice["logprobs"]["token_logprobs"][ctxlen:-1]
+    tops = choice["logprobs"]["top_logprobs"][ctxlen:-1]
+    greedy = all(own == max(top.values()) for own, top in zip(chosen, tops, strict=True))
+    return sum(chosen), greedy
+
+
+def test_lm_eval_scores_continuations(client: httpx.Client) -> None:
+    context, other = [11, 12, 13, 14], [40, 41]
+    native: dict[str, Any] = {
+        "input_ids": context,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 3},
+    }
+    native |= {"return_logprob": True}
+    answer = client.post("/generate", json=native).raise_for_status().json()
+    own = answer["output_ids"]
+    expected = sum(logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"])
+
+    body = {**SCORING, "prompt": [context + own, context + other]}
+    choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    first, second = sorted(choices, key=lambda choice: choice["index"])
+    assert len(first["logprobs"]["token_logprobs"]) == len(context + own) + 1
+    assert first["logprobs"]["token_logprobs"][0] is None
+    score, is_greedy = loglikelihood(first, len(context))
+    assert is_greedy
+    assert score == pytest.approx(expected, abs=1e-4)
+    worse, is_greedy = loglikelihood(second, len(context))
+    assert not is_greedy
+    assert worse < 0
+
+
+def test_lm_eval_generates_until_its_stops(client: httpx.Client) -> None:
+    body = {
+        "model": "target",
+        "prompt": [[11, 12, 13], [14, 15]],
+        "max_tokens": 6,
+        "temperature": 0,
+        "stop": ["\n\n", "Question:"],
+        "seed": 1234,
+    }
+    choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    assert sorted(choice["index"] for choice in choices) == [0, 1]
+    chat: dict[str, Any] = {
+        "model": "target",
+        "messages": [{"role": "user", "content": "a"}],
+        "stop": ["\n\n"],
+    }
+    chat |= {"max_tokens": 6, "temperature": 0, "seed": 1234}
+    answer = client.post("/v1/chat/completions", json=chat).raise_for_status().json()
+    assert isinstance(answer["choices"][0]["message"]["content"], str)
+
+
+def test_bodies_are_json_as_a_client_writes_it(client: httpx.Client) -> None:
+    """bench_serving's session sends no Accept header that the server would have to honour."""
+    path, body, read = STREAMS["bench_serving, text"]
+    headers = {"Content-Type": "application/json", "Accept": "*/*", "Authorization": "Bearer EMPTY"}
+    answer = client.post(path, content=json.dumps(body), headers=headers).raise_for_status()
+    assert read(events_of(answer.text)) == NEW_TOKENS

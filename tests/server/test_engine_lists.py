@@ -1,0 +1,233 @@
+"""Lists of any length, streams of lists, scores and tokens: what `jspec.Engine` offers in Python,
+and what of it has a route."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import jspec
+from jspec.api import Engine
+from jspec.core.request import Request
+
+from .helpers import ask, wait_idle
+
+GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def test_what_a_program_needs_stands_at_the_top() -> None:
+    for name in jspec.__all__:
+        assert getattr(jspec, name) is not None
+    assert issubclass(jspec.QueueTimeoutError, jspec.QueueFullError)
+    assert issubclass(jspec.RequestError, jspec.JspecError)
+    assert jspec.SamplingParams(n=2).n == 2
+    with pytest.raises(jspec.ConfigError, match="model is 'a' and model_path 'b'"):
+        jspec.Engine("a", model_path="b")
+    with pytest.raises(jspec.JspecError, match="no/such/model"):
+        jspec.Engine(model="no/such/model")
+
+
+def test_a_list_is_streamed_with_indices(engine: Engine) -> None:
+    prompts = ["def fib(", "class A", "import "]
+    whole = engine.generate(prompts, GREEDY)
+    last: dict[int, Any] = {}
+    for event in engine.generate(prompts, GREEDY, stream=True):
+        before = last.get(event["index"], {"output_ids": []})["output_ids"]
+        assert event["output_ids"][: len(before)] == before
+        last[event["index"]] = event
+    assert [last[i]["output_ids"] for i in range(3)] == [r["output_ids"] for r in whole]
+    stream = engine.generate(prompts, {**GREEDY, "max_new_tokens": 5000}, stream=True)
+    next(stream)
+    stream.close()
+    wait_idle(engine)
+
+
+def test_errors_may_stand_in_their_place_and_else_refuse_the_list(engine: Engine) -> None:
+    before = engine.stats.num_requests
+    prompts: list[Any] = ["a", "b" * 20000, "c"]
+    with pytest.raises(jspec.RequestError, match=r"tokens.*prompt 1 of 3, counted from 0"):
+        engine.generate(prompts, GREEDY)
+    assert engine.stats.num_requests == before
+    results = engine.generate(prompts, {**GREEDY, "n": 2}, return_exceptions=True)
+    assert [type(r) for r in results] == [dict, dict, jspec.RequestError, dict, dict]
+    (alone,) = engine.generate(["c"], GREEDY)
+    assert results[3]["output_ids"] == alone["output_ids"]
+    one = engine.generate("b" * 20000, GREEDY, return_exceptions=True)
+    assert isinstance(one, jspec.RequestError)
+
+
+def test_a_long_list_is_never_there_as_a_whole(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue holds 32: of 150 requests about that many are made before others end."""
+    most, num_made, make = 0, 0, engine._intake.requests
+    before = engine.stats.num_finished
+
+    def counting(*args: Any, **options: Any) -> tuple[Request, ...]:
+        nonlocal most, num_made
+        if not options["trial"]:
+            num_made += 1
+            most = max(most, num_made - (engine.stats.num_finished - before))
+        return make(*args, **options)
+
+    monkeypatch.setattr(engine._intake, "requests", counting)
+    params = {"max_new_tokens": 1, "temperature": 0}
+    results = engine.generate([f"x{i}" for i in range(150)], params, progress=True)
+    assert [r["meta_info"]["completion_tokens"] for r in results] == [1] * 150
+    assert num_made == 150
+    assert most <= 40
+    assert "150/150 prompts" in capsys.readouterr().err
+    wait_idle(engine)
+
+
+def test_scores_are_the_next_tokens_probabilities(client: httpx.Client, engine: Engine) -> None:
+    labels = list(range(5, 45))  # more than one request has room for
+    items = ["x", "yy"]
+    scores = engine.score("def f(", items, labels)
+    for item, row in zip(items, scores, strict=True):
+        for half in (labels[:20], labels[20:]):
+            meta = engine.generate(
+                "def f(" + item, {"max_new_tokens": 1}, return_logprob=True, token_ids_logprob=half
+            )["meta_info"]
+            for value, token_id, _ in meta["output_token_ids_logprobs"][0]:
+                assert math.isclose(row[labels.index(token_id)], math.exp(value), rel_tol=1e-5)
+    by_labels = engine.score("def f(", items, labels, apply_softmax=True)
+    for row, plain in zip(by_labels, scores, strict=True):
+        assert math.isclose(sum(row), 1)
+        assert math.isclose(row[3] / row[7], plain[3] / plain[7], rel_tol=1e-5)
+    head, tail = engine.encode("def f("), engine.encode(items)
+    assert engine.decode(head) == "def f("
+    np.testing.assert_allclose(engine.score(head, tail, labels), scores, rtol=1e-5)
+    first = engine.score("x", "def f(", labels, item_first=True)[0]
+    np.testing.assert_allclose(first, scores[0], rtol=1e-5)
+    body = {"query": "def f(", "items": items, "label_token_ids": labels, "model": "default"}
+    answer = client.post("/v1/score", json=body).json()
+    np.testing.assert_allclose(answer["scores"], scores, rtol=1e-5)
+    assert (answer["object"], answer["model"]) == ("scoring", "default")
+    assert answer["usage"]["prompt_tokens"] == len(head) * 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"query": "a", "items": [], "label_token_ids": [1]}, "items is []; expected texts"),
+        ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "items holds [1]; expected texts"),
+        ({"query": [1], "items": ["a"], "label_token_ids": [1]}, "items is or holds 'a'"),
+        ({"query": "a", "items": ["a"]}, "label_token_ids is or holds None"),
+        ({"query": "a", "items": ["a"], "label_token_ids": []}, "label_token_ids has 0 ids"),
+        ({"query": "a", "items": "b", "label_token_ids": [99999]}, "label_token_ids holds 99999"),
+        ({"query": None, "items": "b", "label_token_ids": [1]}, "query is or holds None"),
+        ({"query": "a", "itms": "b"}, "did you mean 'items'"),
+    ],
+)
+def test_a_bad_score_call_is_a_400(
+    client: httpx.Client, body: dict[str, Any], message: str
+) -> None:
+    answer = client.post("/v1/score", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["message"]
+
+
+def test_lm_evals_scoring_pattern(client: httpx.Client, engine: Engine) -> None:
+    """Prompts as ids, echo, logprobs, one token: context and continuation are told apart."""
+    rows = [engine.encode("def fib(n"), engine.encode("import os")]
+    body = {
+        "model": "target",
+        "prompt": rows,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    answer = client.post("/v1/completions", json=body).json()
+    for row, choice in zip(rows, sorted(answer["choices"], key=lambda c: c["index"]), strict=True):
+        told = choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(row) + 1
+        scored = engine.generate(
+            input_ids=row,
+            sampling_params={"max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )["meta_info"]
+        of_prompt = [entry[0] for entry in scored["input_token_logprobs"]][3:]
+        assert told["token_logprobs"][3:-1] == pytest.approx(of_prompt, abs=1e-4)
+        tops = [max(top.values()) for top in told["top_logprobs"][3:-1]]
+        assert tops == pytest.approx([t[0][0] for t in scored["input_top_logprobs"][3:]], abs=1e-4)
+
+
+def test_a_drawn_seed_is_told_and_gives_the_same_text(client: httpx.Client) -> None:
+    params = {"temperature": 1, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"text": "def ", "sampling_params": {**params, "n": 2}}
+    for result in client.post("/generate", json=body).json():
+        seed = result["meta_info"]["sampling_seed"]
+        again = {"text": "def ", "sampling_params": {**params, "sampling_seed": seed}}
+        assert client.post("/generate", json=again).json()["text"] == result["text"]
+    asked = {"prompt": "def ", "max_tokens": 12, "temperature": 1, "ignore_eos": True}
+    (choice,) = client.post("/v1/completions", json=asked).json()["choices"]
+    assert choice["seed"] < 2**53
+    (same,) = client.post("/v1/completions", json={**asked, "seed": choice["seed"]}).json()[
+        "choices"
+    ]
+    assert same["text"] == choice["text"]
+
+
+@pytest.mark.parametrize("off", [False, "off"])
+def test_a_request_without_speculation(client: httpx.Client, off: Any) -> None:
+    body = {"text": ["def fib("] * 2, "sampling_params": [GREEDY, {**GREEDY, "speculative": off}]}
+    on, plain = client.post("/generate", json=body).json()
+    assert on["output_ids"] == plain["output_ids"]
+    assert on["meta_info"]["spec_verify_ct"] > 0
+    assert "spec_verify_ct" not in plain["meta_info"]
+    wrong = {"text": "a", "sampling_params": {"speculative": "no"}}
+    message = client.post("/generate", json=wrong).json()["message"]
+    assert message == "speculative is 'no'; expected true, false, 'on' or 'off'"
+
+
+def test_the_cache_is_flushed_by_name(engine: Engine) -> None:
+    engine.generate("def fib(", GREEDY)
+    assert engine.flush_cache()
+
+
+def test_the_openapi_document_has_every_route_and_field(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    paths = document["paths"]
+    assert {"/generate", "/v1/models/{name}", "/v1/score", "/flush_cache"} <= set(paths)
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            assert operation["summary"], path
+            assert ("requestBody" in operation) == (method in ("post", "put")), path
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    fields = body["schema"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 100}
+    assert fields["seed"]["anyOf"][0]["minimum"] == -(2**63)
+    assert "messages" in body["schema"]["required"]
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "POST /v1/score" in page.text
+
+
+def test_the_document_says_nothing_that_is_refused(engine: Engine) -> None:
+    """Neutral values, null and defaults of each field, as the document has them, are taken."""
+    from jspec.server.app import create_app
+
+    app = create_app(engine)
+    document = ask(app, "GET", "/openapi.json").json()
+    for path, needed in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+    ):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        for name, field in schema["schema"]["properties"].items():
+            values = field.get("enum", [field["default"]] if "default" in field else [])
+            if name in needed:
+                continue
+            body = {**needed, **({name: values[-1]} if values else {name: None})}
+            answer = ask(app, "POST", path, json=body)
+            assert answer.status_code == 200, (name, answer.text)

@@ -1,0 +1,140 @@
+"""Grammars through every door: what is asked for in the peers' words comes out as that."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+
+from jspec.api import Engine
+from jspec.core.errors import RequestError
+from jspec.server.openai_schemas import parse_completion
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+WRAPPED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+CODE = "[a-f]{2}-[0-9]{2,4}"
+
+
+def check(text: str) -> None:
+    value = json.loads(text)
+    assert value["a"] in ("x", "yy")
+    assert isinstance(value["b"], bool)
+    assert set(value) == {"a", "b"}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_generate_follows_a_schema_beside_a_prompt_that_follows_none(
+    client: httpx.Client, temperature: int
+) -> None:
+    free = {"max_new_tokens": 12, "temperature": temperature, "sampling_seed": 5}
+    alone = client.post("/generate", json={"text": "free", "sampling_params": free}).json()
+    tied = {**free, "max_new_tokens": 80, "json_schema": json.dumps(SCHEMA)}
+    body = {"text": ["free", "tied"], "sampling_params": [free, tied]}
+    other, answer = client.post("/generate", json=body).json()
+    check(answer["text"])
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert other["text"] == alone["text"]
+
+
+def test_openais_client_gets_json_and_streams_it(live_url: str) -> None:
+    client = openai.OpenAI(base_url=f"{live_url}/v1", api_key="none")
+    options: Any = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "json"}],
+        "response_format": WRAPPED,
+        "seed": 3,
+        "max_tokens": 80,
+        "logprobs": True,
+    }
+    answer = client.chat.completions.create(**options)
+    check(answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    pieces = client.chat.completions.create(**options, stream=True)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"regex": CODE}, CODE),
+        ({"guided_regex": CODE}, CODE),
+        ({"structured_outputs": {"choice": ["one", "two (2)"]}}, r"one|two \(2\)"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"ebnf": 'root ::= "ab" | "cd"'}, "ab|cd"),
+    ],
+    ids=str,
+)
+def test_a_completion_follows_any_kind(
+    client: httpx.Client, fields: dict[str, Any], pattern: str
+) -> None:
+    body = {"prompt": "p", "max_tokens": 40, "seed": 1, "n": 2, **fields}
+    for choice in client.post("/v1/completions", json=body).json()["choices"]:
+        assert re.fullmatch(pattern, choice["text"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "(a"}, "regex is '(a'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is null"),
+        ({"response_format": WRAPPED, "guided_regex": "a"}, "guided_regex and response_format"),
+        ({"response_format": WRAPPED, "regex": "a"}, "json_schema and regex are given"),
+        ({"guided_choice": [3]}, "guided_choice is [3]; expected a list of texts"),
+        ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml is 1; expected one of"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos is true beside regex"),
+    ],
+    ids=str,
+)
+def test_a_bad_grammar_is_refused_in_a_sentence(
+    client: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "p", **fields})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_neutral_words_ask_for_nothing() -> None:
+    for fields in (
+        {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": []},
+        {"structured_outputs": {"json": None}},
+        {"response_format": None},
+    ):
+        call = parse_completion({"prompt": "p", **fields})
+        assert call.prompts[0].sampling.grammar is None
+
+
+def test_the_python_api_takes_an_object(engine: Engine) -> None:
+    check(engine.generate("p", {"json_schema": SCHEMA, "max_new_tokens": 80})["text"])
+    with pytest.raises(RequestError, match="unclosed"):
+        engine.generate(["p", "q"], {"regex": "(a"})
+
+
+def test_a_call_that_must_be_is_one(live_url: str) -> None:
+    client = openai.OpenAI(base_url=f"{live_url}/v1", api_key="none")
+    tool = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
+    chunks = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "call"}],
+        tools=cast(Any, [tool]),
+        tool_choice={"type": "function", "function": {"name": "pick"}},
+        stream=True,
+        seed=3,
+        max_tokens=200,
+    )
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[-1].finish_reason == "tool_calls"
+    pieces = [piece for choice in choices for piece in choice.delta.tool_calls or ()]
+    check("".join(piece.function.arguments or "" for piece in pieces if piece.function))

@@ -1,0 +1,215 @@
+"""Rows that follow a grammar: the text is that of a sampler that knows no drafts, in any batch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core.config import Algorithm
+from jspec.core.features import SAMPLING, Feature
+from jspec.core.plan import StepKind
+from jspec.core.request import Request
+from jspec.engine.compilation import compile_all
+from jspec.engine.programs import grammar_programs, needed_program
+from jspec.engine.runner import init_state
+from jspec.testing.fake_grammar import FakeGrammar
+from tests.speculative.engines import (
+    TARGET,
+    Compiled,
+    Served,
+    ViewRunner,
+    build,
+    dense_logits,
+    dial_for,
+    engine,
+    make_request,
+    mesh_of,
+    plain_engine,
+    plain_ids,
+    serve,
+    serve_view,
+    spec_of,
+)
+
+END = 5
+
+
+def with_grammars(compiled: Compiled) -> Compiled:
+    """The same engine with what rows with a grammar need."""
+    limits = dataclasses.replace(compiled.limits, vocab_size=TARGET.vocab_size)
+    state = init_state(
+        compiled.program,
+        limits,
+        shards=compiled.program.target.shard.size,
+        kv_dtype=jnp.float32,
+    )
+    more = compile_all(
+        compiled.program,
+        limits,
+        mesh=mesh_of(compiled.program.target.shard.size),
+        params=compiled.params,
+        state=state,
+        keys=grammar_programs(limits),
+    )
+    return dataclasses.replace(
+        compiled, limits=limits, executables={**compiled.executables, **more}
+    )
+
+
+@functools.cache
+def engine_of(name: str) -> Compiled:
+    if name == "plain":
+        return with_grammars(plain_engine())
+    if name == "ngram":
+        return with_grammars(build(spec_of(3, 1, 4, Algorithm.NGRAM), page_size=16))
+    if name == "two_rounds":
+        return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
+    shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
+    return with_grammars(engine(shape, 16, features=SAMPLING))
+
+
+def constrained(i: int, grammar: FakeGrammar, **sampling: Any) -> Request:
+    request = make_request(i, prompt_len=9 + 3 * i, seed=100 + i, regex="by ids", **sampling)
+    return dataclasses.replace(request, grammar=grammar, eos_token_ids=(END,))
+
+
+def grammar_of(least: int = 4, most: int = 12) -> FakeGrammar:
+    return FakeGrammar(TARGET.vocab_size, END, least=least, most=most)
+
+
+def greedy(request: Request) -> tuple[int, ...]:
+    """By dense logits and the grammar's own words alone."""
+    grammar: Any = request.grammar
+    ids, state = list(request.prompt_ids), 0
+    out: list[int] = []
+    while len(out) < request.sampling.wanted_tokens and END not in out:
+        allowed = grammar.allowed(state, len(out))
+        if len(out) < request.sampling.min_new_tokens and allowed.sum() > 1:
+            allowed = allowed & (np.arange(allowed.size) != END)
+        logits = np.where(allowed, dense_logits(tuple(ids))[-1], -np.inf)
+        out.append(int(logits.argmax()))
+        ids.append(out[-1])
+        state = grammar.next_state(state, out[-1])
+    return tuple(out)
+
+
+@functools.cache
+def mixed() -> tuple[Request, ...]:
+    """Greedy and sampled rows with a grammar, beside rows without one."""
+    return (
+        constrained(0, grammar_of(), temperature=0.0, max_new_tokens=20),
+        make_request(1, prompt_len=12, seed=7, temperature=1.0, max_new_tokens=24),
+        constrained(2, grammar_of(1, 30), temperature=1.0, max_new_tokens=16),
+        make_request(3, prompt_len=5, seed=8, temperature=0.0, max_new_tokens=9),
+        constrained(
+            4,
+            grammar_of(2, 9),
+            temperature=0.8,
+            top_p=0.9,
+            frequency_penalty=0.5,
+            max_new_tokens=20,
+        ),
+        constrained(5, grammar_of(0, 6), temperature=0.0, min_new_tokens=10, max_new_tokens=20),
+    )
+
+
+@functools.cache
+def expected() -> tuple[tuple[int, ...], ...]:
+    """Each alone, plain, nothing overlapped."""
+    alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
+    return tuple(alone([request]).ids[0] for request in mixed())
+
+
+def test_plain_decoding_takes_the_best_that_is_allowed() -> None:
+    for index in (0, 5):  # the greedy ones
+        assert expected()[index] == greedy(mixed()[index])
+    for request, ids in zip(mixed(), expected(), strict=True):
+        if request.grammar is None:
+            assert ids == plain_ids(request)
+            continue
+        grammar: Any = request.grammar
+        state = 0
+        for count, token_id in enumerate(ids):
+            assert grammar.allowed(state, count)[token_id]
+            state = grammar.next_state(state, token_id)
+        assert ids[-1] == END or len(ids) == request.sampling.wanted_tokens
+
+
+def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> None:
+    ids = expected()[5]
+    assert len(ids) == 7 < mixed()[5].sampling.min_new_tokens
+    assert ids[-1] == END
+    assert END not in ids[:-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree",
+        pytest.param("ngram", marks=pytest.mark.slow),
+        pytest.param("chain", marks=pytest.mark.slow),
+        pytest.param("two_rounds", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth: int) -> None:
+    dial = None if name == "ngram" else dial_for(list(mixed()), list(expected()))
+    served = serve(engine_of(name), list(mixed()), overlap_depth=depth, chunk_size=8, dial=dial)
+    assert served.ids == expected()
+    if dial is not None:
+        assert served.counters.num_accepted > 0
+    assert served.num_leaked_pages == 0
+
+
+def test_a_retracted_row_goes_on_where_its_grammar_was() -> None:
+    requests = [
+        constrained(i, grammar_of(80, 90), temperature=1.0, max_new_tokens=100) for i in range(3)
+    ]
+    alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
+    texts = [alone([request]).ids[0] for request in requests]
+    served = serve(engine_of("tree"), requests, num_pages=12, dial=dial_for(requests, texts))
+    assert served.num_retractions > 0
+    assert served.counters.num_accepted > 0
+    assert list(served.ids) == texts
+
+
+def test_a_step_in_flight_is_read_before_the_next_tree_is_judged() -> None:
+    served, view = watched("tree", [mixed()[0], mixed()[2]])
+    decodes = [plan for plan, _ in view.steps if plan.kind is StepKind.DECODE]
+    assert all(plan.constraints for plan in decodes)
+    # Each step is read before the next one is dispatched.
+    kinds = [event.kind.value for event in served.trace]
+    assert kinds == ["dispatch", "collect"] * (len(kinds) // 2)
+
+
+def test_a_batch_without_a_grammar_needs_no_program_of_them() -> None:
+    served, view = watched("tree", [mixed()[1], mixed()[3]])
+    assert served.ids == (expected()[1], expected()[3])
+    for plan, _ in view.steps:
+        assert plan.constraints == ()
+        assert Feature.GRAMMAR not in needed_program(plan).features
+
+
+def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:
+    class Failing(FakeGrammar):
+        def begin(self) -> Any:
+            constraint: Any = super().begin()
+            constraint.failed = "it grew too large"
+            return constraint
+
+    bad = constrained(9, Failing(TARGET.vocab_size, END, 4, 12), max_new_tokens=8)
+    served, _ = watched("tree", [bad, mixed()[0]])
+    assert served.ids == ((), expected()[0])
+    assert served.num_leaked_pages == 0
+
+
+def watched(name: str, requests: list[Request]) -> tuple[Served, ViewRunner]:
+    compiled = engine_of(name)
+    view = ViewRunner(compiled.runner(), dataclasses.replace(compiled.limits, overlap_depth=1))
+    return asyncio.run(serve_view(view, requests)), view

@@ -1,0 +1,222 @@
+"""The parsers of answers: each format, malformed calls, and the laws that hold for any text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.text.calls.events import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+    join,
+)
+from jspec.text.calls.registry import AnswerFormat
+
+NAMES = ("f", "get_weather")
+LLAMA, QWEN = AnswerFormat(calls="llama3"), AnswerFormat(calls="qwen", reasoning="qwen3")
+MISTRAL = AnswerFormat(calls="mistral")
+GPT_OSS = AnswerFormat(calls="gpt-oss", reasoning="gpt-oss")
+R1 = AnswerFormat(reasoning="deepseek-r1")
+FORCED = AnswerFormat()
+STYLES = {
+    "llama3": LLAMA,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "gpt-oss": GPT_OSS,
+    "deepseek-r1": R1,
+    "forced": FORCED,
+}
+
+
+def parser_of(style: AnswerFormat, **options: Any) -> AnswerParser:
+    names = () if style is R1 else NAMES
+    options = {"splits_reasoning": True, "is_forced": style is FORCED, **options}
+    return style.parser(names, **options)
+
+
+def read(style: AnswerFormat, pieces: Sequence[str], **options: Any) -> list[Event]:
+    parser = parser_of(style, **options)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return join([*events, *parser.flush()])
+
+
+def short(events: Sequence[Event]) -> list[str]:
+    """Events as text: 'content', '?reasoning', 'name({...})' with the id after #."""
+    said: list[str] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            said.append(event.name + (f"#{event.call_id}" if event.call_id else "") + "(")
+        elif isinstance(event, CallArguments):
+            said[-1] += event.text
+        else:
+            said.append(("?" if isinstance(event, Reasoning) else "") + event.text)
+    return said
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+TWO = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Pa{ris"}}'
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+CASES: list[tuple[AnswerFormat, str, list[str]]] = [
+    (QWEN, "Hello < world", ["Hello < world"]),
+    (QWEN, f"So:\n<tool_call>\n{CALL}\n</tool_call>", ["So:\n", 'f({"x": 1}']),
+    (
+        QWEN,
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>\n",
+        ['f({"x": 1}', 'f({"x": 1}'],
+    ),
+    (QWEN, '<tool_call>{"arguments": {"x": [1]}, "name": "f"}', ['f({"x": [1]}']),
+    (QWEN, '<tool_call>{"id": "a1", "name": "f"}</tool_call>', ["f#a1({}"]),
+    (QWEN, '<think>\nWhy?\n</think>\n\n<tool_call>{"name": "f"}</tool_call>', ["?Why?", "f({}"]),
+    (QWEN, f"<tool_call>{CALL}</tool_call> done", ['f({"x": 1}', " done"]),
+    (LLAMA, TWO, ["f({}", 'get_weather({"city": "Pa{ris"}']),
+    (LLAMA, f"<|python_tag|>{TWO}", ["f({}", 'get_weather({"city": "Pa{ris"}']),
+    (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', ["f({}"]),
+    (LLAMA, 'Use <|python_tag|>{"name": "f", "parameters": {}}', ["Use ", "f({}"]),
+    (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ['f({"x": 1}', 'f({"x": 1}']),
+    (MISTRAL, 'a[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}', ["a", 'f#abcdefghi({"x": 1}']),
+    (MISTRAL, '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]get_weather{}', ['f({"x": 1}', "get_weather({}"]),
+    (GPT_OSS, ANALYSIS + TO_F + '{"x": 1}<|call|>', ["?Hm.", 'f({"x": 1}']),
+    (
+        GPT_OSS,
+        " to=functions.f<|channel|>commentary json<|message|>{}<|end|><|start|>assistant"
+        "<|channel|>final<|message|>ok",
+        ["f({}", "ok"],
+    ),
+    (GPT_OSS, ANALYSIS + "<|channel|>final<|message|>Yes <|return|>", ["?Hm.", "Yes "]),
+    (GPT_OSS, "no channel at all", ["no channel at all"]),
+    (R1, "Well\n\n</think>\n\nYes", ["?Well", "Yes"]),
+    (R1, "<think>Well</think>Yes", ["?Well", "Yes"]),
+    (FORCED, f"[{CALL},\n {CALL}]", ['f({"x": 1}', 'f({"x": 1}']),
+    (FORCED, CALL, ['f({"x": 1}']),
+]
+# A call that is none comes back as it was written; of one that began, what is left does.
+MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
+    (QWEN, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', None),
+    (QWEN, '<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
+    (QWEN, '<tool_call>{"name": 7, "arguments": {}}</tool_call>', None),
+    (QWEN, '<tool_call>{"arguments": {"x": 1}}</tool_call>', None),
+    (QWEN, "<tool_call>f(1)</tool_call>", None),
+    (QWEN, '<tool_call>{"name": "f", "argum', None),
+    (QWEN, "a <tool_", None),
+    (QWEN, f"<tool_call>{{<tool_call>{CALL}", ["<tool_call>{", 'f({"x": 1}']),
+    (QWEN, '<tool_call>{"name": "f", "arguments": {"x": 01}} x', ['f({"x": 01', "}} x"]),
+    (QWEN, '<tool_call>{"name": "f", "arguments": {"x": "a', ['f({"x": "a']),
+    (LLAMA, '{"city": "Paris"}', None),
+    (LLAMA, "<|python_tag|>search.call(query='x')", None),
+    (LLAMA, 'Say {"name": "f", "parameters": {}}', None),
+    (MISTRAL, '[TOOL_CALLS]nobody[ARGS]{"x": 1}', None),
+    (MISTRAL, "[TOOL_CALLS] []", None),
+    (MISTRAL, "[TOOL_CALLS]f(1)", None),
+    (GPT_OSS, "<|channel|>other<|message|>x", None),
+    (GPT_OSS, "<|channel|>commentary to=python<|message|>x", None),
+    (GPT_OSS, TO_F + "x = 1", None),
+    (GPT_OSS, "<|channel|>" + "a" * 400, None),
+    (FORCED, "[1, 2]", None),
+    (FORCED, "No.", None),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "expected"), CASES, ids=[c[1] for c in CASES])
+def test_an_answer_is_told_apart(style: AnswerFormat, text: str, expected: list[str]) -> None:
+    assert short(read(style, [text])) == expected
+    assert short(read(style, list(text))) == expected
+
+
+@pytest.mark.parametrize(("style", "text", "expected"), MALFORMED, ids=[c[1] for c in MALFORMED])
+def test_what_is_no_call_comes_back(
+    style: AnswerFormat, text: str, expected: list[str] | None
+) -> None:
+    assert short(read(style, [text])) == ([text] if expected is None else expected)
+    assert read(style, list(text)) == read(style, [text])
+
+
+PARTS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
+        *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
+        *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
+        *(
+            "{",
+            "}",
+            "[",
+            "]",
+            ",",
+            ";",
+            " ",
+            "\n",
+            "f",
+            '"name": "f"',
+            '{"x": "\\u00e9"}',
+            "<",
+            "é",
+        ),
+    ]
+)
+TEXTS = st.lists(PARTS, max_size=12).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(STYLES)), TEXTS, st.lists(st.integers(1, 9), max_size=30))
+def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: list[int]) -> None:
+    pieces, begin = [], 0
+    for size in sizes:
+        pieces.append(text[begin : begin + size])
+        begin += size
+    style = STYLES[name]
+    assert read(style, [*pieces, text[begin:]]) == read(style, [text])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["qwen", "llama3", "mistral", "forced"]), TEXTS)
+def test_no_word_is_lost(name: str, text: str) -> None:
+    """Each é of the text comes back somewhere: no mark has one."""
+    events = read(STYLES[name], [text])
+    said = "".join(e.name if isinstance(e, CallBegin) else e.text for e in events)
+    assert said.count("é") == text.count("é")
+    if not any(isinstance(event, CallBegin) for event in events) and "think>" not in text:
+        assert events == ([Content(text)] if text else [])
+
+
+HOLDS = [
+    (QWEN, "a < b", "a < b"),
+    (QWEN, "a <tool_", "a "),
+    (LLAMA, "Hi {", "Hi {"),
+    (GPT_OSS, "<|channel|>final<|message|>a <|b", "a <|b"),
+    (GPT_OSS, "<|channel|>final<|message|>a <|en", "a "),
+    (R1, "<think>a \n", "a"),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "said"), HOLDS)
+def test_only_what_may_be_a_mark_waits(style: AnswerFormat, text: str, said: str) -> None:
+    events = join(parser_of(style).push(text))
+    assert [e.text for e in events if not isinstance(e, CallBegin)] == [said]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = parser_of(QWEN)
+    assert parser.push('<tool_call>{"name": "f", "arguments": ') == []
+    assert parser.push('{"x"') == [CallBegin("f"), CallArguments('{"x"')]
+    assert parser.push(': "long') == [CallArguments(': "long')]
+
+
+def test_the_prompt_may_have_begun_or_ended_the_reasoning() -> None:
+    text = "Hm.</think>Yes"
+    assert short(read(QWEN, [text], prompt_end="<think>\n")) == ["?Hm.", "Yes"]
+    assert short(read(QWEN, [text])) == [text]
+    assert short(read(R1, ["Yes"], prompt_end="<think>\n\n</think>\n\n")) == ["Yes"]
+    assert short(read(QWEN, [f"<think>{text}"], splits_reasoning=False)) == [f"<think>{text}"]
+
+
+def test_reasoning_stays_in_the_content_where_it_is_not_split_off() -> None:
+    text = ANALYSIS + "<|channel|>final<|message|>Yes"
+    assert short(read(GPT_OSS, [text], splits_reasoning=False)) == ["Hm.Yes"]

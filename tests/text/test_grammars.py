@@ -1,0 +1,190 @@
+"""llguidance's masks at every node of a tree, what is refused, and what a sequence is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jspec.core.errors import RequestError
+from jspec.core.grammar import GrammarKind, GrammarSource, num_words
+from jspec.core.request import SamplingParams
+from jspec.testing.tiny_models import tiny_tokenizer
+from jspec.text.grammars import Grammars
+from jspec.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_directory(folder)
+
+
+@pytest.fixture(scope="module")
+def end_id(tokenizer: Tokenizer) -> int:
+    return min(tokenizer.special_ids)
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tokenizer: Tokenizer) -> int:
+    return tokenizer.vocab_size + 37  # a model's vocabulary may be larger
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Grammars:
+    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
+
+
+def source(**given: Any) -> GrammarSource:
+    found = SamplingParams(**given).grammar
+    assert found is not None
+    return found
+
+
+def allowed_ids(row: np.ndarray) -> set[int]:
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def filled(state: Any, tokens: list[int], parents: list[int], vocab_size: int) -> np.ndarray:
+    allowed = np.zeros((len(tokens), num_words(vocab_size)), np.uint32)
+    state.fill(np.array(tokens, np.int32), np.array(parents, np.int32), allowed)
+    return allowed
+
+
+def root_of(grammars: Grammars, given: GrammarSource, ids: tuple[int, ...], size: int) -> set[int]:
+    """What may follow `ids`, by a state that went there alone."""
+    state = grammars.compile(given).begin()
+    state.accept(ids)
+    return allowed_ids(filled(state, [0], [-1], size)[0])
+
+
+def test_every_node_is_told_what_may_follow_its_own_path(
+    grammars: Grammars, tokenizer: Tokenizer, vocab_size: int, end_id: int
+) -> None:
+    given = source(json_schema=SCHEMA)
+    path = tokenizer.encode('{"a":"', add_special_tokens=False)
+    x, wrong = (tokenizer.encode(t, add_special_tokens=False)[0] for t in ("x", "7"))
+    y = tokenizer.encode("y", add_special_tokens=False)[0]
+    state = grammars.compile(given).begin()
+    state.accept(path)
+    # root -> x, wrong, y; wrong -> x; y -> y, end
+    tokens, parents = [0, x, wrong, y, x, y, end_id], [-1, 0, 0, 0, 2, 3, 3]
+    for _ in range(2):  # and the state is where it was
+        masks = [allowed_ids(row) for row in filled(state, tokens, parents, vocab_size)]
+        paths = {0: (), 1: (x,), 3: (y,), 5: (y, y)}
+        for node, behind in paths.items():
+            assert masks[node] == root_of(grammars, given, (*path, *behind), vocab_size)
+        everything = set(range(num_words(vocab_size) * 32))
+        assert all(masks[node] == everything for node in (2, 4, 6))  # nobody comes there
+    assert {x, y} <= masks[0]
+    assert wrong not in masks[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"json_schema": SCHEMA}, '{"a":"x","b":true}'),
+        ({"json_schema": json.dumps(SCHEMA)}, '{"a":"yy","b":false}'),
+        ({"regex": "[0-9]{2}-x"}, "42-x"),
+        ({"ebnf": 'root ::= "ab" | "ba"'}, "ba"),
+        ({"ebnf": 'start: "ab" "c"'}, "abc"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+                    "triggers": ["<f"],
+                }
+            },
+            'free <f>{"a":"x","b":true}</f> text',
+        ),
+    ],
+    ids=["schema", "schema as text", "regex", "gbnf", "lark", "tag"],
+)
+def test_a_text_of_the_grammar_is_allowed_and_then_the_end(
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    end_id: int,
+    given: dict[str, Any],
+    text: str,
+) -> None:
+    state = grammars.compile(source(**given)).begin()
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        assert token_id in allowed_ids(filled(state, [0], [-1], vocab_size)[0])
+        state.accept((token_id,))
+        assert not state.failed
+    last = allowed_ids(filled(state, [0], [-1], vocab_size)[0])
+    assert end_id in last
+    assert all(token_id < vocab_size for token_id in last)
+
+
+def test_two_sequences_of_one_grammar_are_apart(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    grammar = grammars.compile(source(regex="ab|cd"))
+    assert grammar is grammars.compile(source(regex="ab|cd"))
+    one, other = grammar.begin(), grammar.begin()
+    one.accept(tokenizer.encode("a", add_special_tokens=False))
+    other.accept(tokenizer.encode("c", add_special_tokens=False))
+    assert not one.failed
+    assert not other.failed
+    one.accept(tokenizer.encode("d", add_special_tokens=False))
+    assert one.failed
+    assert not other.failed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "(a"}, r"regex is '\(a': .*unclosed group"),
+        ({"json_schema": {"type": "objec"}}, "json_schema is .*Invalid type: objec"),
+        ({"json_schema": "[1"}, r"json_schema is '\[1': "),
+        ({"json_schema": "[1]"}, "expected a JSON object"),
+        ({"ebnf": 'root ::= "a'}, "ebnf is "),
+        ({"structural_tag": {"structures": [], "triggers": []}}, "expected lists `structures`"),
+        (
+            {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<b"]}},
+            "no trigger begins '<a>'",
+        ),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(
+    grammars: Grammars, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        grammars.compile(source(**given))
+
+
+def test_a_grammar_needs_a_tokenizer_and_an_end(tokenizer: Tokenizer) -> None:
+    regex = GrammarSource(GrammarKind.REGEX, "a")
+    with pytest.raises(RequestError, match="has no tokenizer"):
+        Grammars(None, vocab_size=8, eos_token_ids=(1,)).compile(regex)
+    with pytest.raises(RequestError, match="names no end of sequence"):
+        Grammars(tokenizer, vocab_size=8, eos_token_ids=()).compile(regex)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "regex and ebnf are given; expected one grammar"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos is true beside regex"),
+        ({"regex": ""}, "regex is ''; expected a text that is not empty"),
+        ({"regex": 3}, "regex is 3; expected a text"),
+        ({"json_schema": "x" * 300000}, "json_schema has 300000 characters; expected at most"),
+    ],
+)
+def test_sampling_parameters_say_what_was_expected(given: dict[str, Any], message: str) -> None:
+    for make in (SamplingParams.from_mapping, lambda values: SamplingParams(**values)):
+        with pytest.raises(RequestError, match=message):
+            make(given)
