@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from jspec.api import Engine
@@ -49,13 +49,16 @@ def make_texts(
     order = list(range(len(requests)))[:: -1 if reverse else 1]
     most = min(at_once or engine.limits.num_slots, engine.limits.max_queued_requests)
 
-    async def run(i: int) -> Text:
-        return await _make(engine, requests[i], logprobs=logprobs)
+    found: dict[int, Text] = {}
 
-    async def run_in_order() -> list[Text]:
-        return await run_all(order, run, most=most)
+    async def run(i: int) -> None:
+        found[i] = await _make(engine, requests[i], logprobs=logprobs)
 
-    found = dict(zip(order, asyncio.run(run_in_order()), strict=True))
+    async def in_order() -> AsyncIterator[int]:
+        for i in order:
+            yield i
+
+    asyncio.run(run_all(in_order(), run, most=most))
     return [found[i] for i in range(len(requests))]
 
 
