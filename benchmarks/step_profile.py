@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import numpy as np
 
 from benchmarks.environment import write_result
 from benchmarks.h200_table import describe_error, engine_arguments
+from benchmarks.random_pools import randomized
 from benchmarks.step_parts import (
     ATTENTION,
     ATTENTION_AND_WRITES,
@@ -54,7 +54,6 @@ from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
 from jspec.engine.compilation import compile_all, compiler_options, enable_persistent_cache
-from jspec.engine.dummy_weights import hashed_normal
 from jspec.engine.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.memory import size_pool
 from jspec.engine.programs import ProgramKey
@@ -108,19 +107,6 @@ class Bench:
             root_ids=1 + jnp.arange(slots, dtype=jnp.int32),
         )
         return place_state(replace(state, rows=rows), self.mesh)
-
-
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _random_pool(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    flat = (shape[0] * shape[1], shape[2] * shape[3])
-    return hashed_normal(seed, shape=flat, dtype=dtype).reshape(shape)
-
-
-def randomized(pages: jax.Array, seed: int) -> jax.Array:
-    """A pool of the same shape and dtype, of small random numbers, in the place of `pages`."""
-    shape, dtype = pages.shape, pages.dtype
-    pages.delete()  # all pools together fill the memory
-    return _random_pool(jnp.uint32(seed), shape=shape, dtype=dtype)
 
 
 def prepare(

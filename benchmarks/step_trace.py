@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.decode_floor import floor_ms
 from benchmarks.environment import write_result
-from benchmarks.step_profile import randomized
+from benchmarks.random_pools import randomized
 from benchmarks.workloads import GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, TINY_MOE
 from jspec.core import sharding
 from jspec.core.config import ServeLimits, SpeculativeConfig

@@ -95,7 +95,14 @@ def plain_texts(cache: Path) -> list[str]:
     return [result["text"] for result in results]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+# Each shape compiles an engine of its own: one in the second pass, all by hand.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(shape, marks=() if shape == "chain" else pytest.mark.exhaustive)
+        for shape in SHAPES
+    ],
+)
 def served(request: pytest.FixtureRequest, cache: Path) -> Iterator[Served]:
     with Engine(**arguments(request.param, cache)) as engine:
         app = create_app(engine, ServerArgs(log_interval=0))
