@@ -22,7 +22,7 @@ GOOD, LEAST_OF_MISSING, MOST_OF_MISSING = 0.6, 0.1, 0.33
 LEAST_FIT = 0.45  # depth-1 agreement below which a head that is surer than it is right does not fit
 LEAST_NATS = 0.1  # a prompt's token, that a target without its windows saves if it never had any
 MOST_UNLIKE = 0.1  # steps whose accepted drafts are not those of the teacher-forced head
-LEAST_AT_ALL, SURENESS = 0.15, 1.1
+LEAST_AT_ALL, SURENESS = 0.15, 1.0
 UNFIT = "the head does not fit; no single repair helps"
 
 
