@@ -41,7 +41,7 @@ def kinds(arguments: dict[str, Any]) -> list[str]:
         examination = Examination(engine, make_texts(engine, requests), say=print)
         examination.run(EXAMPLES)
         found = examination.diagnosis(step_seconds=1, propose_seconds=None, plain_step_seconds=1)
-    print(found.forced_by_depth, found.confidence, found.findings, found.tried)
+    print(found.forced_by_depth, found.confidence, found.surprise, found.findings, found.tried)
     return [each.kind for each in found.findings]
 
 
@@ -52,7 +52,7 @@ def each_fault() -> Iterator[Any]:
         yield pytest.param(make, id=make.__name__, marks=marks)
 
 
-@pytest.mark.parametrize("make", each_fault())
+@pytest.mark.parametrize("make", list(each_fault()))
 def test_a_fault_is_named(make: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     assert kinds(make(tmp_path)) == [FAULTS[make]]
 
