@@ -22,7 +22,7 @@ GOOD, LEAST_OF_MISSING, MOST_OF_MISSING = 0.6, 0.1, 0.33
 LEAST_FIT = 0.45  # depth-1 agreement below which a head that is surer than it is right does not fit
 LEAST_NATS = 0.1  # a prompt's token, that a target without its windows saves if it never had any
 MOST_UNLIKE = 0.1  # steps whose accepted drafts are not those of the teacher-forced head
-LEAST_AT_ALL, SURENESS = 0.15, 1.1
+LEAST_AT_ALL, SURENESS = 0.15, 0.8  # healthy weak heads were seen at 0.97 and 1.06
 UNFIT = "the head does not fit; no single repair helps"
 
 
@@ -77,11 +77,12 @@ def best(trials: Iterable[Trial]) -> Trial | None:
 def fits(base: Agreement) -> bool:
     """Whether a head without a known fault is one that was trained for this target.
 
-    With shared noise a good head agrees more often than it is sure; one that was damaged, or made
-    for other weights, is surer than it is right, or agrees hardly ever.
+    One that was made for other weights is far surer than it is right, or agrees hardly ever. A weak
+    healthy head is about as sure as it is right, and so is one that coarse weights have flattened:
+    these two are not told apart.
     """
     first = base.by_depth[0]
-    return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first > SURENESS * base.confidence)
+    return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first >= SURENESS * base.confidence)
 
 
 def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]:
