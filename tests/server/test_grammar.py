@@ -107,11 +107,12 @@ def test_a_bad_grammar_is_refused_in_a_sentence(
 
 
 def test_neutral_words_ask_for_nothing() -> None:
-    for fields in (
+    neutral: tuple[dict[str, Any], ...] = (
         {"response_format": {"type": "text"}, "guided_json": None, "guided_choice": []},
         {"structured_outputs": {"json": None}},
         {"response_format": None},
-    ):
+    )
+    for fields in neutral:
         call = parse_completion({"prompt": "p", **fields})
         assert call.prompts[0].sampling.grammar is None
 
@@ -138,3 +139,21 @@ def test_a_call_that_must_be_is_one(live_url: str) -> None:
     assert choices[-1].finish_reason == "tool_calls"
     pieces = [piece for choice in choices for piece in choice.delta.tool_calls or ()]
     check("".join(piece.function.arguments or "" for piece in pieces if piece.function))
+
+
+def test_a_list_says_which_grammar_is_wrong_and_a_row_may_do_without_drafts(
+    engine: Engine,
+) -> None:
+    good = {"max_new_tokens": 80, "json_schema": json.dumps(SCHEMA), "sampling_seed": 5}
+    plain = {**good, "speculative": False}
+    bad = {**good, "json_schema": '{"type": "nonsense"}'}
+    message = r"Invalid type: nonsense \(prompt 1 of 3"
+    with pytest.raises(RequestError, match=message):
+        engine.generate(["tied"] * 3, [good, bad, plain])
+    drafted, error, one_by_one = engine.generate(
+        ["tied"] * 3, [good, bad, plain], return_exceptions=True
+    )
+    assert re.search(message, str(error))
+    check(drafted["text"])
+    assert one_by_one["text"] == drafted["text"]
+    assert "spec_verify_ct" not in one_by_one["meta_info"]
