@@ -32,8 +32,8 @@ FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
 PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))
 SUBSETS = [
     StepFeatures(frozenset(members))
-    for n in range(len(Feature) + 1)
-    for members in itertools.combinations(Feature, n)
+    for n in range(len(ALL) + 1)
+    for members in itertools.combinations(ALL, n)
 ]
 KINDS = st.sampled_from([StepKind.PREFILL, StepKind.DECODE])  # of plans
 KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS))

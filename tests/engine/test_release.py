@@ -39,7 +39,7 @@ class Held:
         maps = Path("/proc/self/maps")
         return cls(
             num_arrays=len(jax.live_arrays()),
-            num_programs=sum(isinstance(x, jax.stages.Compiled) for x in gc.get_objects()),
+            num_programs=sum(type(x) is jax.stages.Compiled for x in gc.get_objects()),
             num_maps=len(maps.read_text().splitlines()) if maps.exists() else 0,
         )
 
