@@ -191,6 +191,7 @@ def test_padding_rows_sample_greedily_without_filters() -> None:
         "stop_ids": V,
         "logprob_start": 2**31 - 1,
         "logprob_ids": V,
+        "speculative": 1,
     }
 
 

@@ -476,9 +476,10 @@ def test_more_steps_than_layers_are_refused(mimo_v2: Path) -> None:
         load(mimo_v2, speculative_num_steps=4)
 
 
-def test_the_bundled_target_has_no_layers_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="NEXTN; expected model_path too"):
-        EngineArgs(speculative_algorithm="NEXTN")
+def test_the_bundled_target_has_layers_in_a_directory_of_their_own() -> None:
+    assert EngineArgs(speculative_algorithm="NEXTN").bundled_draft == "draft_mtp"
+    named = EngineArgs(speculative_algorithm="NEXTN", model_path="elsewhere")
+    assert named.bundled_draft is None
 
 
 def test_mimo_7b_is_qwen2_with_a_layer_behind(tmp_path: Path) -> None:
