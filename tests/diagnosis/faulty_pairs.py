@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from jspec.diagnosis.templates import CHATML
 from jspec.engine.loading import BUNDLED
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, np.ndarray]
 INPUT, HIDDEN = "input_layernorm.weight", "hidden_norm.weight"
 
 
@@ -29,21 +29,21 @@ def with_config(path: Path, **changed: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
-def with_tensors(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+def with_tensors(path: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
     file = path / "model.safetensors"
     tensors = {name: change(name, x) for name, x in load_file(file).items()}
-    save_file({name: x.contiguous() for name, x in tensors.items()}, file)
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, file)
 
 
-def is_matrix(name: str, x: torch.Tensor) -> bool:
+def is_matrix(name: str, x: np.ndarray) -> bool:
     return x.ndim == 2 and "embed" not in name
 
 
-def quantised(x: torch.Tensor, bits: int) -> torch.Tensor:
+def quantised(x: np.ndarray, bits: int) -> np.ndarray:
     """Symmetric, a scale an output."""
-    wide = x.float()
-    scale = wide.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
-    return (torch.round(wide / scale) * scale).to(x.dtype)
+    wide = x.astype(np.float32)
+    scale = np.abs(wide).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
+    return (np.round(wide / scale) * scale).astype(x.dtype)
 
 
 def healthy(directory: Path) -> dict[str, Any]:
@@ -93,21 +93,21 @@ def vocabulary(directory: Path) -> dict[str, Any]:
     draft = copied(directory, "draft")
     tensors = load_file(draft / "model.safetensors")
     count = len(tensors["d2t"])
-    ids = np.arange(count) + tensors["d2t"].numpy()
+    ids = np.arange(count) + tensors["d2t"]
     shifted = np.minimum(ids + 1, 4096 - count + np.arange(count))
-    d2t = torch.from_numpy(shifted - np.arange(count))
-    t2d = torch.zeros(4096, dtype=torch.bool)
-    t2d[torch.from_numpy(shifted)] = True
+    d2t = shifted - np.arange(count)
+    t2d = np.zeros(4096, np.bool_)
+    t2d[shifted] = True
     with_tensors(draft, lambda name, x: {"d2t": d2t, "t2d": t2d}.get(name, x))
     return of_draft(draft)
 
 
 def tensors(directory: Path) -> dict[str, Any]:
     """Half of the head's weights zero."""
-    draft, rng = copied(directory, "draft"), torch.Generator().manual_seed(0)
+    draft, rng = copied(directory, "draft"), np.random.default_rng(0)
 
-    def half(name: str, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.rand(x.shape, generator=rng) < 0.5) if is_matrix(name, x) else x
+    def half(name: str, x: np.ndarray) -> np.ndarray:
+        return x * (rng.random(x.shape) < 0.5).astype(x.dtype) if is_matrix(name, x) else x
 
     with_tensors(draft, half)
     return of_draft(draft)
@@ -116,9 +116,9 @@ def tensors(directory: Path) -> dict[str, Any]:
 def stale(directory: Path) -> dict[str, Any]:
     """Another version of the target: the same function, its hidden numbers in another order."""
     target = copied(directory, "target")
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    order = np.random.default_rng(0).permutation(256)
 
-    def reordered(name: str, x: torch.Tensor) -> torch.Tensor:
+    def reordered(name: str, x: np.ndarray) -> np.ndarray:
         if name.endswith(("o_proj.weight", "down_proj.weight")) or x.ndim == 1:
             return x[order]
         return x[:, order]
