@@ -76,7 +76,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 EVERY_ENGINE = [
     *(pytest.param(setting, id=setting.name) for setting in FAST),
-    *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST),
+    *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in REST[::3]),
+    *(
+        pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+        for i, setting in enumerate(REST)
+        if i % 3
+    ),
 ]
 
 
