@@ -87,9 +87,9 @@ def _chat_body(job: Job, model: str | None) -> dict[str, Any]:
 
 
 def _shared(job: Job, model: str | None) -> dict[str, Any]:
-    more = {"ignore_eos": True} if job.sampling.get("ignore_eos") else {}
+    more: dict[str, Any] = {"ignore_eos": True} if job.sampling.get("ignore_eos") else {}
     if model is not None:
-        more["model"] = model  # type: ignore[assignment]
+        more["model"] = model
     return {
         "temperature": job.sampling["temperature"],
         "stream": True,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.model_spec import DenseSpec
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
 from jspec.models.eagle3 import Eagle3Head
@@ -19,7 +20,8 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()
-INNER: int = TARGET.one_layer.ffn.inner  # type: ignore[union-attr]
+FFN = TARGET.one_layer.ffn
+assert isinstance(FFN, DenseSpec)
 LENS = (5, 4, 6)
 STARTS = np.append(0, np.cumsum(LENS))
 SIZE = STARTS[-1] + 49  # padding, so that what is left out weighs
@@ -66,7 +68,7 @@ def test_a_target_computes_the_last_layer_of_the_rows_that_are_asked_for(
     for pool, same in zip(kv, same_kv, strict=True):
         np.testing.assert_array_equal(same, pool)
 
-    of_mlp = 2 * (SIZE - len(LENS)) * 3 * TARGET.hidden_size * INNER
+    of_mlp = 2 * (SIZE - len(LENS)) * 3 * TARGET.hidden_size * FFN.inner
     saved = flops(lambda p: run(p, None), params) - flops(lambda p: run(p, LAST), params)
     if TARGET.num_layers in aux:  # somebody reads what the last layer makes of every row
         assert saved < of_mlp / 2
