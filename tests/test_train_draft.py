@@ -166,4 +166,6 @@ def test_the_small_heads_fit_the_bundled_target() -> None:
     check_eagle1(eagle, load_eagle1_config(eagle, target=target))
     config, names = load_mtp_config(mtp, target=target, families=FAMILIES, num_layers=3)
     check_mtp(mtp, config, names)
-    assert sum(f.stat().st_size for folder in (eagle, mtp) for f in folder.iterdir()) < 5e6
+    lm = BUNDLED / "draft_lm"
+    assert load_model_spec(lm).vocab_size == target.vocab_size
+    assert sum(f.stat().st_size for folder in (eagle, mtp, lm) for f in folder.iterdir()) < 5e6

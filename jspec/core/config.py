@@ -43,6 +43,7 @@ _BUNDLED_DRAFTS = {
     Algorithm.EAGLE: "draft_eagle1",
     Algorithm.NEXTN: "draft_mtp",
     Algorithm.MULTI_LAYER_EAGLE: "draft_mtp",
+    Algorithm.STANDALONE: "draft_lm",
 }
 
 _DRAFTING = {

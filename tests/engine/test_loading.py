@@ -42,6 +42,7 @@ def load(**arguments: Any) -> None:
         ({"speculative_algorithm": "EAGLE"}, "draft_eagle1"),
         ({"speculative_algorithm": "NEXTN"}, "draft_mtp"),
         ({"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}, "draft_mtp"),
+        ({"speculative_algorithm": "STANDALONE"}, "draft_lm"),
         ({"speculative_algorithm": "NGRAM"}, None),
     ],
 )

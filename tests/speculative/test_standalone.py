@@ -131,6 +131,6 @@ def test_a_draft_without_a_tokenizer_is_taken_at_its_vocab_size(pair: Path) -> N
     load(pair, load_format="dummy")
 
 
-def test_the_bundled_head_is_no_language_model() -> None:
+def test_a_target_of_ones_own_needs_a_draft_that_is_named() -> None:
     with pytest.raises(ConfigError, match="STANDALONE; expected speculative_draft_model_path too"):
-        EngineArgs(speculative_algorithm="STANDALONE")
+        EngineArgs(model_path="m", speculative_algorithm="STANDALONE")
