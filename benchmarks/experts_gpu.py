@@ -37,9 +37,11 @@ from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
+from jspec.pallas_kernels.experts.packed import BLOCK, CODES, PARTS, SCALES, num_groups
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
 
+PRODUCTS = ("gate_up", "down")
 CALLS = 4  # of one program, each with tokens and experts of its own
 CHECKED = 4  # tokens
 WORST = 0.02  # largest error, as a share of the largest value, that bf16 rounding explains
@@ -58,9 +60,12 @@ class Model:
     inner: int
     gate: Gate = Gate.SILU
     bias: bool = False
+    is_packed: bool = False
 
     @property
     def expert_bytes(self) -> int:
+        if self.is_packed:  # four bits a number, and eight for each 32
+            return 3 * self.size * self.inner * 17 // 32
         return 2 * 3 * self.size * self.inner
 
 
@@ -68,6 +73,15 @@ MODELS = {
     "qwen3-30b-a3b": Model(num_experts=128, top_k=8, size=2048, inner=768),
     "gpt-oss-20b": Model(
         num_experts=32, top_k=4, size=2880, inner=2880, gate=Gate.CLAMPED, bias=True
+    ),
+    "gpt-oss-20b-mxfp4": Model(
+        num_experts=32,
+        top_k=4,
+        size=2880,
+        inner=2880,
+        gate=Gate.CLAMPED,
+        bias=True,
+        is_packed=True,
     ),
     # For a run without a GPU, where the kernels are interpreted.
     "tiny": Model(num_experts=4, top_k=2, size=32, inner=64, gate=Gate.CLAMPED, bias=True),
@@ -118,7 +132,7 @@ class Case:
         blocks = ExpertBlocks(tile_m=tuning.tile_m, **tables)
         how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
         inner = gate_up_product(x, params, blocks, top_k=model.top_k, gate=model.gate, **how)
-        return down_product(inner, params["down"], blocks, **how)
+        return down_product(inner, params["down"], blocks, size=model.size, **how)
 
 
 def planned(model: Model, tokens: int) -> ExpertsTuning:
@@ -159,11 +173,14 @@ def cases(models: list[str], tokens: list[int]) -> list[Case]:
 
 
 @cache
-def parameters(name: str) -> dict[str, jax.Array]:
+def parameters(name: str) -> dict[str, Any]:
     """Weights whose products are of about one."""
     model = MODELS[name]
     X, E, inner = model.num_experts, model.size, model.inner
     shapes = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
+    found: dict[str, Any] = {}
+    if model.is_packed:
+        found = {name: random_packed(seed, shapes.pop(name)) for seed, name in enumerate(PRODUCTS)}
     if model.bias:
         shapes["gate_up_bias"] = (X, 2 * inner)
 
@@ -172,7 +189,18 @@ def parameters(name: str) -> dict[str, jax.Array]:
         return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * jnp.bfloat16(scale)
 
     make = jax.jit(draw, static_argnums=(0, 1))
-    return {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
+    return found | {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
+
+
+def random_packed(seed: int, shape: tuple[int, int, int]) -> dict[str, jax.Array]:
+    """Packed numbers [X, K, N] whose deviation is 2.9 / 128, as gpt-oss's products want it."""
+    X, K, N = shape
+    groups = num_groups(K)
+    draw = partial(jax.random.bits, shape=(X, groups * BLOCK, N), dtype=jnp.uint16)
+    return {
+        CODES: jax.jit(draw)(jax.random.key(seed)),
+        SCALES: jnp.full((X, groups * PARTS, N), 120, jnp.uint8),
+    }
 
 
 @cache

@@ -143,7 +143,8 @@ def kernels(name: str, tokens: int, tuning: ExpertsTuning) -> dict[str, Callable
         if kernel == "gate_up":
             return few_gpu.gate_up(x, ids, experts, gate=spec.gate, **how)
         if kernel == "down":
-            return few_gpu.down(rows(ids, model.inner), ids, experts["down"], **how)
+            inner = rows(ids, model.inner)
+            return few_gpu.down(inner, ids, experts["down"], size=model.size, **how)
         weights = jnp.ones(ids.shape, jnp.float32)
         mixed = Mixed(rows=rows(ids, model.size), weights=weights, ids=ids)
         return few_gpu.mixed_norm(x, mixed, params["scale"], eps=EPS, interpret=interpret)

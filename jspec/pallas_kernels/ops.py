@@ -119,7 +119,7 @@ class Ops:
         x: Float[Array, "T E"],
         ids: Int[Array, "T k"],
         weights: Float[Array, "T k"],
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         *,
         gate: Gate,
     ) -> Float[Array, "T E"]:
@@ -134,7 +134,7 @@ class Ops:
         x: Float[Array, "*b E"],
         delta: Float[Array, "*b E"],
         scale: Float[Array, "E"],
-        params: dict[str, dict[str, jax.Array]],
+        params: dict[str, dict[str, Any]],
         *,
         eps: float,
         spec: MoESpec,

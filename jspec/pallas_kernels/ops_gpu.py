@@ -21,6 +21,7 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.packed import sizes_of
 from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
@@ -154,12 +155,12 @@ class GpuOps(Ops):
         x: jax.Array,
         ids: jax.Array,
         weights: jax.Array,
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         *,
         gate: Gate,
     ) -> jax.Array:
         """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
-        num_experts, inner, size = params["down"].shape
+        num_experts, size, inner = sizes_of(params)
         tuning = choose_experts(ids.size, num_experts=num_experts, size=size, inner=inner)
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
@@ -172,7 +173,7 @@ class GpuOps(Ops):
         x: jax.Array,
         delta: jax.Array,
         scale: jax.Array,
-        params: dict[str, dict[str, jax.Array]],
+        params: dict[str, dict[str, Any]],
         *,
         eps: float,
         spec: MoESpec,
@@ -183,7 +184,7 @@ class GpuOps(Ops):
         """
         if x.ndim != 2 or spec.has_correction:
             return None
-        num_experts, inner, size = params["experts"]["down"].shape
+        num_experts, size, inner = sizes_of(params["experts"])
         tuning = choose_few(x.shape[0], num_experts=num_experts, size=size, inner=inner)
         if tuning is None:
             return None
