@@ -155,7 +155,11 @@ def changed(model: Model, plan: ExpertsTuning) -> dict[str, ExpertsTuning]:
         tuning = replace(plan, **change)
         ratio = max(tuning.tile_m, plan.tile_m) / min(tuning.tile_m, plan.tile_m)
         is_new = tuning != plan and tuning not in found.values()
-        if is_new and ratio <= MOST_BLOCK_RATIO and tuning.problem(model.size, model.inner) is None:
+        if (
+            is_new
+            and ratio <= MOST_BLOCK_RATIO
+            and tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None
+        ):
             found[name] = tuning
     return found
 

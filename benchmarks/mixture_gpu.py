@@ -170,7 +170,13 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
     """Every program of one model and number of tokens; what fails says so."""
     model, params = MODELS[name], weights_of(name)
     x, calls, floor = drawn(model, tokens)
-    planned = choose_few(tokens, num_experts=model.num_experts, size=model.size, inner=model.inner)
+    planned = choose_few(
+        tokens,
+        num_experts=model.num_experts,
+        size=model.size,
+        inner=model.inner,
+        is_packed=model.is_packed,
+    )
     found: list[dict[str, Any]] = []
 
     def time(program: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -191,7 +197,7 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
         time(kernel, run, (x, calls, params))
     for change, values in () if quick else CHANGES.items():
         tuning = replace(planned, **values)
-        if tuning.problem(model.size, model.inner) is None:
+        if tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None:
             time(change, layers(name, tuning), (x, params))
             found[-1]["tuning"] = asdict(tuning)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +22,7 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed import sizes_of
+from jspec.pallas_kernels.experts.packed import is_packed, sizes_of, unpacked
 from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
@@ -161,7 +162,10 @@ class GpuOps(Ops):
     ) -> jax.Array:
         """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
         num_experts, size, inner = sizes_of(params)
-        tuning = choose_experts(ids.size, num_experts=num_experts, size=size, inner=inner)
+        plan = partial(choose_experts, ids.size, num_experts=num_experts, size=size, inner=inner)
+        tuning = plan(is_packed=is_packed(params["down"]))
+        if tuning is None and is_packed(params["down"]):
+            params, tuning = unpacked(params, dtype=x.dtype), plan()
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
         return experts_gpu.run_experts(
@@ -185,7 +189,13 @@ class GpuOps(Ops):
         if x.ndim != 2 or spec.has_correction:
             return None
         num_experts, size, inner = sizes_of(params["experts"])
-        tuning = choose_few(x.shape[0], num_experts=num_experts, size=size, inner=inner)
+        tuning = choose_few(
+            x.shape[0],
+            num_experts=num_experts,
+            size=size,
+            inner=inner,
+            is_packed=is_packed(params["experts"]["down"]),
+        )
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(

@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.models.mxfp4 import E2M1
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
 from jspec.pallas_kernels.experts.packed import CODES, SCALES, pack, sizes_of, unpack, unpacked
-from jspec.pallas_kernels.experts.plan import choose_experts
 from jspec.pallas_kernels.experts.reference import run_experts
 from tests.pallas_kernels.chips import needs_gpu
 
@@ -30,10 +26,9 @@ def drawn(rng: np.random.Generator, width: int, length: int) -> tuple[Any, Any, 
     return np.array(E2M1)[nibbles & 7] * signs * 2.0**power, nibbles, scales
 
 
-@settings(max_examples=20)
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_what_is_packed_is_unpacked(width: int, blocks: int, seed: int) -> None:
-    values, nibbles, scales = drawn(np.random.default_rng(seed), width, 32 * blocks)
+@pytest.mark.parametrize(("width", "blocks"), [(1, 1), (3, 4), (5, 5), (2, 9)])
+def test_what_is_packed_is_unpacked(width: int, blocks: int) -> None:
+    values, nibbles, scales = drawn(np.random.default_rng(blocks), width, 32 * blocks)
     codes, held = pack(nibbles, scales)
     found = unpack(
         jnp.asarray(codes[None]), jnp.asarray(held[None]), length=32 * blocks, dtype=np.float32
@@ -89,11 +84,8 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
     expected = run_experts(x, ids, weights, wide, gate=Gate.CLAMPED)
     same = run_experts(x, ids, weights, params, gate=Gate.CLAMPED)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(expected))
-    tuning = choose_experts(ids.size, num_experts=X, size=size, inner=inner)
-    assert tuning is not None
-    how: dict[str, Any] = {"gate": Gate.CLAMPED, "tuning": tuning, "interpret": interpret}
-    assert_close(run_kernels(x, ids, weights, params, **how), expected)
     ops = OPS["gpu_interpret" if interpret else "gpu"]
+    assert_close(ops.experts(x, ids, weights, params, gate=Gate.CLAMPED), expected)
     router = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(size, X)), x.dtype)}
     spec = MoESpec(
         num_experts=X,
@@ -116,7 +108,7 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
     assert_close(both[0][1].sum(), both[1][1].sum())
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 60])
 def test_packed_experts_are_as_good_as_unpacked_ones(tokens: int) -> None:
     """E of a group and a quarter, I of three quarters of one."""
     check_kernels(3, 160, 96, tokens=tokens, interpret=True)

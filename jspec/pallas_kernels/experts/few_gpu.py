@@ -31,7 +31,7 @@ from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
-from jspec.pallas_kernels.experts.packed import Weights, sizes_of
+from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.routing_gpu import (
@@ -62,7 +62,7 @@ def mixture_of_sum(
     """
     router, experts = params["router"], params["experts"]
     size, inner_size = sizes_of(experts)[1:]
-    _check(x.shape[0], size, inner_size, tuning)
+    _check(x.shape[0], size, inner_size, tuning, packed=is_packed(experts["down"]))
     total, normed, shares = norm_and_score(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
@@ -78,10 +78,10 @@ def mixture_of_sum(
     return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
 
 
-def _check(num_tokens: int, size: int, inner: int, tuning: ExpertsTuning) -> None:
+def _check(num_tokens: int, size: int, inner: int, tuning: ExpertsTuning, *, packed: bool) -> None:
     if not 1 <= num_tokens <= MOST_TOKENS:
         raise ValueError(f"{num_tokens} tokens; expected 1 to {MOST_TOKENS}")
-    if problem := tuning.problem(size, inner):
+    if problem := tuning.problem(size, inner, is_packed=packed):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
 
 

@@ -46,7 +46,7 @@ def run_experts(
     Raises ValueError without tokens, and for tiles that do not divide E and I.
     """
     num_experts, size, inner = sizes_of(params)
-    if problem := tuning.problem(size, inner):
+    if problem := tuning.problem(size, inner, is_packed=is_packed(params["down"])):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
     blocks = blocks_of(ids, num_experts=num_experts, tile_m=tuning.tile_m)
     mixed = gate_up_product(
@@ -243,11 +243,11 @@ def tile_products(
 ) -> tuple[jax.Array, ...]:
     """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
 
-    Rows of no pair count as 0. tile_k: inputs of a round; of packed weights it is a group.
+    Rows of no pair count as 0. tile_k: inputs of a round.
     """
     if is_packed(weights_ref):
         return packed_products(
-            rows_ref, row, is_pair, weights_ref, expert, columns, interpret=interpret
+            rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret
         )
     step = jnp.arange(tile_k, dtype=jnp.int32)
 

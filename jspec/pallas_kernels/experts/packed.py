@@ -30,7 +30,6 @@ from jaxtyping import Array, Float, UInt8, UInt16
 BLOCK = 32  # inputs under one scale
 PARTS = 4  # blocks of a group, inputs of a code
 GROUP = BLOCK * PARTS
-MOST_SCALE = 188  # the kernels' own scales, 2 ** 66 times these, stay finite
 CODES, SCALES = "codes", "scales"
 
 Packed = Mapping[str, Any]  # codes, scales

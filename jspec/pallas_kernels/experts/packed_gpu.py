@@ -1,9 +1,9 @@
 """Products with packed experts (packed.py) inside of a Triton kernel.
 
-A round takes one group: 32 rows of codes become four tiles of weights, and each tile's product is
-multiplied by its row of scales. As the weights are 2 ** -126 of what they stand for, the inputs
-are multiplied by 2 ** 60 first, and the scales by 2 ** 66: all powers of two, and exact, for
-inputs below 2 ** 67. A round's scales are asked for while the round before is multiplied.
+A group's 32 rows of codes become four tiles of weights, and each tile's product is multiplied by
+its row of scales. A round takes several groups, whose codes are all asked for before the first is
+used, and the scales of the round that follows: with one group a round, one token's time is that of
+waiting for one small load after the other.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from jspec.pallas_kernels.experts.packed import (
     numbers_of,
 )
 
-_INPUTS, _SCALES = 60, 66  # exponents: 126 together
-# The bits of each of the four inputs, as packed.bits_of, for the two codes of a register. One
-# program each: Pallas takes one result of an assembly program.
+# The four inputs of a code, as packed.bits_of has them, times 2 ** 126: for the two codes of a
+# register. One program each: Pallas takes one result of an assembly program.
 _BITS = (
-    "and.b32 $0, $1, 0x81C081C0;",
-    "shl.b32 $0, $1, 3; and.b32 $0, $0, 0x81C081C0;",
-    "shl.b32 $0, $1, 6; and.b32 $0, $0, 0x81C081C0;",
-    """{ .reg .b32 a, b;
-    shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;
+    "and.b32 a, $1, 0x81C081C0;",
+    "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
+    "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;",
+    """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;
     shr.u32 b, $1, 3; and.b32 b, b, 0x01800180; or.b32 a, a, b;
-    shr.u32 b, $1, 7; and.b32 b, b, 0x00400040; or.b32 $0, a, b; }""",
+    shr.u32 b, $1, 7; and.b32 b, b, 0x00400040; or.b32 a, a, b;""",
 )
+_NUMBER = "{{ .reg .b32 a, b; {bits} mov.b32 b, 0x7E807E80; mul.rn.bf16x2 $0, a, b; }}"
 
 Columns = tuple[jax.Array, ...]
 
@@ -50,67 +49,76 @@ def packed_products(
     expert: jax.Array,
     columns: Columns,
     *,
+    tile_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
 
-    Rows of no pair count as 0. interpret: by what jax can run anywhere.
+    Rows of no pair count as 0. tile_k: inputs of a round, whole groups. interpret: by what jax can
+    run anywhere.
     """
     codes_ref, scales_ref = weights_ref[CODES], weights_ref[SCALES]
     length, dtype = rows_ref.shape[1], rows_ref.dtype
     num_groups = codes_ref.shape[1] // BLOCK
+    unrolled = tile_k // GROUP
     step = jnp.arange(BLOCK, dtype=jnp.int32)
-    raise_by = 0 if interpret else _INPUTS
 
     def scales_at(group: jax.Array) -> list[list[jax.Array]]:
+        first = jnp.minimum(group, num_groups - 1) * PARTS
         return [
-            [plt.load(scales_ref.at[expert, group * PARTS + part, c]) for part in range(PARTS)]
+            [plt.load(scales_ref.at[expert, first + part, c]) for part in range(PARTS)]
             for c in columns
         ]
 
-    def add(group: jax.Array, carry: Any) -> Any:
+    def codes_at(group: jax.Array) -> list[jax.Array]:
+        code = jnp.minimum(group, num_groups - 1) * BLOCK + step
+        return [plt.load(codes_ref.at[expert, code[:, None], c[None]]) for c in columns]
+
+    def add(index: jax.Array, carry: Any) -> Any:
         sums, scales = carry
-        following = scales_at(jnp.minimum(group + 1, num_groups - 1))
-        lefts = []
-        for part in range(PARTS):
-            at = group * GROUP + part * BLOCK + step
-            inside = is_pair[:, None] & (at < length)[None]
-            left = plt.load(rows_ref.at[row[:, None], at[None]], mask=inside, other=0.0)
-            lefts.append((left * 2.0**raise_by).astype(dtype))
-        code = group * BLOCK + step
-        out = []
-        for c, total, own in zip(columns, sums, scales, strict=True):
-            tiles = _tiles(
-                plt.load(codes_ref.at[expert, code[:, None], c[None]]), dtype, interpret=interpret
-            )
-            for left, tile, scale in zip(lefts, tiles, own, strict=True):
-                product = jnp.dot(left, tile, preferred_element_type=jnp.float32)
-                total = total + product * _power(scale, interpret=interpret)[None]
-            out.append(total)
-        return tuple(out), following
+        groups = [index * unrolled + i for i in range(unrolled)]
+        codes = [codes_at(group) for group in groups]
+        following = [scales_at(group + unrolled) for group in groups]
+        for group, of_columns, own in zip(groups, codes, scales, strict=True):
+            tiles = [_tiles(each, dtype, interpret=interpret) for each in of_columns]
+            for part in range(PARTS):
+                at = group * GROUP + part * BLOCK + step
+                inside = is_pair[:, None] & (at < length)[None]
+                left = plt.load(rows_ref.at[row[:, None], at[None]], mask=inside, other=0.0)
+                sums = tuple(
+                    total
+                    + _scaled(
+                        jnp.dot(left, tile[part], preferred_element_type=jnp.float32), scale[part]
+                    )
+                    for total, tile, scale in zip(sums, tiles, own, strict=True)
+                )
+        return sums, following
 
     zeros = tuple(jnp.zeros((row.shape[0], c.shape[0]), jnp.float32) for c in columns)
-    sums, _ = lax.fori_loop(0, num_groups, add, (zeros, scales_at(jnp.int32(0) * expert)))
+    first = [scales_at(expert * 0 + i) for i in range(unrolled)]
+    rounds = -(-num_groups // unrolled)  # behind the last group every input is outside
+    sums, _ = lax.fori_loop(0, rounds, add, (zeros, first))
     whole: tuple[jax.Array, ...] = sums
     return whole
 
 
 def _tiles(codes: jax.Array, dtype: Any, *, interpret: bool) -> list[jax.Array]:
-    """The four tiles of weights, times 2 ** -126 unless they are interpreted."""
+    """The four tiles of weights, not scaled."""
     if interpret:
         return [numbers_of(bits).astype(dtype) for bits in bits_of(codes)]
     like = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
     return [
         plt.elementwise_inline_asm(
-            program, args=[codes], constraints="=r,r", pack=2, result_shape_dtypes=[like]
+            _NUMBER.format(bits=bits),
+            args=[codes],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[like],
         )[0]
-        for program in _BITS
+        for bits in _BITS
     ]
 
 
-def _power(scale: jax.Array, *, interpret: bool) -> jax.Array:
-    """2 ** (scale - 127), times 2 ** 66 unless it is interpreted; f32."""
-    if interpret:
-        return jnp.ldexp(1.0, scale.astype(jnp.int32) - 127)
-    exponent = scale.astype(jnp.int32) + _SCALES
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
+    """Times 2 ** (scale - 127), for scales above 0."""
+    return product * lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)[None]
