@@ -37,7 +37,15 @@ from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
-from jspec.pallas_kernels.experts.packed import BLOCK, CODES, PARTS, SCALES, num_groups
+from jspec.pallas_kernels.experts.packed import (
+    BLOCK,
+    CODES,
+    PARTS,
+    SCALES,
+    is_packed,
+    num_groups,
+    unpacked,
+)
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
 
@@ -181,7 +189,7 @@ def parameters(name: str) -> dict[str, Any]:
     """Weights whose products are of about one."""
     model = MODELS[name]
     X, E, inner = model.num_experts, model.size, model.inner
-    shapes = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
     found: dict[str, Any] = {}
     if model.is_packed:
         found = {name: random_packed(seed, shapes.pop(name)) for seed, name in enumerate(PRODUCTS)}
@@ -196,7 +204,7 @@ def parameters(name: str) -> dict[str, Any]:
     return found | {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
 
 
-def random_packed(seed: int, shape: tuple[int, int, int]) -> dict[str, jax.Array]:
+def random_packed(seed: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
     """Packed numbers [X, K, N] whose deviation is 2.9 / 128, as gpt-oss's products want it."""
     X, K, N = shape
     groups = num_groups(K)
@@ -223,9 +231,11 @@ def routed(name: str, tokens: int) -> list[tuple[jax.Array, jax.Array, jax.Array
 
 @partial(jax.jit, static_argnames="gate")
 def one_by_one(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, params: dict[str, jax.Array], *, gate: Gate
+    x: jax.Array, ids: jax.Array, weights: jax.Array, params: dict[str, Any], *, gate: Gate
 ) -> jax.Array:
     """A few tokens, each with copies of its experts' weights, in float32 between the roundings."""
+    if is_packed(params["down"]):
+        params = unpacked(params, dtype=x.dtype)
     wide = jnp.einsum("te,tkei->tki", x, params["gate_up"][ids]).astype(jnp.float32)
     if "gate_up_bias" in params:
         wide = wide + params["gate_up_bias"][ids].astype(jnp.float32)
@@ -288,7 +298,7 @@ def measure(
     try:
         run, params = program(), parameters(case.model)
         if case.name == ALONE:
-            arguments = (sorted_pairs(case), params)
+            arguments: tuple[Any, ...] = (sorted_pairs(case), params)
         else:
             arguments = (routed(case.model, case.tokens), params)
             row["largest_error"] = largest_error(case, run(*arguments)[-1])

@@ -41,6 +41,8 @@ class Ops:
     # Whether attention meets a prompt's queries with their own row's keys alone, so that long
     # prefill steps pay.
     prefers_long_chunks: ClassVar[bool] = False
+    # Whether experts pay that stay packed in memory, in bfloat16 and whole on one device.
+    reads_packed: ClassVar[bool] = False
 
     @property
     def by_columns(self) -> bool:

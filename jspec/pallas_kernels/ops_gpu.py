@@ -51,6 +51,7 @@ class GpuOps(Ops):
     default_page_size: ClassVar[int] = 64  # one copy a page
     defers_sums: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
+    reads_packed: ClassVar[bool] = True
 
     @property
     def by_columns(self) -> bool:

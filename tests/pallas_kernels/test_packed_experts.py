@@ -12,7 +12,15 @@ import pytest
 from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.models.mxfp4 import E2M1
 from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts.packed import CODES, SCALES, pack, sizes_of, unpack, unpacked
+from jspec.pallas_kernels.experts.packed import (
+    CODES,
+    SCALES,
+    pack,
+    padded_scales,
+    sizes_of,
+    unpack,
+    unpacked,
+)
 from jspec.pallas_kernels.experts.reference import run_experts
 from tests.pallas_kernels.chips import needs_gpu
 
@@ -29,7 +37,7 @@ def drawn(rng: np.random.Generator, width: int, length: int) -> tuple[Any, Any, 
 @pytest.mark.parametrize(("width", "blocks"), [(1, 1), (3, 4), (5, 5), (2, 9)])
 def test_what_is_packed_is_unpacked(width: int, blocks: int) -> None:
     values, nibbles, scales = drawn(np.random.default_rng(blocks), width, 32 * blocks)
-    codes, held = pack(nibbles, scales)
+    codes, held = packed(nibbles, scales)
     found = unpack(
         jnp.asarray(codes[None]), jnp.asarray(held[None]), length=32 * blocks, dtype=np.float32
     )
@@ -39,7 +47,7 @@ def test_what_is_packed_is_unpacked(width: int, blocks: int) -> None:
 def test_every_nibble_of_every_place_is_its_number() -> None:
     """Inputs 0 to 15 of each of a group's four blocks."""
     nibbles = np.tile(np.arange(16, dtype=np.uint8), 8)[None]
-    codes, scales = pack(nibbles, np.full((1, 4), 127, np.uint8))
+    codes, scales = packed(nibbles, np.full((1, 4), 127, np.uint8))
     found = unpack(
         jnp.asarray(codes[None]), jnp.asarray(scales[None]), length=128, dtype=np.float32
     )[0, :, 0]
@@ -47,11 +55,16 @@ def test_every_nibble_of_every_place_is_its_number() -> None:
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+def packed(nibbles: Any, scales: Any) -> tuple[Any, Any]:
+    """Codes [32 G, N] and scales [4 G, N], as they are held."""
+    return pack(nibbles).T, padded_scales(scales).T
+
+
 def packed_experts(X: int, size: int, inner: int, *, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
     def stack(width: int, length: int) -> dict[str, jax.Array]:
-        each = [pack(*drawn(rng, width, length)[1:]) for _ in range(X)]
+        each = [packed(*drawn(rng, width, length)[1:]) for _ in range(X)]
         codes, scales = (jnp.asarray(np.stack(parts)) for parts in zip(*each, strict=True))
         return {CODES: codes, SCALES: scales}
 
@@ -71,8 +84,8 @@ def routed(tokens: int, X: int, top_k: int, size: int) -> tuple[jax.Array, jax.A
 
 def assert_close(found: jax.Array, expected: jax.Array) -> None:
     """bf16 within a few roundings."""
-    found, wanted = (np.asarray(x, np.float32) for x in (found, expected))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max())
+    got, wanted = (np.asarray(x, np.float32) for x in (found, expected))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max())
 
 
 def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool) -> None:

@@ -114,30 +114,23 @@ def numbers_of(bits: Any) -> Any:
     return jnp.where(bits >= 0x8000, -number, number)
 
 
-def pack(nibbles: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """On the host, one product: nibbles u8[N, K] (sign, exponent, mantissa) and scales
-    u8[N, K / 32] as codes u16[32 G, N] and scales u8[4 G, N].
-    """
+def pack(nibbles: np.ndarray) -> np.ndarray:
+    """On the host, codes u16[N, 32 G] of nibbles u8[N, K] (sign, exponent, mantissa)."""
     width, length = nibbles.shape
     groups = num_groups(length)
     padded = np.zeros((width, groups * GROUP), np.uint16)
     padded[:, :length] = nibbles
     parts = padded.reshape(width, groups, PARTS, BLOCK)
-    sign, magnitude = parts >> 3, parts & 7
-    codes = (
-        _placed(sign[:, :, 0], magnitude[:, :, 0], 15, 6)
-        | _placed(sign[:, :, 1], magnitude[:, :, 1], 12, 3)
-        | _placed(sign[:, :, 2], magnitude[:, :, 2], 9, 0)
-        | sign[:, :, 3] << 14
-        | (magnitude[:, :, 3] >> 1) << 10
-        | (magnitude[:, :, 3] & 1) << 13
-    )
-    held = np.zeros((width, groups * PARTS), np.uint8)
-    held[:, : scales.shape[1]] = scales
-    flat = codes.reshape(width, groups * BLOCK)
-    return np.ascontiguousarray(flat.T), np.ascontiguousarray(held.T)
+    sign, magnitude = np.moveaxis(parts >> 3, 2, 0), np.moveaxis(parts & 7, 2, 0)
+    codes = sign[3] << 14 | (magnitude[3] >> 1) << 10 | (magnitude[3] & 1) << 13
+    for part, (high, low) in enumerate(((15, 6), (12, 3), (9, 0))):
+        codes |= sign[part] << high | magnitude[part] << low
+    return codes.reshape(width, groups * BLOCK)
 
 
-def _placed(sign: np.ndarray, magnitude: np.ndarray, high: int, low: int) -> np.ndarray:
-    placed: np.ndarray = sign << high | magnitude << low
-    return placed
+def padded_scales(scales: np.ndarray) -> np.ndarray:
+    """On the host, scales u8[N, 4 G] of u8[N, K / 32]."""
+    width, count = scales.shape
+    held = np.zeros((width, -(-count // PARTS) * PARTS), np.uint8)
+    held[:, :count] = scales
+    return held
