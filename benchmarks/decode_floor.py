@@ -33,7 +33,7 @@ def read_bytes(spec: ModelSpec, *, batch: int, nodes: int, context: int, itemsiz
             mixture = spec.layers[int(weight.path[1])].ffn
             assert isinstance(mixture, MoESpec)
             size *= experts_touched(mixture, tokens=batch * nodes) / mixture.num_experts
-        total += size * itemsize
+        total += size * (weight.num_bits // 8 or itemsize)
     for layer in spec.layers:
         heads = layer.attention
         seen = context if heads.window is None else min(context, heads.window)

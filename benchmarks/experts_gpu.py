@@ -37,9 +37,19 @@ from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
+from jspec.pallas_kernels.experts.packed import (
+    BLOCK,
+    CODES,
+    PARTS,
+    SCALES,
+    is_packed,
+    num_groups,
+    unpacked,
+)
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
 
+PRODUCTS = ("gate_up", "down")
 CALLS = 4  # of one program, each with tokens and experts of its own
 CHECKED = 4  # tokens
 WORST = 0.02  # largest error, as a share of the largest value, that bf16 rounding explains
@@ -58,9 +68,12 @@ class Model:
     inner: int
     gate: Gate = Gate.SILU
     bias: bool = False
+    is_packed: bool = False
 
     @property
     def expert_bytes(self) -> int:
+        if self.is_packed:  # four bits a number, and eight for each 32
+            return 3 * self.size * self.inner * 17 // 32
         return 2 * 3 * self.size * self.inner
 
 
@@ -68,6 +81,15 @@ MODELS = {
     "qwen3-30b-a3b": Model(num_experts=128, top_k=8, size=2048, inner=768),
     "gpt-oss-20b": Model(
         num_experts=32, top_k=4, size=2880, inner=2880, gate=Gate.CLAMPED, bias=True
+    ),
+    "gpt-oss-20b-mxfp4": Model(
+        num_experts=32,
+        top_k=4,
+        size=2880,
+        inner=2880,
+        gate=Gate.CLAMPED,
+        bias=True,
+        is_packed=True,
     ),
     # For a run without a GPU, where the kernels are interpreted.
     "tiny": Model(num_experts=4, top_k=2, size=32, inner=64, gate=Gate.CLAMPED, bias=True),
@@ -118,7 +140,7 @@ class Case:
         blocks = ExpertBlocks(tile_m=tuning.tile_m, **tables)
         how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
         inner = gate_up_product(x, params, blocks, top_k=model.top_k, gate=model.gate, **how)
-        return down_product(inner, params["down"], blocks, **how)
+        return down_product(inner, params["down"], blocks, size=model.size, **how)
 
 
 def planned(model: Model, tokens: int) -> ExpertsTuning:
@@ -141,7 +163,11 @@ def changed(model: Model, plan: ExpertsTuning) -> dict[str, ExpertsTuning]:
         tuning = replace(plan, **change)
         ratio = max(tuning.tile_m, plan.tile_m) / min(tuning.tile_m, plan.tile_m)
         is_new = tuning != plan and tuning not in found.values()
-        if is_new and ratio <= MOST_BLOCK_RATIO and tuning.problem(model.size, model.inner) is None:
+        if (
+            is_new
+            and ratio <= MOST_BLOCK_RATIO
+            and tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None
+        ):
             found[name] = tuning
     return found
 
@@ -159,11 +185,14 @@ def cases(models: list[str], tokens: list[int]) -> list[Case]:
 
 
 @cache
-def parameters(name: str) -> dict[str, jax.Array]:
+def parameters(name: str) -> dict[str, Any]:
     """Weights whose products are of about one."""
     model = MODELS[name]
     X, E, inner = model.num_experts, model.size, model.inner
-    shapes = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
+    found: dict[str, Any] = {}
+    if model.is_packed:
+        found = {name: random_packed(seed, shapes.pop(name)) for seed, name in enumerate(PRODUCTS)}
     if model.bias:
         shapes["gate_up_bias"] = (X, 2 * inner)
 
@@ -172,7 +201,18 @@ def parameters(name: str) -> dict[str, jax.Array]:
         return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * jnp.bfloat16(scale)
 
     make = jax.jit(draw, static_argnums=(0, 1))
-    return {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
+    return found | {key: make(seed, shape) for seed, (key, shape) in enumerate(shapes.items())}
+
+
+def random_packed(seed: int, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Packed numbers [X, K, N] whose deviation is 2.9 / 128, as gpt-oss's products want it."""
+    X, K, N = shape
+    groups = num_groups(K)
+    draw = partial(jax.random.bits, shape=(X, groups * BLOCK, N), dtype=jnp.uint16)
+    return {
+        CODES: jax.jit(draw)(jax.random.key(seed)),
+        SCALES: jnp.full((X, groups * PARTS, N), 120, jnp.uint8),
+    }
 
 
 @cache
@@ -191,9 +231,11 @@ def routed(name: str, tokens: int) -> list[tuple[jax.Array, jax.Array, jax.Array
 
 @partial(jax.jit, static_argnames="gate")
 def one_by_one(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, params: dict[str, jax.Array], *, gate: Gate
+    x: jax.Array, ids: jax.Array, weights: jax.Array, params: dict[str, Any], *, gate: Gate
 ) -> jax.Array:
     """A few tokens, each with copies of its experts' weights, in float32 between the roundings."""
+    if is_packed(params["down"]):
+        params = unpacked(params, dtype=x.dtype)
     wide = jnp.einsum("te,tkei->tki", x, params["gate_up"][ids]).astype(jnp.float32)
     if "gate_up_bias" in params:
         wide = wide + params["gate_up_bias"][ids].astype(jnp.float32)
@@ -256,7 +298,7 @@ def measure(
     try:
         run, params = program(), parameters(case.model)
         if case.name == ALONE:
-            arguments = (sorted_pairs(case), params)
+            arguments: tuple[Any, ...] = (sorted_pairs(case), params)
         else:
             arguments = (routed(case.model, case.tokens), params)
             row["largest_error"] = largest_error(case, run(*arguments)[-1])

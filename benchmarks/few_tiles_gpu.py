@@ -79,14 +79,20 @@ def drawn_once(model: str, tokens: int) -> tuple[jax.Array, list[jax.Array], flo
 def candidates(name: str, tokens: int) -> list[Candidate]:
     """The plan first, then what differs from it and serves the model."""
     model = MODELS[name]
-    plan = choose_few(tokens, num_experts=model.num_experts, size=model.size, inner=model.inner)
+    plan = choose_few(
+        tokens,
+        num_experts=model.num_experts,
+        size=model.size,
+        inner=model.inner,
+        is_packed=model.is_packed,
+    )
     if plan is None:
         raise SystemExit(f"{tokens} tokens of {name} have no plan; expected 1 to 16")
     found = [Candidate(name, tokens, "few", plan)]
     for what, change in FEW.items():
         tuning = replace(plan, **change)
         is_new = all(tuning != candidate.tuning for candidate in found)
-        if is_new and tuning.problem(model.size, model.inner) is None:
+        if is_new and tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None:
             found.append(Candidate(name, tokens, what, tuning))
     return found
 

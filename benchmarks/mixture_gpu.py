@@ -143,7 +143,8 @@ def kernels(name: str, tokens: int, tuning: ExpertsTuning) -> dict[str, Callable
         if kernel == "gate_up":
             return few_gpu.gate_up(x, ids, experts, gate=spec.gate, **how)
         if kernel == "down":
-            return few_gpu.down(rows(ids, model.inner), ids, experts["down"], **how)
+            inner = rows(ids, model.inner)
+            return few_gpu.down(inner, ids, experts["down"], size=model.size, **how)
         weights = jnp.ones(ids.shape, jnp.float32)
         mixed = Mixed(rows=rows(ids, model.size), weights=weights, ids=ids)
         return few_gpu.mixed_norm(x, mixed, params["scale"], eps=EPS, interpret=interpret)
@@ -169,7 +170,13 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
     """Every program of one model and number of tokens; what fails says so."""
     model, params = MODELS[name], weights_of(name)
     x, calls, floor = drawn(model, tokens)
-    planned = choose_few(tokens, num_experts=model.num_experts, size=model.size, inner=model.inner)
+    planned = choose_few(
+        tokens,
+        num_experts=model.num_experts,
+        size=model.size,
+        inner=model.inner,
+        is_packed=model.is_packed,
+    )
     found: list[dict[str, Any]] = []
 
     def time(program: str, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -190,7 +197,7 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
         time(kernel, run, (x, calls, params))
     for change, values in () if quick else CHANGES.items():
         tuning = replace(planned, **values)
-        if tuning.problem(model.size, model.inner) is None:
+        if tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None:
             time(change, layers(name, tuning), (x, params))
             found[-1]["tuning"] = asdict(tuning)
     return found

@@ -331,6 +331,18 @@ def mimo_layers_of(target: ModelSpec) -> MtpConfig:
 GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON, "gpt_oss")
 MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
 TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
+
+
+def packed(target: ModelSpec) -> ModelSpec:
+    """The same with its experts packed, as they are published."""
+    layers = [
+        replace(layer, ffn=replace(layer.ffn, is_packed=True))
+        for layer in target.layers
+        if isinstance(layer.ffn, MoESpec)
+    ]
+    return replace(target, layers=tuple(layers))
+
+
 TINY_MOE = replace(
     TINY,
     layers=tuple(
@@ -387,8 +399,10 @@ WORKLOADS: Mapping[str, Workload] = {
         _published("llama-3.1-8b", LLAMA_8B, small=LLAMA_1B),
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),
+        _published("gpt-oss-20b-mxfp4", packed(GPT_OSS_20B)),
         _tiny("tiny", TINY, small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True)),
         _tiny("tiny-moe", TINY_MOE),
         _tiny("tiny-gpt-oss", TINY_GPT_OSS),
+        _tiny("tiny-gpt-oss-mxfp4", packed(TINY_GPT_OSS)),
     )
 }

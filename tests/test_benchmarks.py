@@ -52,7 +52,7 @@ from jspec.core.batch import DraftTree
 from jspec.core.config import SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.model_spec import DenseSpec, MoESpec
-from jspec.models.checkpoint import load_model_spec
+from jspec.models.checkpoint import load_model_spec, packed_spec
 from jspec.models.decoder import Decoder
 from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.placement import abstract_params
@@ -81,7 +81,8 @@ def record_at(path: Path) -> Record:
 def test_workloads_are_what_the_loaders_read(workload: Workload, tmp_path: Path) -> None:
     workload.write_configs(tmp_path)
     target = load_model_spec(tmp_path / "target")
-    assert target == workload.target
+    held = packed_spec(tmp_path / "target", target, has_files=False)
+    assert (held or target) == workload.target
     assert load_eagle3_config(tmp_path / "draft", target=target) == workload.draft
     for mode, shape in MODES.items():
         args = EngineArgs.from_mapping(workload.arguments(mode, tmp_path, acceptance=3.0))

@@ -114,7 +114,8 @@ class Gate(enum.Enum):
 class MoESpec:
     """A mixture of gated MLPs: each token runs through top_k of num_experts.
 
-    shared: one more MLP, which every token runs through, added to theirs.
+    shared: one more MLP, which every token runs through, added to theirs. is_packed: the experts'
+    products are held as mxfp4, as they are stored.
     """
 
     num_experts: int
@@ -125,6 +126,7 @@ class MoESpec:
     bias: bool = False  # in router and experts
     weight_scale: float = 1.0  # of the chosen experts' weights
     shared: DenseSpec | None = None
+    is_packed: bool = False
 
     @property
     def has_correction(self) -> bool:
@@ -149,6 +151,11 @@ class LayerSpec:
     attention: AttentionSpec
     ffn: FeedForward
     eps: float = 1e-5
+
+    @property
+    def is_mixture_packed(self) -> bool:
+        """Whether its experts are held packed."""
+        return isinstance(self.ffn, MoESpec) and self.ffn.is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jspec.core.noise import mix32
 from jspec.core.sharding import TENSOR_AXIS
 from jspec.models.params import Init, ParamSpec
-from jspec.models.placement import Tables, abstract_params, nested, param_places
+from jspec.models.placement import SMALL_SCALE, Tables, abstract_params, nested, param_places
 from jspec.models.stored import value_at
 
 # Small enough that the residual stream of a deep model stays far inside bfloat16's range.
@@ -85,9 +85,12 @@ class _Maker:
         if spec.init in (Init.ONES, Init.ZEROS):
             value = 1.0 if spec.init is Init.ONES else 0.0
             return jnp.full(like.shape, value, like.dtype, device=place)
+        if spec.init is Init.SCALES:
+            return jnp.full(like.shape, SMALL_SCALE, like.dtype, device=place)
         key = (like.shape, like.dtype, place)
         if key not in self._programs:
-            draw = partial(hashed_normal, shape=like.shape, dtype=like.dtype)
+            made_of = hashed_bits if spec.init is Init.BITS else hashed_normal
+            draw = partial(made_of, shape=like.shape, dtype=like.dtype)
             self._programs[key] = jax.jit(draw, out_shardings=place)
         made: jax.Array = self._programs[key](np.uint32(zlib.crc32(name.encode())))
         return made
@@ -98,12 +101,17 @@ def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax
 
     jax.random would do, but keeps its bits in 32-bit arrays beside the result on some backends.
     """
+    bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
+    drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
+    return (STD * drawn).astype(dtype)
+
+
+def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Random unsigned integers, made in the same way."""
     rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
     for axis in range(len(shape) - 2):  # a stack: its index counts as more rows
         stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         rows = rows + stack * jnp.uint32(shape[axis + 1])
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    bits = mix32(columns + mix32(mix32(rows + seed) ^ seed))
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
-    drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
-    return (STD * drawn).astype(dtype)
+    return mix32(columns + mix32(mix32(rows + seed) ^ seed)).astype(dtype)

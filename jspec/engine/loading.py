@@ -27,7 +27,7 @@ from jspec.engine.dummy_weights import dummy_params
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weight_stream import put_on, stream
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.checkpoint import check_target, load_model_spec, load_target, packed_spec
 from jspec.models.decoder import Decoder, Params
 from jspec.models.family import Family
 from jspec.models.params import ParamTable
@@ -144,6 +144,10 @@ def _place_models(
     spec, families = request.target, request.families
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     ops = ops_of(config)
+    if ops.reads_packed and mesh.size == 1 and jnp.dtype(config.dtype) == jnp.bfloat16:
+        has_files = config.load_format != "dummy"
+        path = Path(config.model_path)
+        spec = packed_spec(path, spec, families, has_files=has_files) or spec
     target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
     placed = _target_params(config, target, mesh=mesh, families=families)
     try:

@@ -55,6 +55,23 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
     return spec
 
 
+def packed_spec(
+    path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES, *, has_files: bool
+) -> ModelSpec | None:
+    """The spec that holds the experts as `path` packs them, or None: it packs none.
+
+    has_files: config.json alone does not decide. A published name and unpacked experts go together
+    once somebody has saved the model anew.
+    """
+    read = family_named(spec.family, families).stays_packed
+    found = None if read is None else read(read_fields(path / "config.json"), spec)
+    if found is None or not has_files:
+        return found
+    with open_tensors(path) as tensors:
+        packed, _ = packed_bytes(tensors, table_of(spec, families), dtype=np.float32)
+    return found if packed else None
+
+
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
     """What `path`/generation_config.json says about sampling, by SamplingParams' names.
 
@@ -102,7 +119,9 @@ def load_target(
     with open_tensors(path) as tensors:
         check_names(tensors, table, is_stray=_stray_of(spec, families))
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
-        if packed:
+        if packed and any(layer.is_mixture_packed for layer in spec.layers):
+            log.info("%s: packed weights of %.2f GiB stay packed", path, packed / GIB)
+        elif packed:
             log.info(
                 "%s: packed weights of %.2f GiB are unpacked to %s and take %.2f GiB",
                 path,

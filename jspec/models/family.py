@@ -36,7 +36,8 @@ class MtpFamily:
 class Family:
     """A target family. read: its config.json; table: its weights; to_json: config.json again.
 
-    mtp: of a family whose checkpoints bring their own draft.
+    mtp: of a family whose checkpoints bring their own draft. stays_packed: of one whose experts may
+    be packed, the spec that holds them so, or None where the fields say that they are not.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
     mtp: MtpFamily | None = None
+    stays_packed: Callable[[Fields, ModelSpec], ModelSpec | None] | None = None
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
         """Whether a stored name belongs to the draft that the target's checkpoint brings."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError
 from jspec.models.hf_weights import HostArray
+from jspec.pallas_kernels.experts.packed import pack, padded_scales
 
 BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same, negative
@@ -32,7 +33,27 @@ def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str)
 
     Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
     """
-    if (scales == _NOT_A_NUMBER).any():
-        raise CheckpointError(f"{name} has a scale of 255, which is no number; expected 0 to 254")
+    _check_scales(scales, name)
     rows = (scales.astype(np.intp)[..., None] << 8) | blocks
     return table[rows].reshape(scales.shape[0], -1)
+
+
+def codes_of(blocks: HostArray, *, name: str) -> HostArray:
+    """u8 blocks [R, C, 16] as the kernels' codes, u16[R, 32 G] (pallas_kernels.experts.packed)."""
+    del name
+    nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
+    return pack(nibbles.reshape(blocks.shape[0], -1))
+
+
+def scales_of(scales: HostArray, *, name: str) -> HostArray:
+    """u8 scales [R, C] as the kernels have them, [R, 4 G].
+
+    Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
+    """
+    _check_scales(scales, name)
+    return padded_scales(scales)
+
+
+def _check_scales(scales: HostArray, name: str) -> None:
+    if (scales == _NOT_A_NUMBER).any():
+        raise CheckpointError(f"{name} has a scale of 255, which is no number; expected 0 to 254")

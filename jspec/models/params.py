@@ -36,6 +36,8 @@ class Codec(enum.Enum):
     """How a stored tensor is packed. Packed layouts are read, never written."""
 
     MXFP4 = "NAME_blocks u8[.., in / 32, 16] and NAME_scales u8[.., in / 32] for a NAME [.., in]"
+    MXFP4_CODES = "NAME_blocks, held packed: the codes of pallas_kernels.experts.packed"
+    MXFP4_SCALES = "NAME_scales, held as they are"
 
 
 class Init(enum.Enum):
@@ -46,6 +48,8 @@ class Init(enum.Enum):
     ONES = "ones"
     ZEROS = "zeros"
     IDS = "target ids that ascend evenly over the vocabulary"
+    BITS = "random bits"
+    SCALES = "2 ** -7, as an exponent: with random bits, numbers whose deviation is 0.023"
 
 
 class Split(enum.Enum):
@@ -88,7 +92,13 @@ class Part:
         if self.codec is None:
             return dict.fromkeys(self.names, self.shape)
         blocks = (*self.shape[:-1], self.shape[-1] // 32)
-        return {f"{self.name}_blocks": (*blocks, 16), f"{self.name}_scales": blocks}
+        of_blocks, of_scales = (
+            {f"{self.name}_blocks": (*blocks, 16)},
+            {f"{self.name}_scales": blocks},
+        )
+        if self.codec is Codec.MXFP4:
+            return of_blocks | of_scales
+        return of_blocks if self.codec is Codec.MXFP4_CODES else of_scales
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,7 +120,7 @@ class ParamSpec:
 
     tied_to: where the checkpoint has no tensor for it, it is this weight, transposed.
     optional: zeros where the checkpoint has no tensor for it.
-    is_float32: held so whatever the others' dtype is.
+    is_float32: held so whatever the others' dtype is. num_bits: 8 or 16 for unsigned integers.
     by_columns: a backend that reads weights along their inputs lays it out as [out, in] in memory.
     """
 
@@ -124,6 +134,7 @@ class ParamSpec:
     is_integer: bool = False
     is_float32: bool = False
     optional: bool = False
+    num_bits: int = 0
 
     def physical_shape(self, shards: int) -> Shape:
         """With the repeats of what has fewer units than there are shards."""

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jspec.core.sharding import TENSOR_AXIS
 from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
 
+SMALL_SCALE = 120  # of Init.SCALES
 Tables = Mapping[str, ParamTable]
 
 
@@ -93,6 +94,8 @@ def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> 
 
 def _dtype_of(spec: ParamSpec, dtype: DTypeLike) -> DTypeLike:
     """Of a weight among weights in `dtype`."""
+    if spec.num_bits:
+        return {8: jnp.uint8, 16: jnp.uint16}[spec.num_bits]
     if spec.is_integer:
         return jnp.int32
     return jnp.float32 if spec.is_float32 else dtype
@@ -116,6 +119,10 @@ def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32)
 def _drawn(key: jax.Array, spec: ParamSpec, *, dtype: DTypeLike) -> jax.Array:
     if spec.init is Init.IDS:
         return jnp.arange(spec.shape[0], dtype=jnp.int32)
+    if spec.init is Init.BITS:
+        return jax.random.bits(key, spec.shape, dtype)
+    if spec.init is Init.SCALES:
+        return jnp.full(spec.shape, SMALL_SCALE, dtype)
     if spec.init in (Init.ONES, Init.ZEROS):
         return jnp.full(spec.shape, 1.0 if spec.init is Init.ONES else 0.0, dtype)
     scale = 1.0 if spec.init is Init.TABLE else spec.shape[-2] ** -0.5

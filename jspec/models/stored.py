@@ -115,6 +115,8 @@ def param_reads(
 
 
 def _dtype_of(spec: ParamSpec, dtype: npt.DTypeLike) -> np.dtype[Any]:
+    if spec.num_bits:
+        return np.dtype(f"u{spec.num_bits // 8}")
     return np.dtype(np.float32 if spec.is_float32 else dtype)
 
 
@@ -236,6 +238,14 @@ def _stored_rows(
             blocks, scales = (tensors.packed(name, index)[part.rows] for name in names)
             name = f"{tensors.path}: {names[1]}"
             yield held, mxfp4.unpack(blocks, scales, table, name=name)
+        return
+    if part.codec is not None:
+        (name,) = part.tensors
+        is_codes = part.codec is Codec.MXFP4_CODES
+        hold = mxfp4.codes_of if is_codes else mxfp4.scales_of
+        for index, held in enumerate(out):
+            stored = tensors.packed(name, index)[part.rows]
+            yield held, hold(stored, name=f"{tensors.path}: {name}")
         return
     for index, name in enumerate(part.names):
         yield out[index] if part.stack else out, _output_rows(tensors.weight(name), part)

@@ -41,6 +41,8 @@ class Ops:
     # Whether attention meets a prompt's queries with their own row's keys alone, so that long
     # prefill steps pay.
     prefers_long_chunks: ClassVar[bool] = False
+    # Whether experts pay that stay packed in memory, in bfloat16 and whole on one device.
+    reads_packed: ClassVar[bool] = False
 
     @property
     def by_columns(self) -> bool:
@@ -119,7 +121,7 @@ class Ops:
         x: Float[Array, "T E"],
         ids: Int[Array, "T k"],
         weights: Float[Array, "T k"],
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         *,
         gate: Gate,
     ) -> Float[Array, "T E"]:
@@ -134,7 +136,7 @@ class Ops:
         x: Float[Array, "*b E"],
         delta: Float[Array, "*b E"],
         scale: Float[Array, "E"],
-        params: dict[str, dict[str, jax.Array]],
+        params: dict[str, dict[str, Any]],
         *,
         eps: float,
         spec: MoESpec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,7 @@ from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.packed import is_packed, sizes_of, unpacked
 from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
@@ -49,6 +51,7 @@ class GpuOps(Ops):
     default_page_size: ClassVar[int] = 64  # one copy a page
     defers_sums: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
+    reads_packed: ClassVar[bool] = True
 
     @property
     def by_columns(self) -> bool:
@@ -154,13 +157,16 @@ class GpuOps(Ops):
         x: jax.Array,
         ids: jax.Array,
         weights: jax.Array,
-        params: dict[str, jax.Array],
+        params: dict[str, Any],
         *,
         gate: Gate,
     ) -> jax.Array:
         """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
-        num_experts, inner, size = params["down"].shape
-        tuning = choose_experts(ids.size, num_experts=num_experts, size=size, inner=inner)
+        num_experts, size, inner = sizes_of(params)
+        plan = partial(choose_experts, ids.size, num_experts=num_experts, size=size, inner=inner)
+        tuning = plan(is_packed=is_packed(params["down"]))
+        if tuning is None and is_packed(params["down"]):
+            params, tuning = unpacked(params, dtype=x.dtype), plan()
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
         return experts_gpu.run_experts(
@@ -172,7 +178,7 @@ class GpuOps(Ops):
         x: jax.Array,
         delta: jax.Array,
         scale: jax.Array,
-        params: dict[str, dict[str, jax.Array]],
+        params: dict[str, dict[str, Any]],
         *,
         eps: float,
         spec: MoESpec,
@@ -183,8 +189,14 @@ class GpuOps(Ops):
         """
         if x.ndim != 2 or spec.has_correction:
             return None
-        num_experts, inner, size = params["experts"]["down"].shape
-        tuning = choose_few(x.shape[0], num_experts=num_experts, size=size, inner=inner)
+        num_experts, size, inner = sizes_of(params["experts"])
+        tuning = choose_few(
+            x.shape[0],
+            num_experts=num_experts,
+            size=size,
+            inner=inner,
+            is_packed=is_packed(params["experts"]["down"]),
+        )
         if tuning is None:
             return None
         return few_gpu.mixture_of_sum(

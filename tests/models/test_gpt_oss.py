@@ -36,7 +36,7 @@ from jspec.core.model_spec import (
 )
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.checkpoint import load_model_spec, load_target, packed_spec, save_target
 from jspec.models.decoder import Decoder, Params
 from jspec.models.families.gpt_oss import expert_params
 from jspec.models.hf_weights import open_tensors
@@ -46,6 +46,7 @@ from jspec.models.registry import family_named
 from jspec.models.stored import check_names, on_host, param_reads, stored_tensors
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.experts.packed import unpacked
 from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
@@ -221,6 +222,57 @@ def test_packed_experts_are_the_unpacked_ones_bit_for_bit(
         stored = held["mlp.experts.gate_up_proj"]
         expected = np.concatenate((stored[..., 0::2], stored[..., 1::2]), axis=-1).astype(dtype)
         np.testing.assert_array_equal(found["moe"]["experts"]["gate_up"], expected, strict=True)
+
+
+def test_experts_that_stay_packed_are_the_unpacked_ones(tmp_path: Path) -> None:
+    """96 inputs of gate and up are three quarters of a group, 64 of down a half."""
+    write_experts(tmp_path)
+    table = expert_params(dataclasses.replace(MIXTURE, is_packed=True), size=96)
+    with open_tensors(tmp_path / "packed") as tensors:
+        check_names(tensors, table, is_stray=lambda _: False)
+        found = nested(on_host(param_reads(tensors, table, dtype=np.float32, shards=1)).items())
+    experts = found["moe"]["experts"]
+    assert experts["gate_up"]["codes"].shape == (3, 32, 128)
+    assert experts["gate_up"]["scales"].shape == (3, 4, 128)
+    expected = read_experts(tmp_path / "held", dtype=np.float32)["moe"]["experts"]
+    assert_same(unpacked(jax.tree.map(jnp.asarray, experts), dtype=jnp.float32), expected)
+
+
+def test_what_is_packed_stays_so_if_its_files_are(tmp_path: Path) -> None:
+    published = json.loads((GOLDEN / "config.json").read_text())
+    config = published | {"quantization_config": {"quant_method": "mxfp4"}}
+    spec = read(tmp_path, config)
+    held = packed_spec(tmp_path, spec, has_files=False)
+    assert held is not None
+    assert [layer.is_mixture_packed for layer in held.layers] == [True] * spec.num_layers
+    assert read(tmp_path, family_named("gpt_oss").to_json(held)) == spec
+    shutil.copy(GOLDEN / "model.safetensors", tmp_path)  # unpacked
+    assert packed_spec(tmp_path, spec, has_files=True) is None
+    assert packed_spec(GOLDEN, spec, has_files=True) is None
+    odd = read(tmp_path, config | {"intermediate_size": 48})
+    assert packed_spec(tmp_path, odd, has_files=False) is None
+
+
+def test_a_model_with_packed_experts_has_the_same_logits(tmp_path: Path) -> None:
+    """Every layer over XLA, float32: bit for bit, since XLA's form unpacks first."""
+    shutil.copytree(GOLDEN, tmp_path / "model")
+    tensors, rng = load_file(GOLDEN / "model.safetensors"), np.random.default_rng(1)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, width = tensors.pop(name).shape
+        _, blocks, scales = packed(rng, experts, width, size)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    spec = read(tmp_path / "model", config | {"quantization_config": {"quant_method": "mxfp4"}})
+    held = packed_spec(tmp_path / "model", spec, has_files=True)
+    assert held is not None
+    found = []
+    for each in (spec, held):
+        decoder = Decoder(each, OPS["xla"], Shard())
+        params = load_target(tmp_path / "model", each, dtype=np.float32)
+        kv, token_ids = pools_of(each, ops="xla"), jnp.arange(24, dtype=jnp.int32)
+        found.append(chunked_logits(decoder, jax.tree.map(jnp.asarray, params), kv, token_ids))
+    np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(found[1]))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 Attention with sinks, with a window on every other layer, the first included; biases everywhere but
 in norms and lm_head; in every layer a mixture of clamped gated MLPs, softmax over the chosen ones.
-Published checkpoints hold the experts as mxfp4, which is unpacked while loading; transformers
-writes them unpacked, gate and up in alternate columns: both are read, the second is written.
+Published checkpoints hold the experts as mxfp4, which stays packed where the kernels read it and is
+unpacked while loading elsewhere; transformers writes them unpacked, gate and up in alternate
+columns: both are read, the second is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
+from jspec.core.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
 from jspec.core.rope_io import TABLES
 from jspec.models.family import (
     FULL,
@@ -26,6 +29,7 @@ from jspec.models.family import (
 from jspec.models.layer_params import decoder_params, product
 from jspec.models.mxfp4 import BLOCK
 from jspec.models.params import Codec, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.pallas_kernels.experts.packed import CODES, PARTS, SCALES, num_groups
 
 # What an absent key means.
 DEFAULTS: dict[str, Any] = {
@@ -106,15 +110,7 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
     X, inner = spec.num_experts, spec.inner
     declared = (
         *product(("router",), size, (("router", X, 1),), bias=True),
-        ParamSpec(
-            path=("experts", "gate_up"),
-            shape=(X, size, 2 * inner),
-            layouts=_layouts(
-                _halves("experts.gate_up_proj", (X, size, 2 * inner)),
-                packed=_halves("experts.gate_up_proj", (X, 2 * inner, size), Codec.MXFP4),
-            ),
-            split=Split.OUT,
-        ),
+        *_gate_up(spec, size=size),
         ParamSpec(
             path=("experts", "gate_up_bias"),
             shape=(X, 2 * inner),
@@ -122,15 +118,7 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
             split=Split.OUT,
             init=Init.ZEROS,
         ),
-        ParamSpec(
-            path=("experts", "down"),
-            shape=(X, inner, size),
-            layouts=_layouts(
-                (_whole("experts.down_proj", (X, inner, size)),),
-                packed=(_whole("experts.down_proj", (X, size, inner), Codec.MXFP4),),
-            ),
-            split=Split.IN,
-        ),
+        *_down(spec, size=size),
         ParamSpec(
             path=("experts", "down_bias"),
             shape=(X, size),
@@ -139,6 +127,68 @@ def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
         ),
     )
     return prefixed(declared, path=("moe",), stored="mlp.")
+
+
+def _gate_up(spec: MoESpec, *, size: int) -> ParamTable:
+    X, columns, name = spec.num_experts, 2 * spec.inner, "experts.gate_up_proj"
+    stored = (X, columns, size)
+    if spec.is_packed:
+        return _packed("gate_up", (X, size, columns), lambda codec: _halves(name, stored, codec))
+    layouts = _layouts(_halves(name, (X, size, columns)), packed=_halves(name, stored, Codec.MXFP4))
+    path, shape = ("experts", "gate_up"), (X, size, columns)
+    return (ParamSpec(path=path, shape=shape, layouts=layouts, split=Split.OUT),)
+
+
+def _down(spec: MoESpec, *, size: int) -> ParamTable:
+    X, inner, name = spec.num_experts, spec.inner, "experts.down_proj"
+    stored = (X, size, inner)
+    if spec.is_packed:
+        return _packed("down", (X, inner, size), lambda codec: (_whole(name, stored, codec),))
+    layouts = _layouts(
+        (_whole(name, (X, inner, size)),), packed=(_whole(name, stored, Codec.MXFP4),)
+    )
+    path, shape = ("experts", "down"), (X, inner, size)
+    return (ParamSpec(path=path, shape=shape, layouts=layouts, split=Split.IN),)
+
+
+def _packed(
+    name: str, shape: tuple[int, int, int], parts: Callable[[Codec], tuple[Part, ...]]
+) -> ParamTable:
+    """Codes and scales of a product [X, K, N] that stays packed, whole on one device."""
+    X, length, columns = shape
+    groups = num_groups(length)
+    return (
+        ParamSpec(
+            path=("experts", name, CODES),
+            shape=(X, groups * BLOCK, columns),
+            layouts=(parts(Codec.MXFP4_CODES),),
+            init=Init.BITS,
+            num_bits=16,
+        ),
+        ParamSpec(
+            path=("experts", name, SCALES),
+            shape=(X, groups * PARTS, columns),
+            layouts=(parts(Codec.MXFP4_SCALES),),
+            init=Init.SCALES,
+            num_bits=8,
+        ),
+    )
+
+
+def stays_packed(fields: Fields, spec: ModelSpec) -> ModelSpec | None:
+    """The spec whose experts are held as the checkpoint has them, or None: they are not packed."""
+    packed = fields.table("quantization_config").get("quant_method") == "mxfp4"
+    layers = [_with_packed(layer, size=spec.hidden_size) for layer in spec.layers]
+    if not packed or None in layers:
+        return None
+    return replace(spec, layers=tuple(layer for layer in layers if layer is not None))
+
+
+def _with_packed(layer: LayerSpec, *, size: int) -> LayerSpec | None:
+    assert isinstance(layer.ffn, MoESpec)
+    if size % BLOCK or layer.ffn.inner % BLOCK:
+        return None
+    return replace(layer, ffn=replace(layer.ffn, is_packed=True))
 
 
 def _halves(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> tuple[Part, ...]:
@@ -173,6 +223,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     layer = spec.layers[0]
     assert isinstance(layer.ffn, MoESpec)
     windows = [layer.attention.window for layer in spec.layers]
+    packed = {"quantization_config": {"quant_method": "mxfp4"}} if layer.is_mixture_packed else {}
     return decoder_json(spec, architecture="GptOssForCausalLM", model_type="gpt_oss") | {
         "attention_bias": layer.attention.qkv_bias,
         "intermediate_size": layer.ffn.inner,
@@ -182,9 +233,15 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
+        **packed,
     }
 
 
 FAMILY = Family(
-    name="gpt_oss", architectures=("GptOssForCausalLM",), read=read, to_json=to_json, table=table
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    read=read,
+    to_json=to_json,
+    table=table,
+    stays_packed=stays_packed,
 )

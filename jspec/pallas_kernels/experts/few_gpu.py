@@ -31,6 +31,7 @@ from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.routing_gpu import (
@@ -48,7 +49,7 @@ def mixture_of_sum(
     x: Float[Array, "T E"],
     delta: Float[Array, "T E"],
     scale: Float[Array, "E"],
-    params: Mapping[str, Mapping[str, jax.Array]],
+    params: Mapping[str, Mapping[str, Any]],
     *,
     eps: float,
     spec: MoESpec,
@@ -60,7 +61,8 @@ def mixture_of_sum(
     Raises ValueError for more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
     """
     router, experts = params["router"], params["experts"]
-    _check(x.shape[0], experts["down"].shape, tuning)
+    size, inner_size = sizes_of(experts)[1:]
+    _check(x.shape[0], size, inner_size, tuning, packed=is_packed(experts["down"]))
     total, normed, shares = norm_and_score(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
@@ -72,32 +74,31 @@ def mixture_of_sum(
     else:
         ids, weights = choose(shares, bias, dtype=x.dtype, **rule)
         inner = gate_up(normed, ids, experts, **how, interpret=interpret)
-    rows = down(inner, ids, experts["down"], tuning=tuning, interpret=interpret)
+    rows = down(inner, ids, experts["down"], size=size, tuning=tuning, interpret=interpret)
     return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
 
 
-def _check(num_tokens: int, down: tuple[int, ...], tuning: ExpertsTuning) -> None:
+def _check(num_tokens: int, size: int, inner: int, tuning: ExpertsTuning, *, packed: bool) -> None:
     if not 1 <= num_tokens <= MOST_TOKENS:
         raise ValueError(f"{num_tokens} tokens; expected 1 to {MOST_TOKENS}")
-    _, inner, size = down
-    if problem := tuning.problem(size, inner):
+    if problem := tuning.problem(size, inner, is_packed=packed):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
 
 
 def gate_up(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, Any],
     *,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "R I"]:
     """Each pair's gated inner row, at t * k + j. The ids of a token differ from each other."""
-    inner = params["down"].shape[1]
+    inner = sizes_of(params).inner
     operands = [x, params["gate_up"], ids, *_bias(params)]
     out: jax.Array = pl.pallas_call(
-        functools.partial(_gate_up, gate=gate, tuning=tuning),
+        functools.partial(_gate_up, gate=gate, tuning=tuning, interpret=interpret),
         grid=(ids.size, inner // tuning.gate_up_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
         compiler_params=_compiler_params(tuning),
@@ -111,7 +112,7 @@ def choose_and_gate_up(
     x: Float[Array, "one E"],
     shares: Float[Array, "S one X"],
     router_bias: Float[Array, "X"] | None,
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, Any],
     *,
     top_k: int,
     routing: Routing,
@@ -120,12 +121,17 @@ def choose_and_gate_up(
     interpret: bool = False,
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
     """`choose` and `gate_up` of one token, in one launch: (inner rows, ids, weights)."""
-    inner = params["down"].shape[1]
+    inner = sizes_of(params).inner
     operands = [x, params["gate_up"], shares, *_bias(params)]
     has_bias, pair = len(operands) == 4, (1, top_k)
     out: tuple[jax.Array, jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(
-            _choose_and_gate_up, routing=routing, has_bias=has_bias, gate=gate, tuning=tuning
+            _choose_and_gate_up,
+            routing=routing,
+            has_bias=has_bias,
+            gate=gate,
+            tuning=tuning,
+            interpret=interpret,
         ),
         grid=(top_k, inner // tuning.gate_up_n),
         out_shape=(
@@ -143,15 +149,15 @@ def choose_and_gate_up(
 def down(
     inner_rows: Float[Array, "R I"],
     ids: Int[Array, "T k"],
-    kernel: Float[Array, "X I E"],
+    kernel: Weights,
     *,
+    size: int,
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "R E"]:
-    """Each pair's row times its expert's `down`, at t * k + j."""
-    size = kernel.shape[2]
+    """Each pair's row times its expert's `down` [X, I, E], packed or not, at t * k + j. size: E."""
     out: jax.Array = pl.pallas_call(
-        functools.partial(_down, tuning=tuning),
+        functools.partial(_down, tuning=tuning, interpret=interpret),
         grid=(ids.size, size // tuning.down_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
         compiler_params=plt.CompilerParams(
@@ -167,7 +173,7 @@ def _compiler_params(tuning: ExpertsTuning) -> plt.CompilerParams:
     return plt.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
 
 
-def _bias(params: Mapping[str, jax.Array]) -> list[jax.Array]:
+def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
     return [params["gate_up_bias"]] if "gate_up_bias" in params else []
 
 
@@ -196,11 +202,14 @@ def _gate_up(
     *bias_and_out: Any,
     gate: Gate,
     tuning: ExpertsTuning,
+    interpret: bool,
 ) -> None:
     """One expert's tokens, one tile of inner columns."""
     *bias_ref, out_ref = bias_and_out
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
-    tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)
+    tile = _gate_up_tile(
+        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
+    )
 
     @pl.when(is_first)
     def _() -> None:
@@ -216,6 +225,7 @@ def _choose_and_gate_up(
     has_bias: bool,
     gate: Gate,
     tuning: ExpertsTuning,
+    interpret: bool,
 ) -> None:
     """The expert of one rank, one tile of inner columns."""
     *biases, out_ref, ids_ref, weights_ref = rest
@@ -234,7 +244,9 @@ def _choose_and_gate_up(
         plt.store(weights_ref.at[only, place], jnp.sum(chosen))
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
-    tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning)
+    tile = _gate_up_tile(
+        x_ref, gate_up_ref, bias_ref, out_ref, gate=gate, tuning=tuning, interpret=interpret
+    )
     tile(expert, lane == 0, jnp.where(lane == 0, place, top_k + lane))
 
 
@@ -246,6 +258,7 @@ def _gate_up_tile(
     *,
     gate: Gate,
     tuning: ExpertsTuning,
+    interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
     """A function of (expert, which tokens have it, the row of each): this program's columns."""
     inner, dtype = out_ref.shape[1], out_ref.dtype
@@ -256,7 +269,14 @@ def _gate_up_tile(
         columns = (column, inner + column)
         token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
         sums = tile_products(
-            x_ref, token, has_it, gate_up_ref, expert, columns, tile_k=tuning.gate_up_k
+            x_ref,
+            token,
+            has_it,
+            gate_up_ref,
+            expert,
+            columns,
+            tile_k=tuning.gate_up_k,
+            interpret=interpret,
         )
         first, up = biased(sums, bias_ref, expert, columns, dtype=dtype)
         result = gated(first, up, gate=gate).astype(dtype)
@@ -266,7 +286,13 @@ def _gate_up_tile(
 
 
 def _down(
-    inner_ref: Any, down_ref: Any, ids_ref: Any, out_ref: Any, *, tuning: ExpertsTuning
+    inner_ref: Any,
+    down_ref: Any,
+    ids_ref: Any,
+    out_ref: Any,
+    *,
+    tuning: ExpertsTuning,
+    interpret: bool,
 ) -> None:
     """One expert's pairs, one tile of output columns."""
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
@@ -276,7 +302,14 @@ def _down(
     def _() -> None:
         column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
         (total,) = tile_products(
-            inner_ref, row, has_it, down_ref, expert, (column,), tile_k=tuning.down_k
+            inner_ref,
+            row,
+            has_it,
+            down_ref,
+            expert,
+            (column,),
+            tile_k=tuning.down_k,
+            interpret=interpret,
         )
         plt.store(
             out_ref.at[row[:, None], column[None]],

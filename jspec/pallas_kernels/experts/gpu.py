@@ -25,6 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, tokens_of, weighted_sum
+from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
+from jspec.pallas_kernels.experts.packed_gpu import packed_products
 from jspec.pallas_kernels.experts.plan import ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
 
@@ -33,7 +35,7 @@ def run_experts(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     weights: Float[Array, "T k"],
-    params: dict[str, jax.Array],
+    params: dict[str, Any],
     *,
     gate: Gate,
     tuning: ExpertsTuning,
@@ -43,20 +45,20 @@ def run_experts(
 
     Raises ValueError without tokens, and for tiles that do not divide E and I.
     """
-    num_experts, inner, size = params["down"].shape
-    if problem := tuning.problem(size, inner):
+    num_experts, size, inner = sizes_of(params)
+    if problem := tuning.problem(size, inner, is_packed=is_packed(params["down"])):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
     blocks = blocks_of(ids, num_experts=num_experts, tile_m=tuning.tile_m)
     mixed = gate_up_product(
         x, params, blocks, top_k=ids.shape[1], gate=gate, tuning=tuning, interpret=interpret
     )
-    out = down_product(mixed, params["down"], blocks, tuning=tuning, interpret=interpret)
+    out = down_product(mixed, params["down"], blocks, size=size, tuning=tuning, interpret=interpret)
     return weighted_sum(out, blocks, weights)
 
 
 def gate_up_product(
     x: Float[Array, "T E"],
-    params: dict[str, jax.Array],
+    params: dict[str, Any],
     blocks: ExpertBlocks,
     *,
     top_k: int,
@@ -65,15 +67,15 @@ def gate_up_product(
     interpret: bool = False,
 ) -> Float[Array, "rows I"]:
     """Each pair's gated inner row, at its place in its block; padding rows are not written."""
-    inner = params["down"].shape[1]
+    sizes = sizes_of(params)
     operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs]
     operands.append(tokens_of(blocks, top_k=top_k))
     if "gate_up_bias" in params:
         operands.append(params["gate_up_bias"])
     return _call(
-        functools.partial(_gate_up, gate=gate, tuning=tuning),
+        functools.partial(_gate_up, gate=gate, tuning=tuning, interpret=interpret),
         operands,
-        columns=inner,
+        columns=sizes.inner,
         tile_n=tuning.gate_up_n,
         blocks=blocks,
         tuning=tuning,
@@ -84,17 +86,19 @@ def gate_up_product(
 
 def down_product(
     inner_rows: Float[Array, "rows I"],
-    down: Float[Array, "X I E"],
+    down: Weights,
     blocks: ExpertBlocks,
     *,
+    size: int,
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows E"]:
-    """Each pair's row times its expert's `down`; padding rows are neither read nor written."""
+    """Each pair's row times its expert's `down` [X, I, E], packed or not; padding rows are neither
+    read nor written. size: E."""
     return _call(
-        functools.partial(_down, tuning=tuning),
+        functools.partial(_down, tuning=tuning, interpret=interpret),
         [inner_rows, down, blocks.expert, blocks.num_pairs],
-        columns=down.shape[2],
+        columns=size,
         tile_n=tuning.down_n,
         blocks=blocks,
         tuning=tuning,
@@ -105,7 +109,7 @@ def down_product(
 
 def _call(
     body: Callable[..., None],
-    operands: list[jax.Array],
+    operands: list[Any],
     *,
     columns: int,
     tile_n: int,
@@ -139,6 +143,7 @@ def _gate_up(
     *bias_and_out: Any,
     gate: Gate,
     tuning: ExpertsTuning,
+    interpret: bool,
 ) -> None:
     """One block's rows of one tile of inner columns; gate and up lie `inner` columns apart."""
     *bias_ref, out_ref = bias_and_out
@@ -161,6 +166,7 @@ def _gate_up(
             expert,
             (column, inner + column),
             tile_k=tuning.gate_up_k,
+            interpret=interpret,
         )
         first, up = biased(sums, bias_ref, expert, (column, inner + column), dtype=dtype)
         result = gated(first, up, gate=gate).astype(dtype)
@@ -175,6 +181,7 @@ def _down(
     out_ref: Any,
     *,
     tuning: ExpertsTuning,
+    interpret: bool,
 ) -> None:
     """One block's rows of one tile of output columns."""
     block, start = pl.program_id(0), pl.program_id(1) * tuning.down_n
@@ -187,7 +194,14 @@ def _down(
         row, is_pair = block * tuning.tile_m + lane, lane < num_pairs
         column = start + jnp.arange(tuning.down_n, dtype=jnp.int32)
         (total,) = tile_products(
-            inner_ref, row, is_pair, down_ref, expert, (column,), tile_k=tuning.down_k
+            inner_ref,
+            row,
+            is_pair,
+            down_ref,
+            expert,
+            (column,),
+            tile_k=tuning.down_k,
+            interpret=interpret,
         )
         plt.store(
             out_ref.at[row[:, None], column[None]],
@@ -225,11 +239,16 @@ def tile_products(
     columns: tuple[jax.Array, ...],
     *,
     tile_k: int,
+    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
 
-    Rows of no pair count as 0.
+    Rows of no pair count as 0. tile_k: inputs of a round.
     """
+    if is_packed(weights_ref):
+        return packed_products(
+            rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret
+        )
     step = jnp.arange(tile_k, dtype=jnp.int32)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

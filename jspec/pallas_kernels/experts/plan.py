@@ -12,9 +12,10 @@ beside the arguments. Hence the kernels serve prompts, too, in larger blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jspec.pallas_kernels.experts.blocks import num_blocks
+from jspec.pallas_kernels.experts.packed import GROUP
 from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
 
 LEAST = 16  # of every side of a tile: the tensor cores' own
@@ -50,8 +51,11 @@ class ExpertsTuning:
         down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
         return 2 * max(gate_up, down)
 
-    def problem(self, size: int, inner: int) -> str | None:
-        """Why these tiles cannot serve experts of E = size and I = inner, or None."""
+    def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
+        """Why these tiles cannot serve experts of E = size and I = inner, or None.
+
+        is_packed: rounds are of whole groups (packed.py), and the last may be shorter.
+        """
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
             "gate_up_n": (self.gate_up_n, "I", inner),
@@ -62,19 +66,23 @@ class ExpertsTuning:
             if tile < LEAST or tile & (tile - 1):
                 return f"{name} is {tile}; expected a power of two from {LEAST}"
         for name, (tile, what, length) in tiles.items():
-            if length % tile:
+            if is_packed and name.endswith("_k"):
+                if tile % GROUP:
+                    return f"{name} is {tile}; expected whole groups of {GROUP}"
+            elif length % tile:
                 return f"{name} {tile} does not divide {what} {length}"
-        if self.shared_bytes > SHARED_BYTES:
+        if self.shared_bytes > SHARED_BYTES and not is_packed:
             return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
         return None
 
 
 def choose_experts(
-    num_pairs: int, *, num_experts: int, size: int, inner: int
+    num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
     """Tiles for so many (token, expert) pairs, E = size and I = inner; None: XLA's products.
 
-    None for sizes that no tile divides, and without pairs. A block is about as long as an expert's
+    None for sizes that no tile divides, without pairs, and for packed weights that meet so many
+    tokens that they are better unpacked first. A block is about as long as an expert's
     rows on average, up to 128.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
@@ -83,6 +91,8 @@ def choose_experts(
         return None
     rows = -(-num_pairs // num_experts)
     tile_m = min(max(1 << (rows - 1).bit_length(), LEAST), 128)
+    if is_packed and tile_m > MOST_PACKED:
+        return None
     is_large = tile_m == 128
     blocks = num_blocks(num_pairs, num_experts, tile_m)
     tuning = ExpertsTuning(
@@ -94,8 +104,18 @@ def choose_experts(
         num_warps=8 if is_large else 4,
         num_stages=3 if is_large else 4,
     )
-    return tuning if tuning.problem(size, inner) is None else None
+    if is_packed:
+        tuning = replace(tuning, **PACKED)
+    return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
 
+
+# Packed weights are multiplied as they are while an expert has no more pairs than this; for more
+# they are unpacked to memory first, which costs a prompt's step less. Rounds, columns and stages as
+# timed on an H200 at gpt-oss-20b's widths; a few tokens, then any number.
+MOST_PACKED = LEAST
+FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
+FEW_PACKED_COLUMNS = 32
+PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
 
 # What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles timed on an
 # H200 (few_tiles_gpu.json) none is faster by more than 3% at 4 to 16 tokens, and 32 columns of gate
@@ -109,7 +129,9 @@ FEW = {
 FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
 
 
-def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> ExpertsTuning | None:
+def choose_few(
+    num_tokens: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
+) -> ExpertsTuning | None:
     """Tiles of few_gpu for so many tokens, E = size and I = inner; None where it does not serve."""
     if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED:
         return None
@@ -117,6 +139,9 @@ def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> E
         return None
     wide, deep = _largest(size, most=64), _largest(inner, most=64)
     widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
+    if is_packed:
+        deep, wide = min(deep, FEW_PACKED_COLUMNS), min(wide, FEW_PACKED_COLUMNS)
+        return replace(widest, gate_up_n=deep, down_n=wide, **FEW_PACKED)
     found = FEW.get((size, inner), widest)
     return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate
+from jspec.pallas_kernels.experts.packed import is_packed, unpacked
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash has the first, too
 
@@ -15,19 +18,22 @@ def run_experts(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     weights: Float[Array, "T k"],
-    params: dict[str, jax.Array],
+    params: dict[str, Any],
     *,
     gate: Gate,
 ) -> Float[Array, "T E"]:
     """sum_j weights[t, j] * expert_{ids[t, j]}(x[t]) without the bias behind `down`.
 
-    params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one. The
-    (token, expert) pairs are sorted by expert, stably, so that equal experts lie together:
+    params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one. What is
+    packed is unpacked first. The (token, expert) pairs are sorted by expert, stably, so that equal
+    experts lie together:
 
         ids [[2 0] [0 1]]  ->  pairs in the order 1 2 3 0, group sizes [2 1 1]
 
     The sum over j is in float32, in the order of j.
     """
+    if is_packed(params["down"]):
+        params = unpacked(params, dtype=x.dtype)
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)

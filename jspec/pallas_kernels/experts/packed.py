@@ -1,0 +1,136 @@
+"""Experts as mxfp4 in memory: four-bit floats (e2m1) whose blocks of 32 inputs share a scale.
+
+A stack of products [X, K, N] is held as
+
+    codes   u16[X, 32 * G, N]   G groups of 128 inputs, the last one filled up with zeros
+    scales  u8 [X, 4 * G, N]    of each block of 32 inputs; s stands for 2 ** (s - 127)
+
+Row 32 g + r of the codes holds the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each
+block, so that a tile of 32 rows is four tiles of weights, each under one row of scales. The bits of
+the four lie where a shift or two and a mask make a bfloat16 of each (`bits_of`):
+
+    bit       15  14  13  12  11 10  9   8  7  6   5  4  3   2  1  0
+    of input  s0  s3  m3  s1  e3 e3  s2  e0 e0 m0  e1 e1 m1  e2 e2 m2
+
+The mask leaves the sign, two bits of exponent and one of mantissa where bfloat16 has them: the
+number times 2 ** -126, exactly, also for 0 and 0.5, which are then subnormal.
+
+(OCP Microscaling Formats, version 1.0, is the format; the order is this module's own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8, UInt16
+
+BLOCK = 32  # inputs under one scale
+PARTS = 4  # blocks of a group, inputs of a code
+GROUP = BLOCK * PARTS
+CODES, SCALES = "codes", "scales"
+
+Packed = Mapping[str, Any]  # codes, scales
+Weights = Any  # an array [X, K, N], or Packed
+
+
+class Sizes(NamedTuple):
+    """Of a mixture's experts."""
+
+    num_experts: int
+    size: int  # E
+    inner: int  # I
+
+
+def num_groups(length: int) -> int:
+    """Of `length` inputs."""
+    return -(-length // GROUP)
+
+
+def is_packed(weights: Weights) -> bool:
+    return isinstance(weights, Mapping)
+
+
+def sizes_of(params: Mapping[str, Any]) -> Sizes:
+    """From gate_up [X, E, 2I] and down [X, I, E], packed or not."""
+    num_experts, _, columns = _shape(params["gate_up"])
+    return Sizes(num_experts, size=_shape(params["down"])[2], inner=columns // 2)
+
+
+def _shape(weights: Weights) -> tuple[int, ...]:
+    held = weights[CODES] if is_packed(weights) else weights
+    shape: tuple[int, ...] = held.shape
+    return shape
+
+
+def unpack(
+    codes: UInt16[Array, "X R N"], scales: UInt8[Array, "X S N"], *, length: int, dtype: Any
+) -> Float[Array, "X K N"]:
+    """The numbers, of `length` inputs: the reference of the kernels' own reading."""
+    num_experts, rows, width = codes.shape
+    groups = rows // BLOCK
+    parts = jnp.stack([numbers_of(bits) for bits in bits_of(codes)], axis=1)
+    blocks = parts.reshape(num_experts, PARTS, groups, BLOCK, width).swapaxes(1, 2)
+    power = scales.reshape(num_experts, groups, PARTS, 1, width).astype(jnp.int32) - 127
+    whole = jnp.ldexp(blocks, power).reshape(num_experts, groups * GROUP, width)
+    return whole[:, :length].astype(dtype)
+
+
+def unpacked(params: Mapping[str, Any], *, dtype: Any) -> dict[str, Any]:
+    """A mixture's params, none of them packed."""
+    sizes = sizes_of(params)
+    inputs = {"gate_up": sizes.size, "down": sizes.inner}
+    return {
+        name: unpack(value[CODES], value[SCALES], length=inputs[name], dtype=dtype)
+        if is_packed(value)
+        else value
+        for name, value in params.items()
+    }
+
+
+def bits_of(codes: Any) -> tuple[Any, ...]:
+    """Of each of the four inputs, a bfloat16's bits: the number times 2 ** -126. u16, any shape."""
+    kept = codes.dtype.type(0x81C0)
+
+    def bits(shift: int, mask: int) -> Any:
+        moved = codes << shift if shift >= 0 else codes >> -shift
+        return moved & codes.dtype.type(mask)
+
+    return (
+        codes & kept,
+        bits(3, 0x81C0),
+        bits(6, 0x81C0),
+        bits(1, 0x8000) | bits(-3, 0x0180) | bits(-7, 0x0040),
+    )
+
+
+def numbers_of(bits: Any) -> Any:
+    """The numbers of `bits_of`, f32, by integers: a CPU may take what is subnormal for 0."""
+    magnitude = (bits >> 6).astype(jnp.int32) & 7
+    exponent, half = magnitude >> 1, 0.5 * (magnitude & 1).astype(jnp.float32)
+    number = jnp.where(exponent == 0, half, jnp.ldexp(1 + half, jnp.maximum(exponent - 1, 0)))
+    return jnp.where(bits >= 0x8000, -number, number)
+
+
+def pack(nibbles: np.ndarray) -> np.ndarray:
+    """On the host, codes u16[N, 32 G] of nibbles u8[N, K] (sign, exponent, mantissa)."""
+    width, length = nibbles.shape
+    groups = num_groups(length)
+    padded = np.zeros((width, groups * GROUP), np.uint16)
+    padded[:, :length] = nibbles
+    parts = padded.reshape(width, groups, PARTS, BLOCK)
+    sign, magnitude = np.moveaxis(parts >> 3, 2, 0), np.moveaxis(parts & 7, 2, 0)
+    codes = sign[3] << 14 | (magnitude[3] >> 1) << 10 | (magnitude[3] & 1) << 13
+    for part, (high, low) in enumerate(((15, 6), (12, 3), (9, 0))):
+        codes |= sign[part] << high | magnitude[part] << low
+    return codes.reshape(width, groups * BLOCK)
+
+
+def padded_scales(scales: np.ndarray) -> np.ndarray:
+    """On the host, scales u8[N, 4 G] of u8[N, K / 32]."""
+    width, count = scales.shape
+    held = np.zeros((width, -(-count // PARTS) * PARTS), np.uint8)
+    held[:, :count] = scales
+    return held
