@@ -41,6 +41,7 @@ from jspec.pallas_kernels.hopper import SWIZZLE, each
 TILE = 64  # inputs of a tile of weights, and half of its columns
 STAGES = 12  # tiles of 16 KiB on their way
 NUM_BLOCKS = 132  # of an H200's multiprocessors
+SCRATCH = 6144  # bytes of a reduction
 LANES = 128  # threads of a warpgroup
 CONSUMER, PRODUCER = 0, 1
 
@@ -150,7 +151,7 @@ def run_one(
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
     )(*operands)
     return rows, ids, weights
 
@@ -276,22 +277,29 @@ def _consume(
         """row @ the next `deep` tiles: f32[64, 128] of equal rows."""
 
         def accumulate(acc: Any) -> jax.Array:
-            def step(k: Any) -> None:
-                stage = lax.rem(first + k, shape.stages)
+            def left_of(k: Any) -> jax.Array:
                 part = plgpu.load(
                     row.at[pl.ds(k * TILE, TILE)],
                     layout=plgpu.Layout.WGMMA.reduce(0),
                     optimized=False,
                 )
-                left = plgpu.layout_cast(
+                return plgpu.layout_cast(
                     lax.broadcast_in_dim(part, (TILE, TILE), [1]), plgpu.Layout.WGMMA
                 )
-                plgpu.barrier_wait(full.at[stage])
-                plgpu.wgmma(acc, left, ring.at[stage].reshape(TILE, 2 * TILE))
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[stage])
 
-            each(0, deep, step)
+            def step(tiles: list[Any]) -> None:
+                lefts = [left_of(k) for k in tiles]
+                stages = [lax.rem(first + k, shape.stages) for k in tiles]
+                for left, stage in zip(lefts, stages, strict=True):
+                    plgpu.barrier_wait(full.at[stage])
+                    plgpu.wgmma(acc, left, ring.at[stage].reshape(TILE, 2 * TILE))
+                plgpu.wgmma_wait(0)
+                for stage in stages:
+                    plgpu.barrier_arrive(empty.at[stage])
+
+            each(0, deep // 2, lambda i: step([2 * i, 2 * i + 1]))
+            if deep % 2:
+                step([deep - 1])
             return acc[...]
 
         return pl.run_scoped(
