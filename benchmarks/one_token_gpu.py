@@ -40,7 +40,9 @@ def checked(name: str) -> dict[str, Any]:
     def run(in_one: bool) -> Any:
         kind = replace(tuning, in_one_launch=in_one)
         return jax.jit(
-            lambda x, p: few_gpu.mixture_of_sum(x, x, p["scale"], p, eps=EPS, spec=spec, tuning=kind)
+            lambda x, p: few_gpu.mixture_of_sum(
+                x, x, p["scale"], p, eps=EPS, spec=spec, tuning=kind
+            )
         )
 
     one, separate = run(True), run(False)

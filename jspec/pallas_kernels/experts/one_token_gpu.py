@@ -21,9 +21,9 @@ Rounded as few_gpu.py rounds.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,16 +34,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
-from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts import simt_gpu
 from jspec.pallas_kernels.hopper import SWIZZLE, each
 
-TILE = 64  # inputs of a tile of weights, and half of its columns
+TILE = 64  # inputs of a tile of weights
+WIDE = 128  # its columns: 256 bytes of a row, which memory gives faster than twice 128
 STAGES = 12  # tiles of 16 KiB on their way
 NUM_BLOCKS = 132  # of an H200's multiprocessors
-SCRATCH = 6144  # bytes of a reduction
 LANES = 128  # threads of a warpgroup
-CONSUMER, PRODUCER = 0, 1
+TILES_AT_ONCE = 4  # multiplied before any is given back
+PRODUCER = 1  # the second warpgroup; the first multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +56,32 @@ class _Shape:
     top_k: int
     routing: Routing
     gate: Gate
+    splits: int  # of the inputs of gate and up
     stages: int = STAGES
     blocks: int = NUM_BLOCKS
 
     @property
     def columns(self) -> int:
-        """Tiles of inner columns."""
-        return self.inner // TILE
+        """Tiles of 128 inner columns; the last may be half one."""
+        return -(-self.inner // WIDE)
 
     @property
     def out_columns(self) -> int:
         """Tiles of 128 output columns; the last may be half one."""
-        return -(-self.size // (2 * TILE))
+        return -(-self.size // WIDE)
 
     @property
     def gate_up_units(self) -> int:
-        return self.top_k * self.columns
+        return self.top_k * self.splits * self.columns
+
+    @property
+    def gate_up_deep(self) -> int:
+        """Tiles of gate, and of up, along the inputs of a unit."""
+        return self.size // TILE // self.splits
+
+    @property
+    def down_deep(self) -> int:
+        return self.inner // TILE
 
     @property
     def down_units(self) -> int:
@@ -80,6 +90,14 @@ class _Shape:
     def turns(self, units: int, block: Any) -> Any:
         """How many of the units, dealt out in turns, are this block's."""
         return (units - block + self.blocks - 1) // self.blocks
+
+
+def splits_of(size: int, inner: int, top_k: int) -> int:
+    """Into how many parts the inputs of gate and up are cut, so that the programs have about as
+    many tiles each: of those that divide them, up to 8, the one with the shortest longest."""
+    deep, units = size // TILE, top_k * -(-inner // WIDE)
+    fit = [splits for splits in range(1, 9) if deep % splits == 0]
+    return min(fit, key=lambda splits: -(-units * splits // NUM_BLOCKS) * (deep // splits))
 
 
 def problem(*, size: int, inner: int, num_experts: int, top_k: int) -> str | None:
@@ -109,13 +127,14 @@ def run_one(
     num_experts, inner, size = params["down"].shape
     if found := problem(size=size, inner=inner, num_experts=num_experts, top_k=spec.top_k):
         raise ValueError(f"the kernel of one token does not serve {found}")
-    shape = _Shape(size, inner, num_experts, spec.top_k, spec.routing, spec.gate)
+    splits = splits_of(size, inner, spec.top_k)
+    shape = _Shape(size, inner, num_experts, spec.top_k, spec.routing, spec.gate, splits)
     dtype = normed.dtype
     operands = [
         normed.reshape(-1),
         shares,
         counter,
-        params["gate_up"].reshape(num_experts * size, 2, inner),
+        params["gate_up"].reshape(num_experts * size, 2 * inner // TILE, TILE),
         params["down"].reshape(num_experts * inner, size // TILE, TILE),
     ]
     has_bias, has_router_bias = "gate_up_bias" in params, router_bias is not None
@@ -132,7 +151,7 @@ def run_one(
             jax.ShapeDtypeStruct((shape.top_k, size), dtype),
             jax.ShapeDtypeStruct((1, shape.top_k), jnp.int32),
             jax.ShapeDtypeStruct((1, shape.top_k), jnp.float32),
-            jax.ShapeDtypeStruct((shape.top_k, inner), dtype),
+            jax.ShapeDtypeStruct((shape.top_k, shape.splits, 2, shape.columns * WIDE), jnp.float32),
         ),
         scratch_types={
             "ring": plgpu.SMEM(
@@ -141,7 +160,8 @@ def run_one(
                 transforms=(plgpu.TilingTransform((8, 1, TILE)), plgpu.SwizzleTransform(SWIZZLE)),
             ),
             "row": plgpu.SMEM((longest,), dtype),
-            "table": plgpu.SMEM((3, LANES), jnp.float32),
+            "table": plgpu.SMEM((LANES,), jnp.int32),
+            "sums": plgpu.SMEM((2, LANES // 32), jnp.float32),
             "best": plgpu.SMEM((2, 16), jnp.int32),
             "full": plgpu.Barrier(num_arrivals=1, num_barriers=shape.stages),
             "empty": plgpu.Barrier(num_arrivals=1, num_barriers=shape.stages),
@@ -151,7 +171,7 @@ def run_one(
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands)
     return rows, ids, weights
 
@@ -160,11 +180,11 @@ def _body(shape: _Shape, has_bias: bool, has_router_bias: bool, *refs: Any, **sc
     normed, shares, counter, gate_up, down, *rest = refs
     bias = rest.pop(0) if has_bias else None
     router_bias = rest.pop(0) if has_router_bias else None
-    rows, ids, weights, inner = rest
+    rows, ids, weights, partials = rest
     lax.cond(
         lax.axis_index("warpgroup") == PRODUCER,
         lambda: _produce(shape, shares, router_bias, gate_up, down, ids, weights, **scratch),
-        lambda: _consume(shape, normed, counter, bias, rows, inner, **scratch),
+        lambda: _consume(shape, normed, counter, bias, rows, partials, **scratch),
     )
 
 
@@ -174,7 +194,7 @@ def _unit(shape: _Shape, turn: Any, *, down: bool) -> tuple[Any, Any]:
     block = lax.axis_index("block")
     first = shape.blocks - 1 - block if down else block
     unit = first + turn * shape.blocks
-    columns = shape.out_columns if down else shape.columns
+    columns = shape.out_columns if down else shape.splits * shape.columns
     return unit // columns, unit % columns
 
 
@@ -195,6 +215,7 @@ def _produce(
     *,
     ring: Any,
     table: Any,
+    sums: Any,
     best: Any,
     full: Any,
     empty: Any,
@@ -206,6 +227,7 @@ def _produce(
         shares,
         router_bias,
         table,
+        sums,
         best,
         ids,
         weights,
@@ -226,22 +248,26 @@ def _produce(
 
         plgpu.copy_gmem_to_smem(source, ring.at[stage], full.at[stage])
 
-    deep, deep_down = shape.size // TILE, shape.inner // TILE
+    deep, deep_down = shape.gate_up_deep, shape.down_deep
 
     def gate_up_unit(turn: Any) -> None:
-        pair, column = _unit(shape, turn, down=False)
-        start = best[0, pair] * shape.size
+        pair, place = _unit(shape, turn, down=False)
+        split, column = place // shape.columns, place % shape.columns
+        start = best[0, pair] * shape.size + split * deep * TILE
 
-        def tile(k: Any) -> None:
+        def tiles(k: Any) -> None:
             depth = pl.ds(start + k * TILE, TILE)
-            load(turn * deep + k, gate_up.at[depth, :, pl.ds(column * TILE, TILE)])
+            for half in range(2):
+                # The last tile may run on from gate into up: those sums are left alone.
+                group = half * (shape.inner // TILE) + 2 * column
+                load(2 * (turn * deep + k) + half, gate_up.at[depth, pl.ds(group, 2)])
 
-        each(0, deep, tile)
+        each(0, deep, tiles)
 
     def down_unit(turn: Any) -> None:
         pair, column = _unit(shape, turn, down=True)
         start = best[0, pair] * shape.inner
-        before = gate_up_turns * deep + turn * deep_down
+        before = 2 * gate_up_turns * deep + turn * deep_down
 
         def tile(k: Any) -> None:
             depth = pl.ds(start + k * TILE, TILE)
@@ -260,7 +286,7 @@ def _consume(
     counter: Any,
     bias: Any,
     rows: Any,
-    inner: Any,
+    partials: Any,
     *,
     ring: Any,
     row: Any,
@@ -271,85 +297,75 @@ def _consume(
     **_: Any,
 ) -> None:
     gate_up_turns, down_turns = _both_turns(shape)
-    dtype = rows.dtype
+    deep, deep_down = shape.gate_up_deep, shape.down_deep
 
-    def product(first: Any, deep: int) -> jax.Array:
-        """row @ the next `deep` tiles: f32[64, 128] of equal rows."""
-
-        def accumulate(acc: Any) -> jax.Array:
-            def left_of(k: Any) -> jax.Array:
-                part = plgpu.load(
-                    row.at[pl.ds(k * TILE, TILE)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                )
-                return plgpu.layout_cast(
-                    lax.broadcast_in_dim(part, (TILE, TILE), [1]), plgpu.Layout.WGMMA
-                )
-
-            def step(tiles: list[Any]) -> None:
-                lefts = [left_of(k) for k in tiles]
-                stages = [lax.rem(first + k, shape.stages) for k in tiles]
-                for left, stage in zip(lefts, stages, strict=True):
-                    plgpu.barrier_wait(full.at[stage])
-                    plgpu.wgmma(acc, left, ring.at[stage].reshape(TILE, 2 * TILE))
-                plgpu.wgmma_wait(0)
-                for stage in stages:
-                    plgpu.barrier_arrive(empty.at[stage])
-
-            each(0, deep // 2, lambda i: step([2 * i, 2 * i + 1]))
-            if deep % 2:
-                step([deep - 1])
-            return acc[...]
-
-        return pl.run_scoped(
-            accumulate, plgpu.WGMMAAccumulatorRef((TILE, 2 * TILE), jnp.float32)
+    def left_of(k: Any) -> jax.Array:
+        """64 inputs of the row, in 64 equal rows."""
+        part = plgpu.load(
+            row.at[pl.ds(k * TILE, TILE)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
         )
+        spread = lax.broadcast_in_dim(part, (TILE, TILE), [1])
+        return plgpu.layout_cast(spread, plgpu.Layout.WGMMA)
 
-    def halves(sums: jax.Array) -> list[jax.Array]:
-        """Both halves of the columns, of one row, rounded; in f32. The mean of 64 equal rows is
-        exact."""
-        parts = sums[:, :TILE], sums[:, TILE:]
-        means = (jnp.sum(part, axis=0) * (1 / TILE) for part in parts)
-        return [mean.astype(dtype).astype(jnp.float32) for mean in means]
+    def multiply(sums: list[Any], first: Any, k: Any, count: int) -> None:
+        """sums += inputs k, k + 1, ... @ their tiles, which come from `first` on in turns."""
+        lefts = [left_of(k + i) for i in range(count)]
+        stages = [lax.rem(first + i, shape.stages) for i in range(count * len(sums))]
+        for i, stage in enumerate(stages):
+            plgpu.barrier_wait(full.at[stage])
+            weights = ring.at[stage].reshape(TILE, WIDE)
+            plgpu.wgmma(sums[i % len(sums)], lefts[i // len(sums)], weights)
+        plgpu.wgmma_wait(0)
+        for stage in stages:
+            plgpu.barrier_arrive(empty.at[stage])
 
-    deep, deep_down = shape.size // TILE, shape.inner // TILE
+    def products(num: int, first: Any, k: Any, deep: int) -> tuple[jax.Array, ...]:
+        """The next num * deep tiles' products with the row from k on: num of f32[64, 128]."""
+
+        def accumulate(*sums: Any) -> tuple[jax.Array, ...]:
+            at_once = TILES_AT_ONCE // num
+
+            def step(i: Any) -> None:
+                multiply([*sums], first + num * at_once * i, k + at_once * i, at_once)
+
+            each(0, deep // at_once, step)
+            left = deep % at_once
+            if left:
+                multiply([*sums], first + num * (deep - left), k + deep - left, left)
+            return tuple(total[...] for total in sums)
+
+        kind = plgpu.WGMMAAccumulatorRef((TILE, WIDE), jnp.float32)
+        return pl.run_scoped(accumulate, *[kind] * num)
+
     simt_gpu.copy_row(normed, row, shape.size)
-    plgpu.barrier_wait(chosen)
 
     def gate_up_unit(turn: Any) -> None:
-        pair, column = _unit(shape, turn, down=False)
-        both = halves(product(turn * deep, deep))
-        if bias is not None:
-            expert = best[0, pair]
-            added = (
-                plgpu.load(
-                    bias.at[expert, pl.ds(start + column * TILE, TILE)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                )
-                for start in (0, shape.inner)
-            )
-            both = [
-                (x + b.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
-                for x, b in zip(both, added, strict=True)
-            ]
-        result = gated(both[0], both[1], gate=shape.gate).astype(dtype)
-        inner.at[pair, pl.ds(column * TILE, TILE)][...] = result
+        pair, place = _unit(shape, turn, down=False)
+        split, column = place // shape.columns, place % shape.columns
+        both = products(2, 2 * turn * deep, split * deep, deep)
+        for half, sums in enumerate(both):
+            columns = pl.ds(column * WIDE, WIDE)
+            simt_gpu.store_row(sums, partials.at[pair, split, half, columns])
 
     each(0, gate_up_turns, gate_up_unit)
     simt_gpu.arrive(counter)
+    plgpu.barrier_wait(chosen)
     simt_gpu.wait_for(counter, shape.blocks)
 
     def down_unit(turn: Any) -> None:
         pair, column = _unit(shape, turn, down=True)
-        simt_gpu.copy_row(inner.at[pair], row, shape.inner)
-        both = halves(product(gate_up_turns * deep + turn * deep_down, deep_down))
-        for half, values in enumerate(both):
-            start = column * 2 * TILE + half * TILE
+        its_bias = None if bias is None else bias.at[best[0, pair]]
+        gate_row = partial(simt_gpu.gate_row, inner=shape.inner, gate=shape.gate)
+        gate_row(partials.at[pair], its_bias, row)
+        first = 2 * gate_up_turns * deep + turn * deep_down
+        (sums,) = products(1, first, 0, deep_down)
+        rounded = sums.astype(rows.dtype)
+        for half in range(2):
+            start = column * WIDE + half * TILE
 
             @pl.when(start < shape.size)
-            def _(start: Any = start, values: Any = values) -> None:
-                rows.at[pair, pl.ds(start, TILE)][...] = values.astype(dtype)
+            def _(half: int = half, start: Any = start) -> None:
+                values = rounded[:, half * TILE : (half + 1) * TILE]
+                simt_gpu.store_row(values, rows.at[pair, pl.ds(start, TILE)])
 
     each(0, down_turns, down_unit)
