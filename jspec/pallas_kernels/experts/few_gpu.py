@@ -29,7 +29,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
-from jspec.pallas_kernels.experts import one_token_gpu
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, RANKED_IN_PLACE, ExpertsTuning
@@ -62,15 +61,10 @@ def mixture_of_sum(
     """
     router, experts = params["router"], params["experts"]
     _check(x.shape[0], experts["down"].shape, tuning)
-    total, normed, shares, counter = norm_and_score(
+    total, normed, shares = norm_and_score(
         x, delta, scale, router["kernel"], eps=eps, interpret=interpret
     )
     bias = router.get("bias")
-    if tuning.in_one_launch and x.shape[0] == 1 and not interpret:
-        rows, ids, weights = one_token_gpu.run_one(
-            normed, shares, counter, bias, experts, spec=spec
-        )
-        return total, Mixed(rows=rows, weights=weights, ids=ids, bias=experts.get("down_bias"))
     rule: dict[str, Any] = {"top_k": spec.top_k, "routing": spec.routing, "interpret": interpret}
     how: dict[str, Any] = {"gate": spec.gate, "tuning": tuning}
     if x.shape[0] == 1 and spec.num_experts <= RANKED_IN_PLACE:

@@ -12,7 +12,7 @@ beside the arguments. Hence the kernels serve prompts, too, in larger blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jspec.pallas_kernels.experts.blocks import num_blocks
 from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
@@ -42,7 +42,6 @@ class ExpertsTuning:
     num_warps: int = 4
     num_stages: int = 4
     down_stages: int = 0
-    in_one_launch: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -119,9 +118,7 @@ def choose_few(num_tokens: int, *, num_experts: int, size: int, inner: int) -> E
     wide, deep = _largest(size, most=64), _largest(inner, most=64)
     widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
     found = FEW.get((size, inner), widest)
-    if num_tokens > 1:
-        return found
-    return replace(FEW_ONE_TOKEN.get((size, inner), found), in_one_launch=True)
+    return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
 
 
 def _largest(length: int, *, most: int) -> int:

@@ -41,29 +41,27 @@ def norm_and_score(
     *,
     eps: float,
     interpret: bool = False,
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"], Int[Array, "1"]]:
-    """(x + delta, the RMSNorm of that sum times scale, shares of the router's logits in f32, 0).
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"]]:
+    """(x + delta, the RMSNorm of that sum times scale, shares of the router's logits in f32).
 
-    The logits, without a bias, are the sum of the S shares. T > 0. The 0 is a counter for
-    one_token_gpu, which would else need a launch of its own to be cleared.
+    The logits, without a bias, are the sum of the S shares. T > 0.
     """
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     num_shares = pl.cdiv(size, SLICE)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    out: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = pl.pallas_call(
+    total, normed, shares = pl.pallas_call(
         functools.partial(_norm_and_score, eps=eps, width=pl.next_power_of_2(size)),
         grid=(num_tokens, pl.cdiv(num_experts, TILE), num_shares),
         out_shape=(
             row,
             row,
             jax.ShapeDtypeStruct((num_shares, num_tokens, num_experts), jnp.float32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="experts_score",
     )(x, delta, scale, router)
-    return out
+    return total, normed, shares
 
 
 def _norm_and_score(
@@ -74,7 +72,6 @@ def _norm_and_score(
     total_ref: Any,
     normed_ref: Any,
     shares_ref: Any,
-    counter_ref: Any,
     *,
     eps: float,
     width: int,
@@ -106,10 +103,6 @@ def _norm_and_score(
     def _() -> None:
         plt.store(total_ref.at[token, at], total, mask=inside)
         plt.store(normed_ref.at[token, at], normed, mask=inside)
-
-    @pl.when((token == 0) & (tile == 0) & (share == 0))
-    def _() -> None:
-        plt.store(counter_ref.at[token * 0], jnp.int32(0))
 
     products = normed.astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
     plt.store(shares_ref.at[share, token, expert], jnp.sum(products, axis=0), mask=is_expert)
