@@ -36,18 +36,21 @@ class EngineArgs:
 
     model_path: str | None = argument(
         None,
-        "Directory of the target; unset: the bundled pair",
+        "Directory of the target, gs://bucket/path, or org/name[@revision] of Hugging Face's hub; "
+        "unset: the bundled pair",
         _MODEL,
         aliases=("--model",),
         is_local=True,
         is_model=True,
+        is_fetched=True,
     )
     tokenizer_path: str | None = argument(
         None,
-        "Directory of the tokenizer; unset: the target's",
+        "Where the tokenizer is, likewise; unset: the target's",
         _MODEL,
         is_local=True,
         is_model=True,
+        is_fetched=True,
     )
     dtype: str = argument(
         "auto",
@@ -121,6 +124,7 @@ class EngineArgs:
         aliases=("--speculative-draft-model",),
         is_local=True,
         is_model=True,
+        is_fetched=True,
     )
     speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
     speculative_eagle_topk: int | None = argument(
