@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,20 +78,25 @@ def check_template(settings: Settings) -> None:
         )
 
 
-@dataclass(kw_only=True)
 class Chat:
     """One conversation. It owns the messages; the engine keeps their KV in its prefix cache.
 
     sampling: a turn's sampling parameters, asked for at each turn.
     """
 
-    engine: Engine
-    sampling: Callable[[], Mapping[str, Any]]
-    painter: Painter
-    out: Screen
-    notes: Screen
-    system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        sampling: Callable[[], Mapping[str, Any]],
+        painter: Painter,
+        out: Screen,
+        notes: Screen,
+        system: str | None = None,
+    ) -> None:
+        self.engine, self.sampling, self.system = engine, sampling, system
+        self.painter, self.out, self.notes = painter, out, notes
+        self.messages: list[dict[str, str]] = []
 
     def run(self, read: Callable[[], str]) -> None:
         """Turns until /quit or the end of what is read. read: raises EOFError there."""
