@@ -225,7 +225,7 @@ def test_the_bundled_template_shows_tools_and_its_calls_can_be_parsed() -> None:
     assert plain is not None
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"function": {"name": "add", "arguments": {"a": 1}}, "id": "c", "type": "function"}
-    said = [
+    said: list[dict[str, Any]] = [
         *MESSAGES,
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "c"},

@@ -58,7 +58,7 @@ async function* events(body) {
 }
 function whyEnded(finish) {
   if (!finish) return ["broken off", "the stream ended without saying why"];
-  if (finish.type === "length") return ["cut", "after " + finish.length + " tokens, as many as were asked for or fit"];
+  if (finish.type === "length") return ["length reached", finish.length + " tokens"];
   if (finish.type === "abort") return ["aborted", finish.message || "by the server"];
   if (typeof finish.matched === "string") return ["stopped", "at " + JSON.stringify(finish.matched)];
   return ["ended by itself", "with its end-of-text token"];
