@@ -17,11 +17,12 @@ from jspec.cli_chat import run_chat
 from jspec.cli_convert import run_convert
 from jspec.cli_doctor import run_doctor
 from jspec.cli_generate import run_generate
+from jspec.cli_info import run_info
 from jspec.cli_verify import run_verify
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.engine.device_memory import share_for_server
 from jspec.engine.interrupts import interruptible
-from jspec.server.flags import FlagParser, add_flags, markdown_table, parse_flags
+from jspec.server.flags import FlagParser, add_flags, markdown_table, named_model, parse_flags
 
 USAGE = """usage: jspec COMMAND [flags]
 
@@ -30,6 +31,7 @@ USAGE = """usage: jspec COMMAND [flags]
   chat        a conversation in the terminal; jspec chat --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   bench       plain and speculative speed side by side, or a server under load; jspec bench --help
+  info        what a model is and what serving it takes; jspec info DIR
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   verify      replay prompts with and without speculation; jspec verify --help
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chat": run_chat,
         "batch": run_batch_command,
         "bench": run_bench,
+        "info": run_info,
         "convert": run_convert,
         "train-draft": run_train_draft,
         "verify": run_verify,
@@ -107,19 +110,6 @@ def run_serve(argv: Sequence[str]) -> int:
 
     serve(settings)
     return 0
-
-
-def named_model(argv: Sequence[str]) -> Sequence[str]:
-    """A first word that is no flag is the model, as vLLM's users write it.
-
-    In:  DIR --port 0    Out: --model-path DIR --port 0
-    """
-    if not argv or argv[0].startswith("-"):
-        return argv
-    for word in argv[1:]:
-        if word.split("=", 1)[0] in ("--model-path", "--model"):
-            raise ConfigError(f"the model is {argv[0]!r} and {word!r}; expected one of them")
-    return ["--model-path", *argv]
 
 
 def run_train_draft(argv: Sequence[str]) -> int:

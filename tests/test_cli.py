@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from jspec.api import Engine
-from jspec.cli import main, named_model
+from jspec.cli import main
 from jspec.cli_chat import Chat
 from jspec.cli_generate import generate, read_prompt
 from jspec.cli_terminal import (
@@ -36,6 +36,7 @@ from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.loading import BUNDLED
 from jspec.models.checkpoint import load_sampling_defaults
+from jspec.server.flags import named_model
 from jspec.server.serve import log_progress
 from jspec.server.spec_tokens import SpecToken
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
@@ -299,6 +300,26 @@ def test_a_chat_needs_a_template_before_anything_loads(
     (bare / "config.json").write_text((pair.target_path / "config.json").read_text())
     assert main(["chat", "--model-path", str(bare)]) == 2
     assert "bare' has no chat template (chat_template.jinja" in capsys.readouterr().err
+
+
+def test_info_tells_a_model_by_its_files_alone(
+    pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    said = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())
+    assert said["model"] == str(BUNDLED / "target")
+    held = 7_836_416 + 256 * 4096  # lm_head, which the file has as the embedding alone
+    assert said["weights held"].startswith(f"{held:,} numbers: 0.02 GiB in bfloat16")
+    assert said["drafts"] == "EAGLE3 3/1/4"
+    assert said["sampling"] == "temperature 0.7"
+    assert said["chat template"] == "chat_template.jinja, with tools"
+    assert said["on disk"] == "83 tensors (83 BF16)"
+    draft = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path"]
+    assert main(["info", str(pair.target_path), *draft, str(pair.draft_path), "--tp", "2"]) == 0
+    assert " GiB a device" in capsys.readouterr().out
+    assert main(["info", str(pair.target_path), *draft, str(pair.target_path)]) in (1, 2)
+    assert str(pair.target_path) in capsys.readouterr().err
 
 
 def test_what_generate_is_asked_is_what_it_samples_with() -> None:

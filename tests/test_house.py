@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "cli_chat": 11,
     "cli_doctor": 11,
     "cli_generate": 11,
+    "cli_info": 11,
     "cli": 12,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jspec.cli import main, named_model
-from jspec.server.flags import FlagParser, add_flags, parse_flags
+from jspec.cli import main
+from jspec.server.flags import FlagParser, add_flags, named_model, parse_flags
 from jspec.server.schemas import parse_generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def test_each_guide_has_commands_that_are_looked_at() -> None:
     for page in (*GUIDES, ROOT / "README.md", ROOT / "docs" / "server.md"):
         assert any(of == page for of, _ in COMMANDS), page
     of_tpu = [words[0] for page, words in COMMANDS if page.name == "tpu_vm.md"]
-    assert of_tpu == ["generate", "serve", "serve", "bench", "verify"]
+    assert of_tpu == ["generate", "info", "serve", "serve", "bench", "verify"]
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=name_of)
