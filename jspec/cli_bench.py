@@ -121,6 +121,15 @@ def make_parser() -> FlagParser:
         "pair, or --model-path), or a server under load (--base-url).",
         epilog="Docs: docs/bench.md. The other flags are those of jspec serve, for the engine.",
     )
+    _add_load(parser)
+    _add_prompts(parser)
+    _add_server(parser)
+    _add_output(parser)
+    add_flags(parser, groups=ENGINE_GROUPS)
+    return parser
+
+
+def _add_load(parser: FlagParser) -> None:
     load = parser.add_argument_group("Load")
     load.add_argument("--num-prompts", type=int, default=8, help="Requests a run (8)")
     load.add_argument("--repeats", type=int, default=3, help="Runs of each; medians count (3)")
@@ -139,6 +148,9 @@ def make_parser() -> FlagParser:
     load.add_argument(
         "--disable-ignore-eos", action="store_true", help="Answers may end by themselves"
     )
+
+
+def _add_prompts(parser: FlagParser) -> None:
     prompts = parser.add_argument_group("Prompts")
     prompts.add_argument(
         "--dataset-name",
@@ -167,6 +179,9 @@ def make_parser() -> FlagParser:
     prompts.add_argument(
         "--vocab-size", type=int, help="Random ids are below it; of a server unset: words"
     )
+
+
+def _add_server(parser: FlagParser) -> None:
     server = parser.add_argument_group("A server")
     server.add_argument("--base-url", help="http://HOST:PORT of a server that runs")
     server.add_argument(
@@ -177,13 +192,14 @@ def make_parser() -> FlagParser:
         "--api-key", dest="bearer", default=os.environ.get("OPENAI_API_KEY"), help="Its key"
     )
     server.add_argument("--flush-cache", action="store_true", help="/flush_cache before each run")
+
+
+def _add_output(parser: FlagParser) -> None:
     output = parser.add_argument_group("Output")
     output.add_argument("--output-file", type=Path, help="Everything as JSON")
     output.add_argument("--plot", type=Path, help="A picture (.png, .svg, .pdf); needs matplotlib")
     output.add_argument("--trace", type=Path, help="When what happened, for ui.perfetto.dev")
     output.add_argument("--mode", default="both", choices=MODES, help="What to run offline (both)")
-    add_flags(parser, groups=ENGINE_GROUPS)
-    return parser
 
 
 def settings_of(options: argparse.Namespace) -> BenchSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import os
@@ -19,25 +20,28 @@ import httpx
 import pytest
 
 from jspec.api import Engine
-from jspec.cli import (
+from jspec.cli import main
+from jspec.cli_chat import Chat
+from jspec.cli_generate import generate, read_prompt
+from jspec.cli_terminal import (
     Painter,
     Style,
     Summary,
+    add_sampling_flags,
     choose_style,
-    generate,
-    main,
-    named_model,
     one_stream,
-    read_prompt,
+    sampling_asked,
 )
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
 from jspec.engine.loading import BUNDLED
 from jspec.models.checkpoint import load_sampling_defaults
+from jspec.server.flags import named_model
 from jspec.server.serve import log_progress
 from jspec.server.spec_tokens import SpecToken
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
 ROOT = Path(__file__).resolve().parents[1]
 OWN, DRAFT = SpecToken(text="a", accepted=False), SpecToken(text="b", accepted=True)
 
@@ -51,7 +55,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
+    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
+    (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
+    return pair
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,10 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["generate", "x", "--model-path="], "model_path is ''; expected a directory"),
         (["generate", "x", "--max-new-tokens=-1"], "max_new_tokens is -1"),
         (["generate", "x", "--port", "1"], "unknown flag '--port'"),
-        (["generate", "x", "--top-p", "1"], "jspec generate --help lists the flags"),
+        (["generate", "x", "--regex", "1"], "jspec generate --help lists the flags"),
+        (["generate", "x", "--top-p", "2"], "top_p is 2; expected"),
+        (["chat", "--top-k", "-2"], "top_k is -2; expected"),
+        (["chat", "hello"], "unexpected argument 'hello'"),
         (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
         (["serve", "d", "y"], "unexpected argument 'y'; expected flags\n"),
         (["generate", "x", "--seed", str(2**64)], "sampling_seed is 18446744073709551616"),
@@ -217,6 +226,117 @@ def test_generate_streams_marks_and_sums_up(engine: Engine) -> None:
         str(summary),
     )
     assert engine.is_closed
+
+
+class Talk:
+    """What somebody types into a chat, line by line; an exception is raised in its place."""
+
+    def __init__(self, *lines: str | type[BaseException]) -> None:
+        self._lines = iter(lines)
+
+    def __call__(self) -> str:
+        line = next(self._lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+class Interrupted(io.StringIO):
+    """Ctrl-C is pressed when so many characters are there; once."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after: int | None = after
+
+    def write(self, text: str, /) -> int:
+        written = super().write(text)
+        if self._after is not None and len(self.getvalue()) > self._after:
+            self._after = None
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_a_chat_remembers_forgets_and_outlives_what_is_stopped(engine: Engine) -> None:
+    sampling = {"sampling_seed": 3, "max_new_tokens": 24, "ignore_eos": True, "top_k": 8}
+    out, notes = io.StringIO(), io.StringIO()
+    chat = Chat(
+        engine=engine,
+        sampling=lambda: sampling,
+        painter=Painter(Style.NONE),
+        out=out,
+        notes=notes,
+        system="short",
+    )
+    chat.run(Talk("one", "", KeyboardInterrupt, "two", "/help", "/wat"))
+    roles = [message["role"] for message in chat.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    for end in (2, 4):  # each answer is that of all that was said before it
+        answer = engine.chat(chat.messages[:end], sampling)
+        assert answer["text"] == chat.messages[end]["content"]
+        assert f"{answer['text']}\n" in out.getvalue()
+    assert "unknown command '/wat': /reset forgets" in notes.getvalue()
+    assert notes.getvalue().count("24 tokens in ") == 2
+    chat.run(Talk("/reset", "x " * 20000, "/quit", "never read"))
+    assert chat.messages == []
+    assert "the message is left out (/reset forgets" in notes.getvalue()
+
+    chat.out = screen = Interrupted(after=40)
+    sampling |= {"max_new_tokens": 12000}
+    chat.run(Talk("three", "/quit"))
+    stopped = chat.messages[-1]
+    assert (stopped["role"], stopped["content"] + "\n") == ("assistant", screen.getvalue())
+    assert 40 < len(stopped["content"]) < 4000
+    assert "stopped; what was written stays" in notes.getvalue()
+    sampling |= {"max_new_tokens": 8}
+    chat.run(Talk("four"))
+    assert len(chat.messages) == 5
+
+
+def test_a_chat_needs_a_template_before_anything_loads(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((pair.target_path / "config.json").read_text())
+    assert main(["chat", "--model-path", str(bare)]) == 2
+    assert "bare' has no chat template (chat_template.jinja" in capsys.readouterr().err
+
+
+def test_info_tells_a_model_by_its_files_alone(
+    pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    said = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())
+    assert said["model"] == str(BUNDLED / "target")
+    held = 7_836_416 + 256 * 4096  # lm_head, which the file has as the embedding alone
+    assert said["weights held"].startswith(f"{held:,} numbers: 0.02 GiB in bfloat16")
+    assert said["drafts"] == "EAGLE3 3/1/4"
+    assert said["sampling"] == "temperature 0.7"
+    assert said["chat template"] == "chat_template.jinja, with tools"
+    assert said["on disk"] == "83 tensors (83 BF16)"
+    draft = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path"]
+    assert main(["info", str(pair.target_path), *draft, str(pair.draft_path), "--tp", "2"]) == 0
+    assert " GiB a device" in capsys.readouterr().out
+    assert main(["info", str(pair.target_path), *draft, str(pair.target_path)]) in (1, 2)
+    assert str(pair.target_path) in capsys.readouterr().err
+
+
+def test_what_generate_is_asked_is_what_it_samples_with() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_flags(parser, most_tokens="128")
+    words = "--top-p .9 --top-k 5 --min-p .1 --stop a --stop bc --seed 4 --max-new-tokens 7"
+    asked = sampling_asked(parser.parse_args([*words.split(), "--temperature", "0.5"]))
+    assert SamplingParams.from_mapping(asked) == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        stop=("a", "bc"),
+        sampling_seed=4,
+        max_new_tokens=7,
+    )
+    assert set(sampling_asked(parser.parse_args([])).values()) == {None}
 
 
 def read_until(stream: IO[str] | None, text: str) -> str:

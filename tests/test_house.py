@@ -38,7 +38,11 @@ FLOORS: dict[str, int] = {
     "cli_convert": 10,
     "cli_train_draft": 10,
     "cli_verify": 10,
+    "cli_terminal": 10,
+    "cli_chat": 11,
     "cli_doctor": 11,
+    "cli_generate": 11,
+    "cli_info": 11,
     "cli": 12,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them

@@ -37,7 +37,8 @@ class Argument:
     choices: all its values. translated: values of the flag that mean another one.
     low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
         where the bounds say it badly.
-    is_local: it names something on this machine; is_model: a directory, which "" cannot be.
+    is_local: it names something on this machine; is_model: a directory, which "" cannot be;
+    is_fetched: gs:// is fetched (engine/remote_checkpoints).
     shorthands: flags that set it without a value.
     """
 
@@ -52,6 +53,7 @@ class Argument:
     expected: str = ""
     is_local: bool = False
     is_model: bool = False
+    is_fetched: bool = False
     shorthands: tuple[Shorthand, ...] = ()
 
 
@@ -85,11 +87,13 @@ def check_arguments(given: Any) -> None:
 def _check(name: str, value: object, kind: str, says: Argument) -> None:
     if says.is_model and not (isinstance(value, str | os.PathLike) and str(value).strip()):
         raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
-    if says.is_local and _SCHEME.match(str(value)):
+    is_fetched = says.is_fetched and str(value).startswith("gs://")
+    if says.is_local and not is_fetched and _SCHEME.match(str(value)):
         # A directory's name is taken as it is: gs://b/c would be a directory called `gs:`.
+        other = ", gs://bucket/path, or org/name of Hugging Face's hub" * says.is_fetched
         raise ConfigError(
-            f"{name} is {value!r}; expected a directory of this machine: remote paths are not "
-            "read, so copy it here first, or mount it and name the mount"
+            f"{name} is {value!r}; expected a directory of this machine{other}: such remote paths "
+            "are not read, so copy it here first, or mount it and name the mount"
         )
     if says.choices and value not in says.choices:
         raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")

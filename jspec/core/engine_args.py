@@ -19,6 +19,7 @@ from jspec.core.errors import ConfigError
 DEFAULT_SPEC = (3, 1, 4)
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
+_CHECKPOINT = {"is_local": True, "is_model": True, "is_fetched": True}
 _SGLANG_ATTENTION = (
     *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
     *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
@@ -36,18 +37,17 @@ class EngineArgs:
 
     model_path: str | None = argument(
         None,
-        "Directory of the target; unset: the bundled pair",
+        "Directory of the target, gs://bucket/path, or org/name[@revision] of Hugging Face's hub; "
+        "unset: the bundled pair",
         _MODEL,
         aliases=("--model",),
-        is_local=True,
-        is_model=True,
+        **_CHECKPOINT,
     )
     tokenizer_path: str | None = argument(
         None,
-        "Directory of the tokenizer; unset: the target's",
+        "Where the tokenizer is, likewise; unset: the target's",
         _MODEL,
-        is_local=True,
-        is_model=True,
+        **_CHECKPOINT,
     )
     dtype: str = argument(
         "auto",
@@ -119,8 +119,7 @@ class EngineArgs:
         "EAGLE, EAGLE3 and NEXTN",
         _SPECULATION,
         aliases=("--speculative-draft-model",),
-        is_local=True,
-        is_model=True,
+        **_CHECKPOINT,
     )
     speculative_num_steps: int | None = argument(None, "S: draft levels (3)", _SPECULATION, low=1)
     speculative_eagle_topk: int | None = argument(

@@ -19,11 +19,12 @@ from jax.typing import DTypeLike
 from jspec.core import sharding
 from jspec.core.config import Algorithm
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.errors import ConfigError
 from jspec.core.model_spec import DenseSpec, ModelSpec, MoESpec
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.device_memory import check_weights_fit
 from jspec.engine.dummy_weights import dummy_params
+from jspec.engine.remote_checkpoints import local_directories
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weight_stream import put_on, stream
 from jspec.layers.linear import Shard
@@ -67,28 +68,26 @@ class LoadedModels:
 
 
 def resolve_paths(args: EngineArgs) -> ModelPaths:
-    """Where the checkpoints are. Raises CheckpointError for a directory that does not exist."""
-    named = args.speculative_draft_model_path
-    if args.bundled_draft is not None:
-        named = str(BUNDLED / args.bundled_draft)
-    target = BUNDLED / "target" if args.model_path is None else Path(args.model_path)
-    draft = None if named is None else Path(named)
-    tokenizer = Path(args.tokenizer_path) if args.tokenizer_path is not None else target
-    has_draft = args.algorithm.drafting.has_model
-    if draft is None and args.algorithm.drafting.in_target:
-        draft = target
-    paths = ModelPaths(target=target, tokenizer=tokenizer, draft=draft if has_draft else None)
-    for name, path in (
-        ("model_path", paths.target),
-        ("tokenizer_path", paths.tokenizer),
-        ("speculative_draft_model_path", paths.draft),
-    ):
-        if path is not None and not path.is_dir():
-            raise CheckpointError(
-                f"{name} is {str(path)!r}; expected a directory with a checkpoint in Hugging "
-                f"Face's layout (config.json, model.safetensors, tokenizer.json)"
-            )
-    return paths
+    """Where the checkpoints are, fetched if they are elsewhere (remote_checkpoints).
+
+    Raises CheckpointError for what is no checkpoint's place.
+    """
+    drafting, bundled = args.algorithm.drafting, args.bundled_draft
+    asked = {"model_path": args.model_path, "tokenizer_path": args.tokenizer_path}
+    if drafting.has_model and bundled is None:
+        asked["speculative_draft_model_path"] = args.speculative_draft_model_path
+    found = local_directories({name: str(value) for name, value in asked.items() if value})
+    target = found.get("model_path", BUNDLED / "target")
+    draft = found.get("speculative_draft_model_path")
+    if bundled is not None:
+        draft = BUNDLED / bundled
+    elif drafting.in_target:
+        draft = draft or target
+    return ModelPaths(
+        target=target,
+        tokenizer=found.get("tokenizer_path", target),
+        draft=draft if drafting.has_model else None,
+    )
 
 
 def load_models(

@@ -34,7 +34,7 @@ from jspec.server.http import (
 )
 from jspec.server.openai_endpoints import OpenAIEndpoints
 from jspec.server.origins import OriginGuard
-from jspec.server.page import CONTENT_SECURITY_POLICY, PAGE
+from jspec.server.page import CONTENT_SECURITY_POLICY, page
 from jspec.server.responses_endpoints import ResponsesEndpoints
 from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
 from jspec.server.score_endpoint import ScoreEndpoint
@@ -159,7 +159,7 @@ class Endpoints:
 
     async def page(self, _: Request) -> Response:
         """GET /: the page that shows drafts being accepted."""
-        return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+        return HTMLResponse(page(), headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json: this document."""

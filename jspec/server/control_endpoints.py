@@ -6,6 +6,7 @@ Names and fields are SGLang's and vLLM's.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -103,8 +104,9 @@ class ControlEndpoints:
             if not 0 <= token_id < 2**31:
                 raise RequestError(f"tokens holds {shorten(token_id)}; expected token ids")
         skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
-        tokenizer = self.service.engine.tokenizer
-        texts = [tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
+        decode = partial(self.service.engine.tokenizer.decode_all, skip_special_tokens=skips)
+        is_long = sum(map(len, rows)) > INLINE_CHARS  # an id has a character at least, or nearly
+        texts = await asyncio.to_thread(decode, rows) if is_long else decode(rows)
         text = texts if is_list else texts[0]
         return JSONResponse({"text": text, "prompt": text})
 

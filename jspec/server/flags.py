@@ -97,6 +97,19 @@ def parse_flags(
     return namespace, make_settings(values, warnings=warnings)
 
 
+def named_model(argv: Sequence[str]) -> Sequence[str]:
+    """A first word that is no flag is the model, as vLLM's users write it.
+
+    In:  DIR --port 0    Out: --model-path DIR --port 0
+    """
+    if not argv or argv[0].startswith("-"):
+        return argv
+    for word in argv[1:]:
+        if word.split("=", 1)[0] in ("--model-path", "--model"):
+            raise ConfigError(f"the model is {argv[0]!r} and {word!r}; expected one of them")
+    return ["--model-path", *argv]
+
+
 def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if not word.startswith("--"):
         takes_prompt = any(not action.option_strings for action in parser._actions)

@@ -16,13 +16,18 @@ from jspec.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecToken:
-    """A piece of text and whether it came from an accepted draft token."""
+    """A piece of text and whether it came from an accepted draft token.
+
+    step: which verification of its sequence emitted the token, from 1; 0: none did (a prompt's
+    first token, and all where nothing is drafted).
+    """
 
     text: str
     accepted: bool
+    step: int = 0
 
-    def to_json(self) -> dict[str, str | bool]:
-        return {"text": self.text, "accepted": self.accepted}
+    def to_json(self) -> dict[str, str | bool | int]:
+        return {"text": self.text, "accepted": self.accepted, "step": self.step}
 
 
 class SpecTokenTracker:
@@ -38,7 +43,8 @@ class SpecTokenTracker:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._queued: deque[tuple[int, bool]] = deque()  # (number of characters, accepted)
+        # (number of characters, accepted, step)
+        self._queued: deque[tuple[int, bool, int]] = deque()
 
     def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
         """The pieces of the chunk's text, in order; none is empty."""
@@ -50,22 +56,24 @@ class SpecTokenTracker:
             and isinstance(finish.matched, int)
         )
         ids = chunk.new_ids[:-1] if is_stop_id else chunk.new_ids
+        step = chunk.counters.verify_ct
         for index, token_id in enumerate(ids):
             text = self._detokenizer.push(token_id)
-            self._queued.append((len(text), index < chunk.num_accepted))
+            self._queued.append((len(text), index < chunk.num_accepted, step))
         if finish is not None:
-            self._queued.append((len(self._detokenizer.flush()), False))
+            self._queued.append((len(self._detokenizer.flush()), False, step))
         return self._take(chunk.text)
 
     def _take(self, text: str) -> tuple[SpecToken, ...]:
         pieces: list[SpecToken] = []
         begin = 0
         while begin < len(text):
-            num_chars, accepted = self._queued.popleft() if self._queued else (len(text), False)
+            known = self._queued.popleft() if self._queued else (len(text), False, 0)
+            num_chars, accepted, step = known
             end = min(begin + num_chars, len(text))
             if end > begin:
-                pieces.append(SpecToken(text=text[begin:end], accepted=accepted))
+                pieces.append(SpecToken(text=text[begin:end], accepted=accepted, step=step))
             if begin + num_chars > end:
-                self._queued.appendleft((begin + num_chars - end, accepted))
+                self._queued.appendleft((begin + num_chars - end, accepted, step))
             begin = end
         return tuple(pieces)

@@ -160,6 +160,14 @@ class Tokenizer:
         """The text of ids. An id without a token yields nothing, invalid UTF-8 yields U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def decode_all(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """As `decode` for each row; other Python threads run meanwhile."""
+        return self.backend.decode_batch(
+            [list(ids) for ids in rows], skip_special_tokens=skip_special_tokens
+        )
+
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves this id out by default."""
         return token_id in self.special_ids

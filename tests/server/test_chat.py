@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from jspec.api import Engine
 from jspec.core.errors import RequestError
 from jspec.server.chat_schemas import CHAT_FIELDS, NEUTRAL_CHAT, parse_chat
 from jspec.server.service import INLINE_CHARS
+from jspec.text.calls.events import CallBegin
+from jspec.text.calls.registry import CALL_FORMATS
 
 from .helpers import events_of
 
@@ -212,3 +215,26 @@ def test_the_bundled_pair_has_a_plain_template() -> None:
     plain = ChatTemplate.find(BUNDLED / "target", named=None)
     assert plain is not None
     assert plain.render([*MESSAGES, {"role": "assistant", "content": "x"}]) == "Be brief.\nHi\nx"
+
+
+def test_the_bundled_template_shows_tools_and_its_calls_can_be_parsed() -> None:
+    from jspec.engine.loading import BUNDLED
+    from jspec.text.chat_template import ChatTemplate
+
+    plain = ChatTemplate.find(BUNDLED / "target", named=None)
+    assert plain is not None
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}, "id": "c", "type": "function"}
+    said: list[dict[str, Any]] = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]
+    text = plain.render(said, tools=[tool])
+    first, *rest = text.split("\n")
+    assert json.loads(first.removeprefix("# tool ")) == tool["function"]
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert rest == ["Be brief.", "Hi", written, "3"]
+    parser = CALL_FORMATS["qwen"].parser(["add"])
+    events = [*parser.push(written), *parser.flush()]
+    assert [event.name for event in events if isinstance(event, CallBegin)] == ["add"]

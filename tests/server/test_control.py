@@ -46,6 +46,9 @@ def test_detokenize(client: httpx.Client, engine: Engine) -> None:
     assert answer == {"text": "def é(", "prompt": "def é("}
     body = {"tokens": [ids, [65]], "skip_special_tokens": False}
     assert client.post("/detokenize", json=body).json()["text"][0] == "def é(<|endoftext|>"
+    many = ids * 4000  # decoded in a thread
+    texts = client.post("/detokenize", json={"tokens": [many, ids]}).json()["text"]
+    assert texts == ["def é(" * 4000, "def é("]
     for tokens in (None, "x", [-1], [2**31], [[1], 2]):
         response = client.post("/detokenize", json={"tokens": tokens})
         assert response.status_code == 400

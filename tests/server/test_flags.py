@@ -143,6 +143,10 @@ def test_server_flags() -> None:
         (("--model-pat", "x"), "did you mean '--model-path'"),
         (("word",), "unexpected argument 'word'"),
         (("--max-num-seqs", "4"), "unknown flag '--max-num-seqs': write --max-running-requests"),
+        (("--gpu-memory-utilization=0.9",), "write --mem-fraction-static"),
+        (("--num-speculative-tokens", "3"), "write --speculative-num-steps"),
+        (("--speculative-config", "{}"), "write --speculative-algorithm and its flags"),
+        (("--max-model-len", "4096"), "write --context-length"),
         (("--enforce-eager",), "leave it out: every step is a compiled program"),
         (("--stop", "x"), "unknown flag '--stop': stop is set by each request; test --help"),
         (("--port", "high"), "--port: invalid int value: 'high'"),
@@ -270,3 +274,8 @@ def test_what_is_said_instead_of_another_servers_flag_is_there() -> None:
         assert theirs not in {name for flag in FLAGS for name in flag.names}
         for word in re.findall(r"--[a-z-]+", ours):
             assert word in known | {"--help"}, f"{theirs}: {word}"
+
+
+def test_names_of_peers_that_are_jspec_s_own_are_taken() -> None:
+    settings = parse("--tensor-parallel-size", "2", "--served-model-name", "x", "--model", "m")
+    assert (settings.engine["tp_size"], settings.server.served_model_name) == (2, "x")

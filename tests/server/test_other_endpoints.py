@@ -15,7 +15,7 @@ from jspec.core.request import SpecCounters
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.app import create_app
 from jspec.server.metrics import RateMeter
-from jspec.server.page import PAGE
+from jspec.server.page import page
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
 
@@ -288,10 +288,10 @@ def test_flush_cache_empties_what_is_cached(client: httpx.Client, method: str) -
 
 def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:
     response = client.get("/")
-    assert response.text == PAGE
+    assert response.text == page()
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
-    assert not re.search(r"(src|href)=\"(?!data:)|https?://|@import|url\(", PAGE)
+    assert not re.search(r"(src|href)=\"(?!data:)|https?://|@import|url\(", page())
 
 
 def test_what_is_not_served(client: httpx.Client) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tokenizers import decoders, processors
 from jspec.core.errors import CheckpointError, RequestError
 from jspec.text.tokenizer import BosRule, DecoderKind, Tokenizer, is_byte_token
 
+BUNDLED = Path(__file__).resolve().parents[2] / "jspec" / "bundled" / "target"
 TEXT = "def f(x):\n    return '你好 🙂'  # größer\n"
 
 
@@ -230,3 +233,26 @@ def test_brackets_without_end_are_an_error(
     (tmp_path / name).write_text('{"model": ' + "[" * 200_000)
     with pytest.raises(CheckpointError, match=name):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_long_rows_are_decoded_while_other_threads_run() -> None:
+    """One `decode` of as many ids keeps the interpreter's lock to its end."""
+    tokenizer = Tokenizer.from_directory(BUNDLED)
+    rows = [[10 + i % 3000 for i in range(500_000)], [10, 11, 12]]
+    gaps, is_done = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not is_done.wait(0.001):
+            last, before = time.monotonic(), last
+            gaps.append(last - before)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    texts = tokenizer.decode_all(rows)
+    seconds = time.monotonic() - began
+    is_done.set()
+    ticking.join()
+    assert max(gaps) < 0.6 * seconds
+    assert texts == [tokenizer.decode(row) for row in rows]

@@ -1,0 +1,297 @@
+"use strict";
+// Each panel is one streaming request to /generate with `return_spec_tokens`: pieces of text, each
+// with the verification ("step") that wrote it and whether it was an accepted draft token.
+
+const $ = (id) => document.getElementById(id);
+const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens",
+  seed: "sampling_seed"};
+const PROMPTS = ["class Stack:", "def read_lines(path):\n", "import json\n\n\ndef load(", "for i in range("];
+const MAX_PANELS = 8, POLL_MS = 400, NEAR_END_PX = 12;
+const panels = [];
+let apiKey = "", isAsking = null, queue = {running: 0, queued: 0};
+
+function make(tag, kind, text) {
+  const element = document.createElement(tag);
+  if (kind) element.className = kind;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+function headers() {
+  const all = {"Content-Type": "application/json"};
+  if (apiKey) all.Authorization = "Bearer " + apiKey;
+  return all;
+}
+
+// A key is asked for once, however many panels are refused for want of it.
+async function askForKey(refused) {
+  if (apiKey !== refused) return apiKey;
+  isAsking ??= Promise.resolve().then(() => {
+    apiKey = window.prompt("This server asks for an API key") || "";
+    isAsking = null;
+    return apiKey;
+  });
+  return isAsking;
+}
+async function post(payload, signal) {
+  for (;;) {
+    const key = apiKey;
+    const options = {method: "POST", headers: headers(), body: JSON.stringify(payload), signal};
+    const answer = await fetch("generate", options);
+    if (answer.ok) return answer;
+    const message = (await answer.json()).error.message;
+    if (answer.status !== 401 || !(await askForKey(key))) throw new Error(message);
+  }
+}
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = "";;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+function whyEnded(finish) {
+  if (!finish) return ["broken off", "the stream ended without saying why"];
+  if (finish.type === "length") return ["length reached", finish.length + " tokens"];
+  if (finish.type === "abort") return ["aborted", finish.message || "by the server"];
+  if (typeof finish.matched === "string") return ["stopped", "at " + JSON.stringify(finish.matched)];
+  return ["ended by itself", "with its end-of-text token"];
+}
+
+// The output: lines of spans, which follow the text's end unless the reader scrolled up.
+class Output {
+  constructor(element) { this.element = element; this.clear(); }
+  clear() {
+    this.element.replaceChildren();
+    this.line = null;
+  }
+  append(text, kind, step) {
+    const box = this.element;
+    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END_PX;
+    text.split("\n").forEach((part, index) => {
+      if (index || !this.line) this.newLine();
+      if (part) this.extend(part, kind, step);
+    });
+    if (isAtEnd) box.scrollTop = box.scrollHeight;
+  }
+  newLine() {
+    this.line = make("div", "text-line");
+    this.element.append(this.line);
+    this.indent = 0;
+    this.isBlank = true;
+  }
+  extend(part, kind, step) {
+    if (this.isBlank) {
+      const blanks = part.match(/^[ \t]*/)[0];
+      for (const blank of blanks) this.indent += blank === "\t" ? 4 - this.indent % 4 : 1;
+      this.isBlank = blanks.length === part.length;
+      this.line.style.setProperty("--indent", Math.min(this.indent, 24));
+    }
+    const span = make("span", kind, part);
+    if (step) span.dataset.step = step;
+    this.line.append(span);
+  }
+}
+
+class Panel {
+  constructor(prompt) {
+    this.section = $("panel").content.firstElementChild.cloneNode(true);
+    this.prompt = this.get("textarea");
+    this.prompt.value = prompt;
+    this.output = new Output(this.get(".out"));
+    this.running = null;
+    this.get(".remove").addEventListener("click", () => this.remove());
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("bar").requestSubmit();
+    });
+    for (const kind of ["pointerover", "click"]) {
+      this.get(".out").addEventListener(kind, (event) => this.showStep(event.target.dataset.step));
+    }
+    this.reset();
+  }
+  get(selector) { return this.section.querySelector(selector); }
+  remove() {
+    this.running?.abort();
+    this.section.remove();
+    panels.splice(panels.indexOf(this), 1);
+    refresh();
+  }
+  say(word, why = "", isBad = false) {
+    this.get(".word").textContent = word;
+    this.get(".word").classList.toggle("bad", isBad);
+    this.get(".why").textContent = why;
+  }
+  reset() {
+    for (const name of ["length", "rate", "count", "steps"]) this.get("." + name).textContent = "–";
+    this.get(".seed").replaceChildren();
+    this.get(".histogram").hidden = true;
+    this.output.clear();
+    this.steps = new Map();
+    this.meta = this.first = this.hot = null;
+    this.isWaiting = false;
+    this.showStep();
+  }
+  // Before the first token: the server says whether requests wait for a place, or prompts are read.
+  showWaiting() {
+    if (!this.isWaiting) return;
+    if (queue.queued) this.say("queued", queue.queued + " wait, " + queue.running + " run");
+    else this.say("reading the prompt");
+  }
+  async run(sampling) {
+    this.running = new AbortController();
+    this.reset();
+    this.isWaiting = true;
+    this.say("sent");
+    this.output.append(this.prompt.value, "prompt");
+    try { await this.generate(sampling, this.running.signal); }
+    catch (error) {
+      if (error.name === "AbortError") this.say("stopped", "by you");
+      else this.say("failed", error.message, true);
+    }
+    this.isWaiting = false;
+    this.running = null;
+    refresh();
+  }
+  async generate(sampling, signal) {
+    const answer = await post({text: this.prompt.value, stream: true, return_spec_tokens: true,
+      sampling_params: sampling}, signal);
+    let shown = 0, error = null;
+    for await (const event of events(answer.body)) {
+      if (event.error) { error = event.error.message; break; }
+      const isAll = event.output_ids.length === event.meta_info.completion_tokens;
+      for (const piece of event.spec_tokens.slice(isAll ? shown : 0)) {
+        this.add(piece);
+        shown += 1;
+      }
+      this.show(event.meta_info);
+    }
+    if (error) throw new Error(error);
+    const [word, why] = whyEnded(this.meta?.finish_reason);
+    this.say(word, why, word === "aborted" || word === "broken off");
+  }
+  add(piece) {
+    this.output.append(piece.text, piece.accepted ? "draft" : "own", piece.step);
+    if (!piece.step) return;
+    if (!this.steps.has(piece.step)) this.steps.set(piece.step, []);
+    this.steps.get(piece.step).push(piece);
+  }
+  show(meta) {
+    this.meta = meta;
+    this.isWaiting = false;
+    if (!this.first) {
+      this.first = {time: performance.now(), tokens: meta.completion_tokens};
+      this.showSeed(meta.sampling_seed);
+      this.say("running");
+    }
+    const seconds = (performance.now() - this.first.time) / 1000;
+    const rate = seconds > 0 ? (meta.completion_tokens - this.first.tokens) / seconds : 0;
+    this.get(".count").textContent = meta.completion_tokens;
+    if (rate > 0) this.get(".rate").textContent = rate.toFixed(rate < 100 ? 1 : 0);
+    if (!meta.spec_verify_ct) return;
+    this.get(".length").textContent = meta.acceptance_length.toFixed(2);
+    this.get(".steps").textContent = meta.spec_verify_ct;
+    this.showHistogram(meta.spec_accept_histogram);
+  }
+  showSeed(seed) {
+    const use = make("button", "quiet", "use again");
+    use.type = "button";
+    use.addEventListener("click", () => { $("seed").value = seed; });
+    this.get(".seed").replaceChildren("seed " + seed + " ", use);
+  }
+  showHistogram(counts) {
+    const bars = this.get(".bars"), most = Math.max(...counts, 1);
+    if (bars.children.length !== 3 * counts.length) {
+      bars.replaceChildren(...counts.flatMap((_, index) =>
+        [make("span", "", index), make("i"), make("span", "", "0")]));
+    }
+    counts.forEach((count, index) => {
+      bars.children[3 * index + 1].style.width = 100 * count / most + "%";
+      bars.children[3 * index + 2].textContent = count;
+    });
+    this.get(".histogram").hidden = false;
+  }
+  showStep(step) {
+    const box = this.get(".step");
+    if (step && step === this.hot) return;
+    this.hot = step;
+    for (const span of this.section.querySelectorAll(".hot")) span.classList.remove("hot");
+    const pieces = this.steps.get(Number(step));
+    if (!pieces) { box.replaceChildren(); return; }
+    for (const span of this.section.querySelectorAll(`[data-step="${step}"]`)) span.classList.add("hot");
+    const accepted = pieces.filter((piece) => piece.accepted), own = pieces.filter((piece) => !piece.accepted);
+    const proposed = Math.round(this.meta.spec_num_proposed_drafts / this.meta.spec_verify_ct);
+    const chips = make("div", "chips");
+    for (const piece of accepted) chips.append(make("span", "chip draft", visible(piece.text)));
+    for (const piece of own) chips.append(make("span", "chip", visible(piece.text)));
+    const refused = proposed - accepted.length;
+    if (refused > 0) chips.append(make("span", "chip no", refused + " not taken"));
+    box.replaceChildren(`Verification ${step}: ${proposed} drafted, ${accepted.length} accepted, then the target's own`, chips);
+  }
+}
+function visible(text) { return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"); }
+
+function sampling() {
+  const found = {};
+  for (const [id, name] of Object.entries(FIELDS)) {
+    if ($(id).value !== "") found[name] = Number($(id).value);
+  }
+  return found;
+}
+function refresh() {
+  const isRunning = panels.some((panel) => panel.running);
+  $("go").textContent = isRunning ? "Stop" : panels.length > 1 ? "Generate " + panels.length : "Generate";
+  $("go").className = isRunning ? "stop" : "";
+  $("add").disabled = panels.length >= MAX_PANELS;
+  for (const panel of panels) panel.get(".remove").hidden = panels.length === 1;
+}
+function addPanel() {
+  const panel = new Panel(PROMPTS[panels.length % PROMPTS.length]);
+  panels.push(panel);
+  $("panels").append(panel.section);
+  refresh();
+}
+async function readServer() {
+  const answer = await fetch("server_info", {headers: headers()});
+  return answer.ok ? answer.json() : null;
+}
+function showModel(info) {
+  const shape = ["num_steps", "eagle_topk", "num_draft_tokens"]
+    .map((name) => info["speculative_" + name]).join("/");
+  const isPlain = info.speculative_algorithm === "NONE";
+  $("model").textContent = [info.served_model_name,
+    isPlain ? "plain decoding" : info.speculative_algorithm + " " + shape, info.device].join(" · ");
+}
+// While something runs here: how many requests the server runs, and how many wait.
+async function watch() {
+  while (panels.some((panel) => panel.running)) {
+    const info = await readServer().catch(() => null);
+    if (info) {
+      const live = info.internal_states[0];
+      queue = {running: live.num_running_reqs, queued: live.num_queue_reqs};
+      $("server").textContent = queue.running + " running, " + queue.queued + " queued";
+      for (const panel of panels) panel.showWaiting();
+    }
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+  }
+  $("server").textContent = "";
+}
+$("bar").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (panels.some((panel) => panel.running)) {
+    for (const panel of panels) panel.running?.abort();
+    return;
+  }
+  const asked = sampling();
+  for (const panel of panels) panel.run(asked);
+  refresh();
+  watch();
+});
+$("add").addEventListener("click", addPanel);
+addPanel();
+readServer().then((info) => { if (info) showModel(info); }).catch(() => {});

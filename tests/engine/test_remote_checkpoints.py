@@ -1,0 +1,162 @@
+"""Checkpoints of a hub or a bucket: fetched by their libraries, and a clear error without them.
+
+Nothing here reaches a network: the libraries are stand-ins that serve a folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError
+from jspec.engine import remote_checkpoints
+from jspec.engine.loading import BUNDLED, resolve_paths
+from jspec.engine.remote_checkpoints import local_directories
+
+
+class Hub(ModuleType):
+    """huggingface_hub, as far as it is used: repositories are folders."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__("huggingface_hub")
+        self.root, self.asked = root, list[tuple[str, str | None]]()
+
+    def snapshot_download(
+        self, repo_id: str, *, revision: str | None, allow_patterns: Any, ignore_patterns: Any
+    ) -> str:
+        assert ignore_patterns == ["*/*"]
+        self.asked.append((repo_id, revision))
+        source = self.root / repo_id
+        if not source.is_dir():
+            raise FileNotFoundError(f"404: no {repo_id}\nand more")
+        to = self.root / "cache" / repo_id
+        to.mkdir(parents=True, exist_ok=True)
+        for pattern in allow_patterns:
+            for file in source.glob(pattern):
+                shutil.copy(file, to)
+        return str(to)
+
+
+class Buckets(ModuleType):
+    """gcsfs: a bucket is a folder."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__("gcsfs")
+        self.root, self.copied = root, list[str]()
+
+    def GCSFileSystem(self) -> Buckets:  # noqa: N802  (gcsfs's own name)
+        return self
+
+    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
+        assert detail
+        files = [file for file in sorted((self.root / path).rglob("*")) if file.is_file()]
+        return {
+            file.relative_to(self.root).as_posix(): {
+                "size": file.stat().st_size,
+                "generation": file.stat().st_mtime_ns,
+            }
+            for file in files
+        }
+
+    def get_file(self, path: str, to: str) -> None:
+        self.copied.append(path)
+        shutil.copy(self.root / path, to)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """What was fetched in this process."""
+    remote_checkpoints._from_hub.cache_clear()
+    remote_checkpoints._from_bucket.cache_clear()
+
+
+def test_a_repository_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    shutil.copytree(BUNDLED / "target", tmp_path / "org" / "model")
+    (tmp_path / "org" / "head").mkdir()
+    for file in ("config.json", "pytorch_model.bin", "notes.md"):
+        (tmp_path / "org" / "head" / file).write_text("{}")
+    args = EngineArgs(
+        model_path="org/model@v1.5",
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="org/head",
+    )
+    for _ in range(2):
+        paths = resolve_paths(args)
+        assert paths.target == paths.tokenizer == tmp_path / "cache" / "org" / "model"
+    assert (paths.target / "model.safetensors").is_file()
+    assert paths.draft is not None
+    assert {file.name for file in paths.draft.iterdir()} == {"config.json", "pytorch_model.bin"}
+    # The head is asked for again with torch's files, as it has no safetensors.
+    assert hub.asked == [("org/model", "v1.5"), ("org/head", None), ("org/head", None)]
+
+
+def test_a_bucket_is_copied_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets = Buckets(tmp_path / "remote")
+    monkeypatch.setitem(sys.modules, "gcsfs", buckets)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    source = tmp_path / "remote" / "b" / "deep" / "model"
+    (source / "orbax").mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    (source / "orbax" / "data").write_text("1")
+
+    def fetch() -> Path:
+        remote_checkpoints._from_bucket.cache_clear()  # as another process would begin
+        return local_directories({"model_path": "gs://b/deep/model/"})["model_path"]
+
+    directory = fetch()
+    assert directory.parent == tmp_path / "home" / ".cache" / "jspec" / "models"
+    assert (directory / "orbax" / "data").read_text() == "1"
+    assert (len(buckets.copied), fetch()) == (2, directory)
+    assert len(buckets.copied) == 2
+    (source / "orbax" / "data").write_text("22")
+    assert (fetch() / "orbax" / "data").read_text() == "22"
+    with pytest.raises(CheckpointError, match=r"model_path is 'gs://b/no', which holds no file"):
+        local_directories({"model_path": "gs://b/no"})
+
+
+@pytest.mark.parametrize(
+    ("value", "module", "extra"),
+    [("org/name", "huggingface_hub", "hub"), ("gs://b/c", "gcsfs", "gs")],
+)
+def test_without_its_library_nothing_is_fetched_and_the_error_says_what_to_install(
+    value: str, module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"draft is '{value}': .*{module}, which is not installed.*'jspec\[{extra}\]'"
+    with pytest.raises(CheckpointError, match=message):
+        local_directories({"model_path": "org/first" if extra == "gs" else ".", "draft": value})
+    assert hub.asked == []  # the other one was not fetched first
+
+
+def test_what_cannot_be_fetched_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        local_directories({"model_path": "models/llama"})
+    assert "model_path is 'models/llama': there is no such directory here" in str(caught.value)
+    assert "(FileNotFoundError: 404: no models/llama)" in str(caught.value)
+    for value in ("nowhere", "/a/b", "a/b/c", "./a"):
+        with pytest.raises(CheckpointError, match="expected a directory with a checkpoint"):
+            local_directories({"model_path": value})
+
+
+def test_a_directory_wins_over_a_repository_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert local_directories({"model_path": "org/name"}) == {"model_path": Path("org/name")}

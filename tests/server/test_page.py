@@ -1,0 +1,87 @@
+"""The page's colours can be read in light and dark, and it says what its fields mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jspec.server.page import page
+
+LEAST, LEAST_OF_EDGES = 4.5, 3.0  # WCAG 2.2, 1.4.3 (text) and 1.4.11 (what shows where a field is)
+# Text on what lies under it.
+TEXT_ON = (
+    ("ink", "page"),
+    ("ink", "card"),
+    ("soft", "page"),
+    ("soft", "card"),
+    ("error", "card"),
+    ("draft", "wash"),
+    ("draft", "card"),
+    ("hot-ink", "hot"),
+    ("on-button", "button"),
+    ("on-button", "stop"),
+)
+
+
+def style() -> str:
+    found = re.search(r"<style>(.*?)</style>", page(), re.DOTALL)
+    assert found
+    return found[1]
+
+
+def colours(scheme: str) -> dict[str, str]:
+    """The variables that hold in a scheme; the dark ones are laid over the light ones."""
+    blocks = re.findall(r":root \{(.*?)\}", style(), re.DOTALL)
+    assert len(blocks) == 2
+    used = blocks[:1] if scheme == "light" else blocks
+    return {
+        name: value
+        for block in used
+        for name, value in re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", block)
+    }
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb (WCAG 2.2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_computed_as_it_is_defined() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)  # a known near miss
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(scheme: str) -> None:
+    known = colours(scheme)
+    for text, ground in TEXT_ON:
+        value = contrast(known[text], known[ground])
+        assert value >= LEAST, f"{scheme}: --{text} on --{ground} has {value:.2f}"
+    for ground in ("page", "card"):
+        assert contrast(known["edge"], known[ground]) >= LEAST_OF_EDGES
+
+
+def test_no_colour_stands_outside_the_variables() -> None:
+    """Else the test above would not see it; and no text is paler than its colour."""
+    rules = re.sub(r":root \{.*?\}", "", style(), flags=re.DOTALL)
+    assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?!\s*\{)(?=[;\s])", rules)
+    assert not re.search(r"\b(rgb|hsl|oklch|color-mix)\(", rules)
+    assert set(re.findall(r"opacity: ([^;]+);", rules)) == {"1"}
+    names = set(re.findall(r"(?<![-\w])color: var\(--([a-z-]+)\)", rules))
+    assert names <= {text for text, _ in TEXT_ON}
+
+
+def test_fields_take_any_number_and_an_empty_one_is_the_default() -> None:
+    text = page()
+    for name in ("temperature", "top_p"):
+        assert re.search(rf'id="{name}" [^>]*step="any" placeholder="default"', text)
+    assert "An empty field is the model's default" in text
+    assert 'if ($(id).value !== "") found[name] = Number($(id).value);' in text

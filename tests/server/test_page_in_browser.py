@@ -1,0 +1,142 @@
+"""The page in a real browser: states, reasons, seeds, steps and scrolling.
+
+By hand, since it needs a browser: pip install playwright, a Chromium at $CHROMIUM (Debian's
+package is /usr/bin/chromium), then pytest -m exhaustive tests/server/test_page_in_browser.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        path = os.environ.get("CHROMIUM")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def endless(route: Any) -> None:
+    """The tests' model is random and may end by chance; a request goes on as if it could not."""
+    body = json.loads(route.request.post_data)
+    body["sampling_params"]["ignore_eos"] = True
+    route.continue_(post_data=json.dumps(body))
+
+
+@pytest.fixture
+def page(browser: Any, client: httpx.Client) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 900, "height": 700})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.route("**/generate", endless)
+    page.goto(str(client.base_url))
+    yield page
+    page.close()
+    assert errors == []
+
+
+def wait(page: Any, condition: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        time.sleep(0.05)
+
+
+def words(page: Any) -> list[str]:
+    return page.locator(".word").all_text_contents()
+
+
+def test_queued_is_not_running_and_stopped_is_not_ended(page: Any) -> None:
+    """The server of these tests runs two sequences at once."""
+    for _ in range(3):
+        page.click("#add")
+    page.fill("#max_new_tokens", "8000")
+    page.click("#go")
+    wait(page, "panels.filter((p) => p.get('.word').textContent === 'queued').length === 2")
+    assert sorted(words(page)) == ["queued", "queued", "running", "running"]
+    assert page.locator("#server").text_content() == "2 running, 2 queued"
+    page.click("#go")
+    wait(page, "panels.every((p) => !p.running)")
+    assert words(page) == ["stopped"] * 4
+    assert page.locator(".why").all_text_contents() == ["by you"] * 4
+
+
+def test_an_abort_from_elsewhere_is_said(page: Any, client: httpx.Client) -> None:
+    page.fill("#max_new_tokens", "8000")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null")
+    client.post("/abort_request", json={"abort_all": True})
+    wait(page, "panels.every((p) => !p.running)")
+    assert words(page) == ["aborted"]
+
+
+def test_a_seed_that_is_used_again_gives_the_same_text(page: Any) -> None:
+    page.fill("#temperature", "0.75")
+    page.fill("#max_new_tokens", "40")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running")
+    text = page.locator(".out").text_content()
+    seed = str(page.evaluate("panels[0].meta.sampling_seed"))
+    assert f"seed {seed} " in page.locator(".seed").text_content()
+    page.click("text=use again")
+    assert page.input_value("#seed") == seed
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running")
+    assert page.locator(".out").text_content() == text
+    step = page.evaluate("[...panels[0].steps.keys()][2]")
+    # Not by the pointer: a random model's text may be a character that has no width.
+    page.locator(f'.out [data-step="{step}"]').first.dispatch_event("click")
+    assert f"Verification {step}: 3 drafted" in page.locator(".step").text_content()
+    assert page.locator(".chip").count() > 0
+    counts = page.evaluate("panels[0].meta.spec_accept_histogram")
+    shown = page.locator(".bars span").all_text_contents()
+    assert [int(word) for word in shown[1::2]] == counts
+
+
+def test_the_text_is_followed_until_the_reader_scrolls_up(page: Any) -> None:
+    page.evaluate("panels[0].output.append('x\\n'.repeat(200), 'own')")
+    box = "panels[0].output.element"
+    gap = f"{box}.scrollHeight - {box}.scrollTop - {box}.clientHeight"
+    assert page.evaluate(gap) < 2
+    page.evaluate(f"{box}.scrollTop = 100")
+    page.evaluate("panels[0].output.append('y\\n'.repeat(50), 'own')")
+    assert page.evaluate(f"{box}.scrollTop") == 100
+    page.evaluate(f"{box}.scrollTop = {box}.scrollHeight")
+    page.evaluate("panels[0].output.append('z\\n'.repeat(50), 'own')")
+    assert page.evaluate(gap) < 2
+
+
+def test_a_wrapped_line_stays_right_of_its_indentation(page: Any) -> None:
+    page.evaluate("panels[0].output.append('        ' + 'word '.repeat(60), 'own')")
+    assert page.evaluate(
+        """() => {
+          const rows = panels[0].output.element.querySelector('.text-line span').getClientRects();
+          const box = panels[0].output.element.getBoundingClientRect();
+          return rows.length > 2 && [...rows].slice(1).every((row) => row.left - box.left > 80);
+        }"""
+    )
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_needs_no_sideways_scrolling(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 700})
+    page.fill("#max_new_tokens", "30")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.evaluate(
+        "[...document.querySelectorAll('dt, dd, button, input')]"
+        ".every((e) => e.getBoundingClientRect().right <= window.innerWidth)"
+    )
