@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from jspec.core.config import Algorithm
 from jspec.core.features import SAMPLING, Feature
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
-from jspec.engine.compilation import compile_all
+from jspec.engine.compilation import Recipe, compile_all
+from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import grammar_programs, needed_program
 from jspec.engine.runner import init_state
 from jspec.testing.fake_grammar import FakeGrammar
@@ -213,3 +216,52 @@ def watched(name: str, requests: list[Request]) -> tuple[Served, ViewRunner]:
     compiled = engine_of(name)
     view = ViewRunner(compiled.runner(), dataclasses.replace(compiled.limits, overlap_depth=1))
     return asyncio.run(serve_view(view, requests)), view
+
+
+def test_masks_are_made_while_the_device_scores() -> None:
+    events: list[str] = []
+
+    class Watched(FakeGrammar):
+        def begin(self) -> Any:
+            constraint: Any = super().begin()
+            fill = constraint.fill
+
+            def watched(tokens: Any, parents: Any, allowed: Any) -> None:
+                events.append("mask" if tokens.size > 1 else "first mask")
+                fill(tokens, parents, allowed)
+
+            constraint.fill = watched
+            return constraint
+
+    compiled = engine_of("tree")
+    cut = {key: watch_run(key.kind, run, events) for key, run in compiled.executables.items()}
+    compiled = dataclasses.replace(compiled, executables=cut)
+    request = constrained(0, Watched(TARGET.vocab_size, END, 4, 12), max_new_tokens=20)
+    served = serve(compiled, [dataclasses.replace(request, seed=mixed()[0].seed)], overlap_depth=1)
+    assert len(served.ids[0]) > 1
+    decodes = events[events.index("propose") :]
+    assert decodes == ["propose", "score", "mask", "settle"] * (len(decodes) // 4)
+
+
+def watch_run(kind: StepKind, run: Any, events: list[str]) -> Any:
+    def watched(*arrays: Any) -> Any:
+        events.append(kind.value)
+        return run(*arrays)
+
+    return watched
+
+
+def test_programs_that_hand_arrays_on_are_read_from_disk_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = engine_of("tree")
+    state = compiled.runner().state
+    recipe = Recipe.of(compiled.program, compiled.limits, params=compiled.params, state=state)
+
+    def structures(_: Path, *, inputs: Any, outputs: Any, **_mesh: Any) -> Any:
+        return jax.tree.structure((inputs, {})), jax.tree.structure(outputs)
+
+    monkeypatch.setattr(ProgramStore, "load", structures)
+    for key, run in compiled.executables.items():
+        read = recipe.load(key, tmp_path, mesh=mesh_of(1))
+        assert read == (run.in_tree, run.out_tree), key
