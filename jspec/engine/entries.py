@@ -94,10 +94,9 @@ ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
 
 REPLICATED = PartitionSpec()
 # The logits of all nodes stay where the head's shards made them.
-_SCORED = Scored(
-    logits=PartitionSpec(None, None, sharding.TENSOR_AXIS),
-    features=Features(hidden=REPLICATED, aux_hidden=REPLICATED),
-)
+_LOGITS: Any = PartitionSpec(None, None, sharding.TENSOR_AXIS)
+_HIDDEN: Any = REPLICATED
+_SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_HIDDEN))
 
 
 @dataclass(frozen=True, slots=True)
