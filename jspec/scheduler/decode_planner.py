@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
 from jspec.core.features import PLAIN, Feature
@@ -57,7 +55,7 @@ class DecodePlanner:
         behind all of it, and rows that went on without it would share no step with it again.
         """
         running = self._running_rows()
-        lineup = running.take(np.flatnonzero(self._table.may_decode(running.slots)))
+        lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])
         if self._table.waits_to_be_read(lineup.slots):
             return None
         missing = self._table.pages_missing(lineup.slots, self._limits)
@@ -67,7 +65,7 @@ class DecodePlanner:
         else:
             grants = []
             has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
-            for i in np.flatnonzero(has_to_grow).tolist():
+            for i in has_to_grow.nonzero()[0].tolist():
                 grants += self._grant(lineup.tenancies[i], int(missing[i]))
         if not lineup.rows:
             return None

@@ -120,16 +120,16 @@ class RoundReader:
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
         if of_round.logprobs is not None:  # a prompt's come with chunks that emit nothing, too
-            for i in np.flatnonzero(is_live).tolist():
+            for i in is_live.nonzero()[0].tolist():
                 flight.tenancies[i].sequence.logprobs.take(flight.plan, i, of_round)
         is_live &= counts > 0
         pieces: list[Piece] = []
         if flight.plan.kind is StepKind.DECODE:
             goes_on = is_live & self._table.goes_on(slots, counts, ids)
             self._watch(flight, of_round, goes_on)
-            pieces += self._read_whole(flight, of_round, np.flatnonzero(goes_on))
+            pieces += self._read_whole(flight, of_round, goes_on.nonzero()[0])
             is_live &= ~goes_on
-        for i in np.flatnonzero(is_live).tolist():
+        for i in is_live.nonzero()[0].tolist():
             emitted = tuple(ids[i, : counts[i]].tolist())
             pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan.kind))
         return pieces
@@ -137,7 +137,7 @@ class RoundReader:
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
         """Shows the ids of rows with stop strings to their watches; clears `goes_on` of those in
         which one is completed, and these watches have seen nothing."""
-        watched = np.flatnonzero(goes_on & self._table.is_watched[flight.slots])
+        watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
         if not watched.size:
             return
         counts, ids = of_round.num_emitted[watched].tolist(), of_round.ids[watched].tolist()

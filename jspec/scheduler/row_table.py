@@ -105,7 +105,8 @@ class RowTable:
 
     def waits_to_be_read(self, slots: Ints) -> bool:
         """Whether a row that follows a grammar has a step in flight."""
-        return bool((self.is_constrained[slots] & (self.steps[slots] > 0)).any())
+        constrained = slots[self.is_constrained[slots]]
+        return constrained.size > 0 and bool((self.steps[constrained] > 0).any())
 
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""

@@ -15,8 +15,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, RequestError
@@ -276,7 +274,7 @@ class Scheduler:
         table.steps[flight.slots] -= 1
         if plan.kind is StepKind.DECODE:
             table.rounds[flight.slots] -= plan.num_rounds(self._limits)
-        for i in np.flatnonzero(table.ended[flight.slots]).tolist():
+        for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
                 self._release(flight.tenancies[i])
         pieces: list[Piece] = []

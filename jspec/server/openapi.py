@@ -33,7 +33,7 @@ from jspec.server import (
     schemas,
     score_endpoint,
 )
-from jspec.server.fields import Neutral
+from jspec.server.fields import EXTRA_KEYS, Neutral
 from jspec.text.chat_messages import ROLES
 
 Schema = dict[str, Any]
@@ -58,6 +58,7 @@ OTHERS: Mapping[str, Schema] = {
     "guided_grammar": {"type": ["string", "null"]},
     "guided_json": {"type": ["object", "string", "boolean", "null"]},
     "guided_regex": {"type": ["string", "null"]},
+    **{name: {"type": ["string", "null"], "minLength": 1} for name in EXTRA_KEYS},
     "input": {"anyOf": [TEXT, {"type": "array", "minItems": 1, "items": ANY}]},
     "input_ids": {"anyOf": [IDS, {"type": "array", "items": IDS}]},
     "item_first": FLAG,

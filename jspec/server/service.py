@@ -230,7 +230,13 @@ class Service:
             ids, sampling = await asyncio.to_thread(make)
         else:
             ids, sampling = make()
-        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid, priority=call.priority)
+        return PromptCall(
+            sampling=sampling,
+            input_ids=ids,
+            rid=call.rid,
+            priority=call.priority,
+            extra_key=call.extra_key,
+        )
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
         found: list[tuple[int, Request]] = []
@@ -242,6 +248,7 @@ class Service:
                     sampling_params=prompt.sampling,
                     request_id=prompt.rid or uuid.uuid4().hex,
                     priority=prompt.priority,
+                    extra_key=prompt.extra_key,
                 )
             found += ((index, request) for request in requests)
         return found
