@@ -137,6 +137,11 @@ class DeviceRunner:
         return tuple(self._programs.executables)
 
     @property
+    def executables(self) -> Mapping[ProgramKey, Any]:
+        """The ready programs themselves, which are not to be run."""
+        return self._programs.executables
+
+    @property
     def num_programs(self) -> int:
         """How many are there, or were before close()."""
         return self._num_programs
