@@ -21,8 +21,11 @@ from jspec.engine.compilation import Recipe, compile_all
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import grammar_programs, needed_program
 from jspec.engine.runner import init_state
+from jspec.models.eagle3 import eagle3_params
+from jspec.models.registry import table_of
 from jspec.testing.fake_grammar import FakeGrammar
 from tests.speculative.engines import (
+    DRAFT,
     TARGET,
     Compiled,
     Served,
@@ -38,7 +41,9 @@ from tests.speculative.engines import (
     serve,
     serve_view,
     spec_of,
+    tiny_params,
 )
+from tests.speculative.every_drafter import dealt
 
 END = 5
 
@@ -73,6 +78,12 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(build(spec_of(3, 1, 4, Algorithm.NGRAM), page_size=16))
     if name == "two_rounds":
         return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
+    if name == "two_shards":  # each has half of the vocabulary's logits between two programs
+        target, head = tiny_params()
+        params = dealt(table_of(TARGET), target, 2), dealt(eagle3_params(DRAFT), head, 2)
+        return with_grammars(
+            build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
+        )
     shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
     return with_grammars(engine(shape, 16, features=SAMPLING))
 
@@ -156,13 +167,15 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
     [
         "tree",
         pytest.param("ngram", marks=pytest.mark.slow),
+        pytest.param("two_shards", marks=pytest.mark.slow),
         pytest.param("chain", marks=pytest.mark.slow),
         pytest.param("two_rounds", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
 def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth: int) -> None:
-    dial = None if name == "ngram" else dial_for(list(mixed()), list(expected()))
+    has_dial = name not in ("ngram", "two_shards")
+    dial = None if not has_dial else dial_for(list(mixed()), list(expected()))
     served = serve(engine_of(name), list(mixed()), overlap_depth=depth, chunk_size=8, dial=dial)
     assert served.ids == expected()
     if dial is not None:
