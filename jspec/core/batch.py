@@ -25,24 +25,17 @@ class DecodeBatch:
 
 
 @pytree
-class VerifyBatch:
-    """Rows of a DecodeBatch with what the host knows of their trees: N nodes each."""
+class SettleBatch:
+    """Rows of a DecodeBatch, whose trees are on the device, with what the host says of them."""
 
     slots: jax.Array  # i32[B], 0 = padding
-    tokens: jax.Array  # i32[B, N]; the root's is left to the state
-    parents: jax.Array  # i32[B, N]
-    depths: jax.Array  # i32[B, N]
     allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows behind each node
 
-    @property
-    def tree(self) -> DraftTree:
-        return DraftTree(tokens=self.tokens, parents=self.parents, depths=self.depths)
 
-
-def verify_batch(fields: dict[str, jax.Array]) -> VerifyBatch:
-    """The batch from the fields of a `verify_layout`."""
+def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
+    """The batch from the fields of a `settle_layout`."""
     allowed = jax.lax.bitcast_convert_type(fields["allowed"], jnp.uint32)
-    return VerifyBatch(**{**fields, "allowed": allowed})
+    return SettleBatch(slots=fields["slots"], allowed=allowed)
 
 
 @pytree
@@ -131,6 +124,14 @@ class Features:
 
     hidden: jax.Array  # [..., E or 0], the last hidden after the final norm
     aux_hidden: jax.Array  # [..., A or 0], the residual at the layers asked for, side by side
+
+
+@pytree
+class Scored:
+    """What the target says of every node of every row, before anything is chosen."""
+
+    logits: jax.Array  # f32[B, N, V], raw; V of this device's vocabulary shard
+    features: Features  # [B, N, .]
 
 
 @pytree

@@ -62,5 +62,5 @@ class StepFeatures:
 PLAIN = StepFeatures()
 # All that changes which token is chosen. Log-probabilities are apart: they cost more than these.
 SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
-# All but what cuts a step in two.
+# All but what cuts a step in three.
 ALL = StepFeatures(frozenset({*SAMPLING, Feature.LOGPROBS}))

@@ -99,10 +99,9 @@ def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> Packe
     return PackedLayout((("slots", (batch,)), grants, *_window_grants(num_windows, num_grants)))
 
 
-def verify_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
-    """A VerifyBatch's; `core.batch.verify_batch` makes one of the fields. words: W of a mask."""
-    of_nodes = ((name, (batch, nodes)) for name in ("tokens", "parents", "depths"))
-    return PackedLayout((("slots", (batch,)), *of_nodes, ("allowed", (batch, nodes, words))))
+def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
+    """A SettleBatch's; `core.batch.settle_batch` makes one of the fields. words: W of a mask."""
+    return PackedLayout((("slots", (batch,)), ("allowed", (batch, nodes, words))))
 
 
 def prefill_layout(

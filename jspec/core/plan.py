@@ -77,14 +77,15 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
-    """The last three are no plan's. The runner puts RECALL before a prefill whose rows need it, and
-    runs PROPOSE and VERIFY for a decode in which a row follows a grammar."""
+    """The last four are no plan's. The runner puts RECALL before a prefill whose rows need it, and
+    runs PROPOSE, SCORE and SETTLE for a decode in which a row follows a grammar."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     RECALL = "recall"
     PROPOSE = "propose"
-    VERIFY = "verify"
+    SCORE = "score"
+    SETTLE = "settle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

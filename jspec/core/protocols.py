@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -94,4 +95,32 @@ class TextStream(Protocol):
     @property
     def matched(self) -> str | None:
         """The stop string that ended the text, whether push or flush completed it."""
+        ...
+
+    def watch(self) -> StopWatch | None:
+        """What finds the same stop strings at the same ids by itself, so that the text can be made
+        elsewhere and later; None where only the text can tell. Asked for before the first push."""
+        ...
+
+
+class StopWatch(Protocol):
+    """A TextStream whose text nobody wants: it is asked only where the output ends.
+
+    Without allow_stop False, where its stream would count otherwise."""
+
+    def passes(self, ids: Sequence[int]) -> bool:
+        """Appends ids if they complete no stop string; else nothing happens, and it is False."""
+        ...
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        """As TextStream.push, with any text."""
+        ...
+
+    def flush(self) -> str:
+        """As TextStream.flush, with any text."""
+        ...
+
+    @property
+    def matched(self) -> str | None:
+        """As TextStream.matched."""
         ...

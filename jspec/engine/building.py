@@ -17,8 +17,10 @@ from jspec.core.errors import ConfigError, clear_frames
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine import interrupts
 from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
+from jspec.engine.device_memory import least_memory
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import size_pool
+from jspec.engine.memory_report import check_scratch_fits, held_bytes, scratch_bytes
 from jspec.engine.program_growth import ProgramGrowth, maker_of
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import later_programs, program_keys, programs_at_start
@@ -64,7 +66,14 @@ def _build_runner(
     models = load_models(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups
-    limits = size_pool(models.config, groups, devices=devices, ops=models.target.ops)
+    target_bytes, draft_bytes = held_bytes(models.params).values()
+    limits = size_pool(
+        models.config,
+        groups,
+        devices=devices,
+        ops=models.target.ops,
+        weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
+    )
     limits = replace(limits, vocab_size=models.target.vocab_size)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
@@ -78,6 +87,13 @@ def _build_runner(
         first=programs_at_start(limits, config.compile_at_start),
         store=store,
     )
+    if least_memory(devices) is not None:
+        check_scratch_fits(
+            devices,
+            scratch_bytes(runner.executables),
+            held=held_bytes(runner.params, runner.state),
+            fraction=config.mem_fraction_static,
+        )
     later = later_programs(limits, runner.ready_programs)
     recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
     if later:

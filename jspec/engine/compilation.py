@@ -25,24 +25,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.core.batch import DecodeBatch, RecallBatch, prefill_batch, verify_batch
 from jspec.core.config import ServeLimits
-from jspec.core.layout import PackedLayout
+from jspec.core.layout import PackedLayout, decode_layout
 from jspec.core.plan import StepKind
 from jspec.engine import interrupts
+from jspec.engine.entries import ENTRIES, arrays_between
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey, program_keys
+from jspec.engine.programs import CUT, ProgramKey, program_keys
 from jspec.engine.transfer import layout_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.recall import recall_step
-from jspec.speculative.step import (
-    StepProgram,
-    prefill_step,
-    propose_step,
-    speculative_rounds,
-    verify_step,
-)
+from jspec.speculative.step import StepProgram
 
 # (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
 Progress = Callable[[int, int, str, str], None]
@@ -56,51 +49,6 @@ def enable_persistent_cache(directory: Path) -> None:
     compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _decode_entry(
-    program: StepProgram,
-    packed: PackedLayout,
-    params: Any,
-    state: Any,
-    flat: jax.Array,
-    *,
-    num_rounds: int,
-) -> Any:
-    batch = DecodeBatch(**packed.unpack(flat))
-    return speculative_rounds(program, params, state, batch, num_rounds=num_rounds)
-
-
-def _prefill_entry(
-    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
-) -> Any:
-    return prefill_step(program, params, state, prefill_batch(packed.unpack(flat)))
-
-
-def _recall_entry(
-    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
-) -> Any:
-    return recall_step(program, params, state, RecallBatch(**packed.unpack(flat)))
-
-
-def _propose_entry(
-    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
-) -> Any:
-    return propose_step(program, params, state, DecodeBatch(**packed.unpack(flat)))
-
-
-def _verify_entry(
-    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
-) -> Any:
-    return verify_step(program, params, state, verify_batch(packed.unpack(flat)))
-
-
-ENTRIES: dict[StepKind, Callable[..., Any]] = {
-    StepKind.PREFILL: _prefill_entry,
-    StepKind.RECALL: _recall_entry,
-    StepKind.PROPOSE: _propose_entry,
-    StepKind.VERIFY: _verify_entry,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,36 +78,52 @@ def lower(
     state: Any,
 ) -> jax.stages.Lowered:
     """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
+    jitted = _jitted(shape, program, mesh=mesh, params=params, state=state)
+    flat = jax.ShapeDtypeStruct((shape.packed.size,), np.int32)
+    arrays: tuple[Any, ...] = (_abstract(params), _abstract(state), flat)
+    if shape.kind in (StepKind.SCORE, StepKind.SETTLE):
+        (num_rows,) = dict(shape.packed.fields)["slots"]
+        tree = jax.ShapeDtypeStruct((3, num_rows, program.spec.num_draft_tokens), np.int32)
+        arrays = (*arrays, tree)
+    if shape.kind is StepKind.SETTLE:
+        scoring = ProgramShape(StepKind.SCORE, decode_layout(batch=num_rows, num_grants=0), 1)
+        score = _jitted(scoring, program, mesh=mesh, params=params, state=state)
+        flat = jax.ShapeDtypeStruct((scoring.packed.size,), np.int32)
+        _, scored = jax.eval_shape(score, *arrays[:2], flat, tree)
+        arrays = (*arrays, scored)
+    return jitted.lower(*arrays)
+
+
+def _jitted(
+    shape: ProgramShape, program: StepProgram, *, mesh: Mesh, params: Any, state: Any
+) -> Any:
+    entry = ENTRIES[shape.kind]
     if shape.kind is StepKind.DECODE:
-        entry: Callable[..., Any] = partial(_decode_entry, num_rounds=shape.num_rounds)
-    else:
-        entry = ENTRIES[shape.kind]
-    packed = shape.packed
-    tables = program.tables
+        entry = partial(entry, num_rounds=shape.num_rounds)
+    tables, between = program.tables, arrays_between(shape.kind)
     in_specs = (
         placement.param_specs(tables, params),
         sharding.state_specs(state),
         PartitionSpec(),
+        *between.taken,
     )
     step = jax.shard_map(
-        partial(entry, program, packed),
+        partial(entry, program, shape.packed),
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=(in_specs[1], PartitionSpec()),
+        out_specs=(in_specs[1], between.given),
         check_vma=False,
     )
     to_shardings = partial(sharding.shardings, mesh)
-    jitted = jax.jit(
+    return jax.jit(
         step,
         in_shardings=(
             placement.param_places(mesh, tables, params, by_columns=program.ops.by_columns),
             *(to_shardings(specs) for specs in in_specs[1:]),
         ),
-        out_shardings=(to_shardings(in_specs[1]), to_shardings(PartitionSpec())),
+        out_shardings=(to_shardings(in_specs[1]), to_shardings(between.given)),
         donate_argnums=(1,),
     )
-    flat = jax.ShapeDtypeStruct((packed.size,), np.int32)
-    return jitted.lower(_abstract(params), _abstract(state), flat)
 
 
 def compiler_options(
@@ -176,7 +140,7 @@ def compiler_options(
     """
     if platform != "gpu":
         return {}
-    is_decode = key.kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.VERIFY)
+    is_decode = key.kind in (StepKind.DECODE, *CUT)
     tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
@@ -234,9 +198,10 @@ class Recipe:
         makings = {key: self.parts(key, mesh=mesh) for key in keys}
         return store.paths(makings, mesh=mesh, arrays=(self.params, self.state))
 
-    def load(self, path: Path, *, mesh: Mesh) -> Any | None:
+    def load(self, key: ProgramKey, path: Path, *, mesh: Mesh) -> Any | None:
         """The stored executable, or None where there is none that can be read."""
-        inputs, outputs = (self.params, self.state, 0), (self.state, 0)
+        between = arrays_between(key.kind)
+        inputs, outputs = (self.params, self.state, 0, *between.taken), (self.state, between.given)
         return ProgramStore.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
 
 
@@ -311,7 +276,7 @@ class _Making:
 
     def load(self, key: ProgramKey) -> None:
         """Keeps the stored executable, if it can be read."""
-        found = self._recipe.load(self._paths[key], mesh=self._mesh)
+        found = self._recipe.load(key, self._paths[key], mesh=self._mesh)
         if found is not None:
             self._keep(key, found, "loaded")
 

@@ -134,9 +134,16 @@ def check_pool_fits(
 
 
 def no_pool_error(
-    devices: Sequence[MemoryDevice], fraction: float, *, num_bytes: int
+    devices: Sequence[MemoryDevice],
+    fraction: float,
+    *,
+    num_bytes: int,
+    target_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> ConfigError:
-    """That the smallest pool, of `num_bytes` on all devices, does not fit, and what would."""
+    """That the smallest pool, of `num_bytes` on all devices, does not fit, and what would.
+
+    target_bytes, draft_bytes: of their weights on each device; 0 where nobody counted."""
     found = [least_memory([device]) for device in devices]
     known = [memory for memory in found if memory is not None]
     if not known:
@@ -149,12 +156,19 @@ def no_pool_error(
     share = math.ceil(100 * (memory.in_use + each) / memory.limit) / 100
     larger = f"mem_fraction_static of at least {share:.2f}, " if share <= 1 else ""
     more = math.ceil(len(devices) * (memory.in_use + each) / (memory.limit * fraction))
+    rest = max(0, memory.in_use - target_bytes - draft_bytes)
+    of_draft = f", the draft's {gib(draft_bytes)}" if draft_bytes else ""
+    taken = f"the weights and what else is there take {gib(memory.in_use)}"
+    if target_bytes:
+        taken = f"the target's weights take {gib(target_bytes)}{of_draft}, the rest {gib(rest)}"
+    if draft_bytes and memory.behind_weights(fraction) + draft_bytes >= each:
+        larger += "speculative_algorithm NONE (no draft), "
     return ConfigError(
         f"mem_fraction_static {fraction} leaves no memory for the KV pool: that is "
         f"{gib(memory.limit * fraction)} of the {gib(memory.limit)} that jax may use on a device, "
-        f"the weights and what else is there take {gib(memory.in_use)}, and the smallest pool "
-        f"{gib(each)}; expected {larger}tp_size of about {max(more, len(devices) + 1)}, a smaller "
-        f"page_size or model, or a larger {SHARE_VARIABLE}"
+        f"{taken}, and the smallest pool {gib(each)}; expected {larger}tp_size of about "
+        f"{max(more, len(devices) + 1)}, a smaller page_size or model, or a larger "
+        f"{SHARE_VARIABLE}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
+NO_WEIGHTS: Mapping[str, int] = {}
 
 
 def kv_bytes_per_token(
@@ -45,10 +46,12 @@ def size_pool(
     *,
     devices: list[jax.Device],
     ops: Ops,
+    weights: Mapping[str, int] = NO_WEIGHTS,
 ) -> ServeLimits:
     """The static sizes of the engine, with as many pages as the weights, loaded by now, leave.
 
-    groups: what target and drafter keep for each token. Raises ConfigError where one request does
+    groups: what target and drafter keep for each token. weights: `no_pool_error`'s bytes of them,
+    to be named where nothing is left. Raises ConfigError where one request does
     not fit, or where nothing is left for a pool.
     """
     page_size, num_slots = config.page_size, config.max_running_requests
@@ -71,7 +74,7 @@ def size_pool(
     )
     dtype = jnp.dtype(config.dtype)
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
-    return _sized(limits, config, groups, devices=devices, of_page=of_page)
+    return _sized(limits, config, groups, devices=devices, of_page=of_page, weights=weights)
 
 
 def _sized(
@@ -81,6 +84,7 @@ def _sized(
     *,
     devices: list[jax.Device],
     of_page: Callable[[tuple[CacheGroup, ...]], int],
+    weights: Mapping[str, int],
 ) -> ServeLimits:
     """limits, whose pages are the most of use, with those that arguments and memory leave.
 
@@ -109,7 +113,9 @@ def _sized(
         return replace(limits, num_pages=asked, windows=windows)
     if room < scratch + 1:
         least = (scratch + 1) * of_full + taken
-        raise device_memory.no_pool_error(devices, config.mem_fraction_static, num_bytes=least)
+        raise device_memory.no_pool_error(
+            devices, config.mem_fraction_static, num_bytes=least, **weights
+        )
     notice = device_memory.unused_notice(devices, os.environ) if room < most else None
     if notice is not None:
         log.warning("%s", notice)

@@ -242,7 +242,7 @@ class ProcessMaker:
                 close_quietly(process.stdin)
 
     def _load(self, key: ProgramKey) -> Any | None:
-        return self.task.recipe.load(self.task.paths[key], mesh=self._mesh)
+        return self.task.recipe.load(key, self.task.paths[key], mesh=self._mesh)
 
     def _start(self, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """The process, unless it is not wanted any more. Raises OSError."""

@@ -13,6 +13,8 @@ from jspec.core.plan import StepKind, StepPlan
 # So few steps are all compiled at the start: a CPU's engine always, which would otherwise compile
 # beside its own serving on the same cores.
 FEW_PROGRAMS = 10
+# The programs of a decode in which a row follows a grammar, in their order (decision 23).
+CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class ProgramKey(NamedTuple):
@@ -79,7 +81,8 @@ def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     return (
         *(ProgramKey(StepKind.PREFILL, size, features) for size in of_prompts),
         ProgramKey(StepKind.PROPOSE, most, PLAIN),
-        ProgramKey(StepKind.VERIFY, most, features),
+        ProgramKey(StepKind.SCORE, most, PLAIN),
+        ProgramKey(StepKind.SETTLE, most, features),
     )
 
 

@@ -36,6 +36,8 @@ from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram
 
+CLOSED = "the runner is closed; it holds no state and no programs"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrograms:
@@ -135,6 +137,11 @@ class DeviceRunner:
         return tuple(self._programs.executables)
 
     @property
+    def executables(self) -> Mapping[ProgramKey, Any]:
+        """The ready programs themselves, which are not to be run."""
+        return self._programs.executables
+
+    @property
     def num_programs(self) -> int:
         """How many are there, or were before close()."""
         return self._num_programs
@@ -183,7 +190,7 @@ class DeviceRunner:
         Raises EngineClosedError after close().
         """
         if self._state is None:
-            raise EngineClosedError("the runner is closed; it holds no state and no programs")
+            raise EngineClosedError(CLOSED)
         return self._state
 
     @property
@@ -209,40 +216,45 @@ class DeviceRunner:
         The program may be larger than the plan, or have more features. Raises InvariantError if
         none serves it.
         """
-        state = self.state
-        programs = self._programs
-        if plan.admissions:
-            state = self._recall(plan, state)
-        needed, tree = needed_program(plan), None
+        if self._state is None:
+            raise EngineClosedError(CLOSED)
+        for flat in pack_recalls(plan, self._limits):
+            (key,) = recall_programs(self._limits)
+            self._enqueue(key, self._put(flat))
         if plan.constraints and plan.kind is StepKind.DECODE:
-            tree = self._propose(plan)
-            needed = needed._replace(kind=StepKind.VERIFY)
-        key = programs.nearest(needed)
-        output = self._enqueue(plan, key, tree)
+            key, output = self._run_cut(plan)
+        else:
+            key = self._programs.nearest(needed_program(plan))
+            output = self._enqueue(key, self._put(self._pack(plan, key)))
         output.copy_to_host_async()
         self._in_flight.append((plan, key, output))
 
-    def _enqueue(self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None) -> jax.Array:
-        flat = pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
-        batch = jax.device_put(flat, self._replicated)
-        output: jax.Array
-        self._state, output = self._programs.executables[key](self._params, self.state, batch)
+    def _pack(self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None = None) -> np.ndarray:
+        return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
+
+    def _put(self, flat: np.ndarray) -> jax.Array:
+        batch: jax.Array = jax.device_put(flat, self._replicated)
+        return batch
+
+    def _enqueue(self, key: ProgramKey, *arrays: Any) -> Any:
+        """Its second output; the first is the state from then on."""
+        executable = self._programs.executables[key]
+        self._state, output = executable(self._params, self.state, *arrays)
         return output
 
-    def _propose(self, plan: StepPlan) -> np.ndarray:
-        """The rows' trees, i32[B, 3 N], once the device has them. Rows without drafts get their
-        pages by it all the same."""
-        key = self._programs.nearest(ProgramKey(StepKind.PROPOSE, len(plan.rows), PLAIN))
-        return np.asarray(self._enqueue(plan, key, None))
-
-    def _recall(self, plan: StepPlan, state: EngineState) -> EngineState:
-        """The state once rows with a cached prefix know its ids, as far as they use them."""
-        for flat in pack_recalls(plan, self._limits):
-            (key,) = recall_programs(self._limits)
-            batch = jax.device_put(flat, self._replicated)
-            state, _ = self._programs.executables[key](self._params, state, batch)
-            self._state = state
-        return state
+    def _run_cut(self, plan: StepPlan) -> tuple[ProgramKey, jax.Array]:
+        """A decode in three programs, and the one of its output. The host reads the trees, and
+        makes the masks, while the device scores them; rows without a grammar go along."""
+        nearest, size = self._programs.nearest, len(plan.rows)
+        propose = nearest(ProgramKey(StepKind.PROPOSE, size, PLAIN))
+        score = nearest(ProgramKey(StepKind.SCORE, propose.bucket, PLAIN))
+        settle = nearest(ProgramKey(StepKind.SETTLE, propose.bucket, plan.features))
+        batch = self._put(self._pack(plan, propose))
+        tree = self._enqueue(propose, batch)
+        tree.copy_to_host_async()
+        scored = self._enqueue(score, batch, tree)
+        masks = self._put(self._pack(plan, settle, np.asarray(tree)))
+        return settle, self._enqueue(settle, masks, tree, scored)
 
     def collect(self) -> StepResult:
         """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""

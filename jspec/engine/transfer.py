@@ -34,10 +34,10 @@ def layout_of(
     if kind is StepKind.RECALL:
         return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
     words = num_words(limits.vocab_size) if Feature.GRAMMAR in features else 0
-    if kind is StepKind.VERIFY:
+    if kind is StepKind.SETTLE:
         nodes = limits.spec.num_draft_tokens
-        return layout.verify_layout(batch=bucket, nodes=nodes, words=words)
-    if kind in (StepKind.DECODE, StepKind.PROPOSE):
+        return layout.settle_layout(batch=bucket, nodes=nodes, words=words)
+    if kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.SCORE):  # SCORE reads its slots
         num_grants = bucket * limits.grants_per_row
         return layout.decode_layout(batch=bucket, num_grants=num_grants, num_windows=num_windows)
     return layout.prefill_layout(
@@ -60,10 +60,10 @@ def pack(
     tree: np.ndarray | None = None,
     table: SamplingTable = SAMPLING_FIELDS,
 ) -> np.ndarray:
-    """i32[layout size]. tree: what PROPOSE gave, i32[B, 3 N]; None: roots alone."""
+    """i32[layout size]. tree: what PROPOSE gave, i32[3, B, N], which SETTLE's masks are about."""
     packed = layout_of(key, limits, table=table)
-    if key.kind is StepKind.VERIFY:
-        return packed.pack(_verify_fields(plan, packed, tree))
+    if tree is not None:
+        return packed.pack(_settle_fields(plan, packed, tree))
     if plan.kind is StepKind.DECODE:
         fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
         fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
@@ -149,22 +149,16 @@ def _prefill_fields(
     return fields
 
 
-def _verify_fields(
-    plan: StepPlan, packed: PackedLayout, tree: np.ndarray | None
-) -> dict[str, np.ndarray]:
+def _settle_fields(plan: StepPlan, packed: PackedLayout, tree: np.ndarray) -> dict[str, np.ndarray]:
     """Waits for no device, but asks each row's grammar about its tree."""
-    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields = {name: np.empty(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][:] = 0
     fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
-    fields["parents"][:, 0] = -1
-    if tree is not None:
-        batch, nodes = fields["tokens"].shape
-        parts = tree.reshape(batch, 3, nodes).swapaxes(0, 1)
-        fields["tokens"], fields["parents"], fields["depths"] = map(np.ascontiguousarray, parts)
     fields["allowed"][:] = -1
+    tokens, parents, _ = tree
     for r, constraint in enumerate(plan.constraints):
         if constraint is not None:
-            allowed = fields["allowed"][r].view(np.uint32)
-            constraint.fill(fields["tokens"][r], fields["parents"][r], allowed)
+            constraint.fill(tokens[r], parents[r], fields["allowed"][r].view(np.uint32))
     return fields
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
 from jspec.core.features import PLAIN, Feature
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.scheduler import policy
 from jspec.scheduler.pages import FullPages
-from jspec.scheduler.results import Flight
-from jspec.scheduler.row_table import Ints, RowTable
+from jspec.scheduler.results import Flight, Lineup
+from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
 from jspec.scheduler.windows import WindowPages
 
@@ -44,7 +42,7 @@ class DecodePlanner:
         self._running = running
         self._tenancies = tenancies
         self._retract = retract
-        self._lineup: tuple[Ints, tuple[Tenancy, ...]] | None = None  # None: to be found out
+        self._lineup: Lineup | None = None  # None: to be found out
 
     def changed(self) -> None:
         """Must be called when a sequence begins or ceases to run."""
@@ -56,41 +54,38 @@ class DecodePlanner:
         All wait while a row that follows a grammar has something unread: its next tree is judged
         behind all of it, and rows that went on without it would share no step with it again.
         """
-        slots, tenancies = self._rows()
-        chosen = np.flatnonzero(self._table.may_decode(slots))
-        slots = slots[chosen]
-        if self._table.waits_to_be_read(slots):
+        running = self._running_rows()
+        lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])
+        if self._table.waits_to_be_read(lineup.slots):
             return None
-        missing = self._table.pages_missing(slots, self._limits)
+        missing = self._table.pages_missing(lineup.slots, self._limits)
         if missing.sum() > self._pages.num_free:
             decoding, grants = self._choose_short_of_pages()
-            slots = np.array([tenancy.row.slot for tenancy in decoding], np.int64)
+            lineup = Lineup.of(decoding)
         else:
-            decoding, grants = [tenancies[i] for i in chosen.tolist()], []
+            grants = []
             has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
-            for i in np.flatnonzero(has_to_grow).tolist():
-                grants += self._grant(decoding[i], int(missing[i]))
-        if not decoding:
+            for i in has_to_grow.nonzero()[0].tolist():
+                grants += self._grant(lineup.tenancies[i], int(missing[i]))
+        if not lineup.rows:
             return None
-        features = PLAIN
-        if self._table.is_featured[slots].any():
-            features = PLAIN.union(tenancy.sequence.features for tenancy in decoding)
+        features, tenancies = PLAIN, lineup.tenancies
+        if self._table.is_featured[lineup.slots].any():
+            features = PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,
             features=features,
-            rows=tuple([tenancy.row for tenancy in decoding]),
+            rows=lineup.rows,
             grants=tuple(grants),
-            constraints=constraints_of(decoding) if Feature.GRAMMAR in features else (),
+            constraints=constraints_of(tenancies) if Feature.GRAMMAR in features else (),
         )
-        return Flight(plan, slots, tuple(decoding))
+        return Flight(plan, lineup)
 
-    def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
-        """Slots and tenancies of what runs, oldest first."""
+    def _running_rows(self) -> Lineup:
+        """What runs, oldest first."""
         if self._lineup is None:
-            tenancies = tuple(sequence.held_tenancy for sequence in self._running.values())
-            slots = np.array([tenancy.row.slot for tenancy in tenancies], np.int64)
-            self._lineup = slots, tenancies
+            self._lineup = Lineup.of(s.held_tenancy for s in self._running.values())
         return self._lineup
 
     def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, closing, nullcontext
@@ -33,7 +34,7 @@ INLINE_CHARS = 16_384  # of a prompt that is tokenized without leaving the event
 Answers = list[Any]  # of a prompt: one for each choice, or the one error
 
 
-class EngineCalls(LiveWeights):
+class EngineCalls(LiveWeights, ABC):
     """Each call has a form for synchronous callers and one, `async_...`, for event loops."""
 
     _intake: Intake
@@ -44,21 +45,21 @@ class EngineCalls(LiveWeights):
         return self._loop.stats
 
     @property
+    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """Of the target's vocabulary."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def token_texts(self) -> TokenTexts:
         """What each id stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
         """The requests, with a compiled grammar where one is asked for; then it may be checked.
 
         Raises RequestError for a grammar that is wrong.
         """
-        raise NotImplementedError
 
     # Sequences.
 

@@ -6,18 +6,18 @@ end, may end, or have stop strings, are cut one by one (`Sequence.absorb`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
-from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
-from jspec.scheduler.row_table import Ints, RowTable
+from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
-from jspec.scheduler.transcript import Piece
+from jspec.scheduler.transcript import Origin, Piece, Transcript
 
 
 def check_result(
@@ -35,7 +35,10 @@ def check_result(
     is_decode = plan.kind is StepKind.DECODE
     num_rounds = plan.num_rounds(limits)
     most = limits.spec.max_emitted if is_decode else 1
-    least = np.array([chunk.is_final for chunk in plan.chunks] or [True] * len(plan.rows), np.int64)
+    if is_decode:
+        least = np.ones(len(plan.rows), np.int64)
+    else:
+        least = np.array([chunk.is_final for chunk in plan.chunks], np.int64)
     if len(result.rounds) != num_rounds or not all(
         of_round.num_emitted.shape == least.shape
         and (of_round.num_emitted >= least).all()
@@ -50,12 +53,56 @@ def check_result(
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A step in flight, and whose rows it has, in its order."""
+class Lineup:
+    """Rows of a step, in its order, and what is the same in all of their steps."""
 
-    plan: StepPlan
     slots: Ints
     tenancies: tuple[Tenancy, ...]
+    rows: tuple[RowRef, ...]
+    transcripts: tuple[Transcript, ...]
+    origins: tuple[Origin, ...]
+
+    @classmethod
+    def of(cls, tenancies: Iterable[Tenancy]) -> Lineup:
+        """Of rows that are admitted."""
+        of_all = tuple(tenancies)
+        rows = tuple([tenancy.row for tenancy in of_all])
+        return cls(
+            slots=np.array([row.slot for row in rows], np.int64),
+            tenancies=of_all,
+            rows=rows,
+            transcripts=tuple([tenancy.sequence.transcript for tenancy in of_all]),
+            origins=tuple([tenancy.sequence.origin for tenancy in of_all]),
+        )
+
+    def take(self, indices: Ints) -> Lineup:
+        """Some of the rows; itself, if all."""
+        if len(indices) == len(self.slots):
+            return self
+        chosen = indices.tolist()
+        return Lineup(
+            slots=self.slots[indices],
+            tenancies=tuple(map(self.tenancies.__getitem__, chosen)),
+            rows=tuple(map(self.rows.__getitem__, chosen)),
+            transcripts=tuple(map(self.transcripts.__getitem__, chosen)),
+            origins=tuple(map(self.origins.__getitem__, chosen)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in flight, and whose rows it has."""
+
+    plan: StepPlan
+    lineup: Lineup
+
+    @property
+    def slots(self) -> Ints:
+        return self.lineup.slots
+
+    @property
+    def tenancies(self) -> tuple[Tenancy, ...]:
+        return self.lineup.tenancies
 
 
 class RoundReader:
@@ -73,32 +120,42 @@ class RoundReader:
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
         if of_round.logprobs is not None:  # a prompt's come with chunks that emit nothing, too
-            for i in np.flatnonzero(is_live).tolist():
+            for i in is_live.nonzero()[0].tolist():
                 flight.tenancies[i].sequence.logprobs.take(flight.plan, i, of_round)
         is_live &= counts > 0
         pieces: list[Piece] = []
         if flight.plan.kind is StepKind.DECODE:
             goes_on = is_live & self._table.goes_on(slots, counts, ids)
-            pieces += self._read_whole(flight, of_round, np.flatnonzero(goes_on))
+            self._watch(flight, of_round, goes_on)
+            pieces += self._read_whole(flight, of_round, goes_on.nonzero()[0])
             is_live &= ~goes_on
-        for i in np.flatnonzero(is_live).tolist():
+        for i in is_live.nonzero()[0].tolist():
             emitted = tuple(ids[i, : counts[i]].tolist())
             pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan.kind))
         return pieces
 
+    def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
+        """Shows the ids of rows with stop strings to their watches; clears `goes_on` of those in
+        which one is completed, and these watches have seen nothing."""
+        watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
+        if not watched.size:
+            return
+        counts, ids = of_round.num_emitted[watched].tolist(), of_round.ids[watched].tolist()
+        for i, count, row in zip(watched.tolist(), counts, ids, strict=True):
+            watch = flight.tenancies[i].sequence.watch
+            if watch is not None and not watch.passes(row[:count]):
+                goes_on[i] = False
+
     def _read_whole(self, flight: Flight, of_round: RoundResult, rows: Ints) -> list[Piece]:
         """Rows of a verification that go on with all that it emitted."""
         counts, ids = of_round.num_emitted[rows], of_round.ids[rows]
-        self._table.extend(flight.slots[rows], counts, ids)
+        lineup = flight.lineup.take(rows)
+        self._table.extend(lineup.slots, counts, ids)
         self._totals.num_emitted += int(counts.sum())
         self._totals.tally.add_whole(np.bincount(counts).tolist())
-        pieces = []
-        for i, count, row in zip(rows.tolist(), counts.tolist(), ids.tolist(), strict=True):
-            sequence = flight.tenancies[i].sequence
-            retractions, cached = sequence.num_retractions, sequence.cached_tokens
-            origin = (retractions, cached, sequence.weight_version)
-            pieces.append(Piece(sequence.transcript, row[:count], count, None, None, None, *origin))
-        return pieces
+        return Piece.of_whole_rows(
+            lineup.transcripts, ids.tolist(), counts.tolist(), lineup.origins
+        )
 
     def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
         cut = sequence.absorb(ids)

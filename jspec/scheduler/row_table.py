@@ -11,7 +11,7 @@ written, so L, as far as it was read, is fill + emitted - 1, and `fill` while no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class RowTable:
 
     left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
     steps, rounds: in flight. decodes: its final chunk is dispatched and it has not ended.
-    ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends.
+    ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
+    is_watched: and these must be shown to its StopWatch.
     is_featured: its steps need features. is_constrained: by a grammar, which must have
     seen all. stop_ids: those ids, NO_ID after them. out_ids: emitted ids; past `emitted` anything.
     """
@@ -46,10 +47,12 @@ class RowTable:
     decodes: Bools
     ended: Bools
     is_plain: Bools
+    is_watched: Bools
     is_featured: Bools
     is_constrained: Bools
     stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
     out_ids: np.ndarray  # i32[slots, context_length + M]
+    most_stop_ids: int = field(default=0, init=False)  # that a row has had
 
     @classmethod
     def empty(cls, limits: ServeLimits) -> RowTable:
@@ -57,7 +60,7 @@ class RowTable:
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
         counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds")
-        flags = ("decodes", "ended", "is_plain", "is_featured", "is_constrained")
+        flags = (*("decodes", "ended", "is_plain", "is_watched", "is_featured", "is_constrained"),)
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
             **{name: np.zeros(rows, np.bool_) for name in flags},
@@ -74,6 +77,7 @@ class RowTable:
         last: int,
         stop_ids: tuple[int, ...] = (),
         is_cut: bool = False,
+        is_watched: bool = False,
         is_featured: bool = False,
         is_constrained: bool = False,
     ) -> None:
@@ -85,9 +89,11 @@ class RowTable:
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
         self.is_plain[slot] = not is_cut and len(stop_ids) <= MAX_STOP_IDS
+        self.is_watched[slot] = is_watched and self.is_plain[slot]
         self.stop_ids[slot] = NO_ID
         if self.is_plain[slot]:
             self.stop_ids[slot, : len(stop_ids)] = stop_ids
+            self.most_stop_ids = max(self.most_stop_ids, len(stop_ids))
 
     # Planning.
 
@@ -99,7 +105,8 @@ class RowTable:
 
     def waits_to_be_read(self, slots: Ints) -> bool:
         """Whether a row that follows a grammar has a step in flight."""
-        return bool((self.is_constrained[slots] & (self.steps[slots] > 0)).any())
+        constrained = slots[self.is_constrained[slots]]
+        return constrained.size > 0 and bool((self.steps[constrained] > 0).any())
 
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""
@@ -123,8 +130,10 @@ class RowTable:
         Of the others some do the same: a stop id may be past the count, or among the first
         min_new_tokens tokens.
         """
-        stops = (ids[:, :, None] == self.stop_ids[slots][:, None, :]).any(axis=(1, 2))
-        return self.is_plain[slots] & ~stops & (counts < self.left[slots])
+        found = self.is_plain[slots] & (counts < self.left[slots])
+        for stop_ids in self.stop_ids.T[: self.most_stop_ids]:
+            found &= (ids != stop_ids[slots][:, None]).all(axis=1)
+        return found
 
     def extend(self, slots: Ints, counts: Ints, ids: np.ndarray) -> None:
         """Appends counts[i] ids of ids[i, M] to each row."""

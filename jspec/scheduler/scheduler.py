@@ -15,8 +15,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, RequestError
@@ -36,7 +34,7 @@ from jspec.scheduler import budget, policy
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import FullPages, Hit
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.results import Flight, RoundReader, check_result
+from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
 from jspec.scheduler.stats import SchedulerStats, Totals
@@ -226,18 +224,17 @@ class Scheduler:
             grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
-        rows = [chunk.row for chunk in chunks]
-        tenancies = tuple([self._tenancies[row] for row in rows])
+        lineup = Lineup.of(self._tenancies[chunk.row] for chunk in chunks)
         plan = StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.PREFILL,
-            features=PLAIN.union(tenancy.sequence.features for tenancy in tenancies),
+            features=PLAIN.union(tenancy.sequence.features for tenancy in lineup.tenancies),
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
-            constraints=constraints_of(tenancies),
+            constraints=constraints_of(lineup.tenancies),
         )
-        return Flight(plan, np.array([row.slot for row in rows], np.int64), tenancies)
+        return Flight(plan, lineup)
 
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
@@ -277,7 +274,7 @@ class Scheduler:
         table.steps[flight.slots] -= 1
         if plan.kind is StepKind.DECODE:
             table.rounds[flight.slots] -= plan.num_rounds(self._limits)
-        for i in np.flatnonzero(table.ended[flight.slots]).tolist():
+        for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
                 self._release(flight.tenancies[i])
         pieces: list[Piece] = []

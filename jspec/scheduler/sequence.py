@@ -20,12 +20,12 @@ from jspec.core.errors import InvariantError
 from jspec.core.features import StepFeatures
 from jspec.core.grammar import Constraint
 from jspec.core.plan import Admission, RowRef
-from jspec.core.protocols import TextCut, TextStream
+from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
-from jspec.scheduler.transcript import Piece, Transcript
+from jspec.scheduler.transcript import Origin, Piece, Transcript
 
 
 class SequenceState(enum.Enum):
@@ -70,10 +70,11 @@ class Tenancy:
             left=sequence.num_tokens_left,
             last=budget.last_committed(sequence.prompt_len, sequence.max_new_tokens),
             stop_ids=request.stop_ids,
-            is_cut=sequence.text_stream is not None
+            is_cut=(sequence.text_stream is not None and sequence.watch is None)
             or request.sampling.return_logprob
             or sequence.constraint is not None
             or not request.sampling.speculative,
+            is_watched=sequence.watch is not None,
             is_constrained=sequence.constraint is not None,
             is_featured=len(sequence.features) > 0,
         )
@@ -163,9 +164,10 @@ class Sequence:
     """One request: its output so far and, while it has a slot, its tenancy.
 
     arrival: order of submission, kept through retraction. max_new_tokens: the request's, clipped
-    to what the engine can hold. text_stream: None where no text can end the sequence: its reader
-    makes the text then. transcript: its reader's. former_ids: emitted before the present tenancy.
-    features: what its steps must have, asked for at every plan.
+    to what the engine can hold. text_stream: what may end it by its text, None where nothing can.
+    watch: the same if that needs no text, else None: its reader makes the text where there is a
+    watch, or no text_stream. transcript: its reader's. former_ids: emitted before the present
+    tenancy. features: what its steps must have, asked for at every plan.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
     behind the output so far; None without one.
@@ -174,8 +176,9 @@ class Sequence:
     request: Request
     arrival: int
     max_new_tokens: int
-    text_stream: TextStream | None
+    text_stream: TextStream | StopWatch | None
     transcript: Transcript
+    watch: StopWatch | None = None
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
     former_ids: list[int] = field(default_factory=list)
@@ -202,15 +205,24 @@ class Sequence:
         stream: TextStream,
         spec: SpeculativeConfig,
     ) -> Sequence:
-        """A new one. With stop strings its text is made where it is cut, else by its reader."""
-        cuts = bool(request.sampling.stop or request.sampling.stop_regex)
+        """A new one. Its text is made by its reader, unless it is needed to find a stop string."""
+        params = request.sampling
+        cuts = bool(params.stop or params.stop_regex)
+        # The reader is not told which ids are too early to stop at.
+        watch = stream.watch() if cuts and not params.min_new_tokens else None
         return cls(
             request=request,
             arrival=arrival,
             max_new_tokens=max_new_tokens,
-            text_stream=stream if cuts else None,
-            transcript=Transcript(request, spec, stream=None if cuts else stream),
+            text_stream=(watch or stream) if cuts else None,
+            transcript=Transcript(request, spec, stream=stream if watch or not cuts else None),
+            watch=watch,
         )
+
+    @property
+    def origin(self) -> Origin:
+        """Of what comes of its tenancy."""
+        return Origin(self.num_retractions, self.cached_tokens, self.weight_version)
 
     @property
     def held_tenancy(self) -> Tenancy:
@@ -311,6 +323,7 @@ class Sequence:
                 finish = FinishReason(kind=FinishKind.ABORT, message=why)
                 kept, text, num_shown = (), None if text is None else "", 0
         self._record(kept)
+        text = text if self.watch is None else None
         return Cut(ids=kept, text=text, num_shown=num_shown, finish=finish)
 
     def _record(self, ids: tuple[int, ...]) -> None:
@@ -320,7 +333,7 @@ class Sequence:
             self.tenancy.table.append(self.tenancy.row.slot, ids)
 
     @staticmethod
-    def _push(stream: TextStream, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
+    def _push(stream: TextStream | StopWatch, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
         """Pushes ids into the text; the first num_barred of them cannot complete a stop string."""
         split = max(num_barred, 0)
         num_ids, text = 0, ""
@@ -339,12 +352,10 @@ class Sequence:
             self.transcript,
             cut.ids,
             num_emitted,
+            self.origin,
             finish=cut.finish,
             text=cut.text,
             num_shown=cut.num_shown,
-            num_retractions=self.num_retractions,
-            cached_tokens=self.cached_tokens,
-            weight_version=self.weight_version,
             logprobs=self.logprobs.of_ids(len(cut.ids)),
             prompt_logprobs=self.logprobs.of_prompt(),
         )
@@ -352,7 +363,8 @@ class Sequence:
     def abort(self, why: str) -> Piece:
         """The last piece of a sequence that ends before its time: what was held back."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
-        text = None if self.text_stream is None else self.text_stream.flush()
+        stream = self.text_stream if self.watch is None else None
+        text = None if stream is None else stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
 

@@ -2,13 +2,15 @@
 side.
 
 The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if so. Their
-text is made when somebody reads them, on the reader's thread, so that no step waits for text; only
-a row with stop strings gets its text in the turn, because that text may end it.
+text is made when somebody reads them, on the reader's thread, so that no step waits for text. Only
+a row that its text may end, and of which ids alone do not tell, gets its text in the turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
+from itertools import repeat
 from typing import NamedTuple
 
 from jspec.core.config import Algorithm, SpeculativeConfig
@@ -24,28 +26,50 @@ from jspec.core.request import (
 )
 
 
+class Origin(NamedTuple):
+    """What is the same for all that comes of one stay in a slot (`StreamChunk` says what)."""
+
+    num_retractions: int = 0
+    cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
+
+
 class Piece(NamedTuple):
     """What one round added to one sequence; `chunk` must be called in order, once for each.
 
-    ids: after the cut. num_emitted: before it, 0 if this was no verification. text: made already,
-    or None: to be made of the first num_shown ids (None: all) and, if there is a finish, of what
-    was held back.
+    ids: after the cut; of a verification's, past the first num_emitted, anything. num_emitted:
+    before the cut, 0 if this was no verification. text: made already, or None: to be made of the
+    first num_shown ids (None: all) and, if there is a finish, of what was held back.
     """
 
     transcript: Transcript
     ids: Ordered[int]
     num_emitted: int = 0
+    origin: Origin = Origin()
     finish: FinishReason | None = None
     text: str | None = None
     num_shown: int | None = None
-    num_retractions: int = 0
-    cached_tokens: int = 0
-    weight_version: str = DEFAULT_VERSION
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
+
+    @classmethod
+    def of_whole_rows(
+        cls,
+        transcripts: Iterable[Transcript],
+        ids: Iterable[list[int]],
+        counts: Iterable[int],
+        origins: Iterable[Origin],
+    ) -> list[Piece]:
+        """Of rows that go on with the first counts[i] of ids[i].
+
+        A step makes one for each row before the next step is planned: no Python runs for one.
+        """
+        rest = (repeat(default) for default in tuple(cls._field_defaults.values())[2:])
+        rows = zip(transcripts, ids, counts, origins, *rest, strict=False)
+        return list(map(tuple.__new__, repeat(cls), rows))
 
 
 class Transcript:
@@ -65,7 +89,7 @@ class Transcript:
 
     def chunk(self, piece: Piece) -> StreamChunk:
         """The message about `piece`."""
-        ids = tuple(piece.ids)
+        ids = tuple(piece.ids[: piece.num_emitted] if piece.num_emitted else piece.ids)
         self._num_ids += len(ids)
         num_accepted = 0
         if piece.num_emitted:
@@ -79,9 +103,9 @@ class Transcript:
             finish=piece.finish,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._num_ids,
-            num_retractions=piece.num_retractions,
-            cached_tokens=piece.cached_tokens,
-            weight_version=piece.weight_version,
+            num_retractions=piece.origin.num_retractions,
+            cached_tokens=piece.origin.cached_tokens,
+            weight_version=piece.origin.weight_version,
             counters=self._tally.counters,
             logprobs=piece.logprobs,
             prompt_logprobs=piece.prompt_logprobs,

@@ -19,7 +19,6 @@ from jspec.server.fields import (
     as_object,
     check_rid,
     get_bool,
-    get_priority,
     shorten,
     without_neutral,
 )
@@ -35,6 +34,7 @@ from jspec.server.openai_schemas import (
     with_logprobs,
 )
 from jspec.server.response_formats import GRAMMAR_FIELDS
+from jspec.server.schemas import common_fields
 from jspec.text.calls.tools import ToolUse, check_tools
 from jspec.text.chat_messages import Message, check_messages
 
@@ -96,6 +96,7 @@ class ChatCall:
     options: AnswerOptions
     rid: str | None
     priority: int
+    extra_key: str | None = None
     tools: ToolUse = field(default_factory=ToolUse)
     separate_reasoning: bool = True
 
@@ -152,7 +153,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         },
         options=replace(answer_options(values), logprobs=asks),
         rid=None if values.get("rid") is None else check_rid(values["rid"]),
-        priority=get_priority(values),
+        **common_fields(values),
         tools=tools,
         separate_reasoning=splits,
     )

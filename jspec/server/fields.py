@@ -18,6 +18,8 @@ Hints = Mapping[str, str]
 NO_HINTS: Hints = {}
 NO_DEFAULTS: Mapping[str, Any] = {}
 MAX_RID_CHARS = 256
+EXTRA_KEYS = ("extra_key", "cache_salt")
+MAX_EXTRA_KEY_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
 MAX_PROMPTS = 65_536  # the queue takes fewer
 
@@ -143,6 +145,25 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int):
             raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
     return tuple(value)
+
+
+def get_extra_key(body: JsonObject) -> str | None:
+    """What keeps the call's cached prefixes apart from others': extra_key, SGLang's name, or
+    cache_salt, vLLM's. Raises RequestError, also where the two differ."""
+    given = {name: body[name] for name in EXTRA_KEYS if body.get(name) is not None}
+    for name, value in given.items():
+        num_chars = len(check_text(name, value))
+        if not 1 <= num_chars <= MAX_EXTRA_KEY_CHARS:
+            raise RequestError(
+                f"{name} has {num_chars} characters; expected from 1 to {MAX_EXTRA_KEY_CHARS}, or "
+                f"leave it out"
+            )
+    if len(set(given.values())) > 1:
+        raise RequestError(
+            f"extra_key is {shorten(given['extra_key'])} and cache_salt is "
+            f"{shorten(given['cache_salt'])}; expected one of them"
+        )
+    return next(iter(given.values()), None)
 
 
 def get_priority(body: JsonObject) -> int:

@@ -20,6 +20,7 @@ from jspec.core.request import (
 )
 from jspec.core.sampling_fields import Integer
 from jspec.server.fields import (
+    EXTRA_KEYS,
     NO_DEFAULTS,
     Hints,
     JsonObject,
@@ -31,12 +32,11 @@ from jspec.server.fields import (
     check_text,
     expand_rid,
     get_bool,
-    get_priority,
     shorten,
     without_neutral,
 )
 from jspec.server.response_formats import GRAMMAR_FIELDS, grammar_parameters
-from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall
+from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall, common_fields
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
@@ -48,6 +48,7 @@ ANSWER_FIELDS = frozenset(
         "stream_options",
         "rid",
         "priority",
+        *EXTRA_KEYS,
         "user",
         "return_meta_info",
         "return_spec_tokens_details",
@@ -74,8 +75,6 @@ NEUTRAL_OPENAI: Neutral = {
     "lora_path": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
-    "extra_key": (None,),
-    "cache_salt": (None,),
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
@@ -152,7 +151,7 @@ def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
     names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
     return CompletionCall(
         prompts=tuple(
-            PromptCall(**source, sampling=sampling, rid=name, priority=get_priority(values))
+            PromptCall(**source, sampling=sampling, rid=name, **common_fields(values))
             for source, name in zip(sources, names, strict=True)
         ),
         options=options,

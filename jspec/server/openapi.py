@@ -33,7 +33,7 @@ from jspec.server import (
     schemas,
     score_endpoint,
 )
-from jspec.server.fields import Neutral
+from jspec.server.fields import EXTRA_KEYS, Neutral
 from jspec.text.chat_messages import ROLES
 
 Schema = dict[str, Any]
@@ -58,6 +58,7 @@ OTHERS: Mapping[str, Schema] = {
     "guided_grammar": {"type": ["string", "null"]},
     "guided_json": {"type": ["object", "string", "boolean", "null"]},
     "guided_regex": {"type": ["string", "null"]},
+    **{name: {"type": ["string", "null"], "minLength": 1} for name in EXTRA_KEYS},
     "input": {"anyOf": [TEXT, {"type": "array", "minItems": 1, "items": ANY}]},
     "input_ids": {"anyOf": [IDS, {"type": "array", "items": IDS}]},
     "item_first": FLAG,
@@ -187,29 +188,26 @@ def body_schema(
 
 def bodies() -> dict[str, Schema]:
     """By path, for the routes whose fields stand in tables."""
+    return {"/generate": _native_body(), **_openai_bodies(), **_other_bodies()}
+
+
+def _native_body() -> Schema:
     native = {field.name: field for field in SAMPLING_FIELDS}
-    openai = {field.openai: field for field in SAMPLING_FIELDS}
     sampling = body_schema(schemas.SAMPLING_NAMES, schemas.NEUTRAL_SAMPLING, sampling=native)
     of_prompts = {
         **OTHERS,
         "sampling_params": {"anyOf": [sampling, {"type": "array", "items": sampling}]},
         **{name: {} for name in schemas.LOGPROB_FIELDS},  # one value, or one for each prompt
     }
+    return body_schema(
+        schemas.GENERATE_FIELDS, schemas.NEUTRAL_GENERATE, sampling={}, others=of_prompts
+    )
+
+
+def _openai_bodies() -> dict[str, Schema]:
+    openai = {field.openai: field for field in SAMPLING_FIELDS}
     counts = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"type": "null"}]}
-    texts_and_ids: Schema = {
-        "type": "object",
-        "properties": {"prompt": OTHERS["text"], "add_special_tokens": FLAG, "model": TEXT},
-        "required": ["prompt"],
-    }
-    ids: Schema = {
-        "type": "object",
-        "properties": {"tokens": OTHERS["input_ids"], "skip_special_tokens": FLAG, "model": TEXT},
-        "required": ["tokens"],
-    }
     return {
-        "/generate": body_schema(
-            schemas.GENERATE_FIELDS, schemas.NEUTRAL_GENERATE, sampling={}, others=of_prompts
-        ),
         "/v1/completions": body_schema(
             openai_schemas.COMPLETION_FIELDS,
             openai_schemas.NEUTRAL_COMPLETION,
@@ -231,6 +229,21 @@ def bodies() -> dict[str, Schema]:
             others={**OTHERS, "text": {"type": ["object", "null"]}},
             required=("input",),
         ),
+    }
+
+
+def _other_bodies() -> dict[str, Schema]:
+    texts_and_ids: Schema = {
+        "type": "object",
+        "properties": {"prompt": OTHERS["text"], "add_special_tokens": FLAG, "model": TEXT},
+        "required": ["prompt"],
+    }
+    ids: Schema = {
+        "type": "object",
+        "properties": {"tokens": OTHERS["input_ids"], "skip_special_tokens": FLAG, "model": TEXT},
+        "required": ["tokens"],
+    }
+    return {
         "/v1/score": body_schema(
             score_endpoint.SCORE_FIELDS,
             score_endpoint.NEUTRAL_SCORE,

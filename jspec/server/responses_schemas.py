@@ -13,6 +13,7 @@ from typing import Any
 from jspec.core.errors import RequestError
 from jspec.server.chat_schemas import ChatCall, parse_chat
 from jspec.server.fields import (
+    EXTRA_KEYS,
     NO_DEFAULTS,
     Hints,
     JsonObject,
@@ -31,6 +32,7 @@ SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens"}) | {
     "stream",
     "rid",
     "priority",
+    *EXTRA_KEYS,
     "user",
     "parallel_tool_calls",
     "chat_template_kwargs",

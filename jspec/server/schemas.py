@@ -12,6 +12,7 @@ from typing import Any
 from jspec.core.errors import RequestError
 from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
+    EXTRA_KEYS,
     NO_DEFAULTS,
     Hints,
     JsonObject,
@@ -23,6 +24,7 @@ from jspec.server.fields import (
     check_text,
     expand_rid,
     get_bool,
+    get_extra_key,
     get_priority,
     shorten,
     without_neutral,
@@ -41,6 +43,7 @@ GENERATE_FIELDS = frozenset(
         "return_spec_tokens",
         "return_text_in_logprobs",
         "priority",
+        *EXTRA_KEYS,
         *LOGPROB_FIELDS,
     }
 )
@@ -59,7 +62,6 @@ NEUTRAL_GENERATE: Neutral = {
     "lora_id": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
-    "extra_key": (None,),
     "conversation_id": (None,),
     "data_parallel_rank": (None,),
     "bootstrap_host": (None,),
@@ -111,7 +113,8 @@ GENERATE_HINTS: Hints = {
 class PromptCall:
     """One prompt of a call: text or input_ids, how to sample it, and its name if it has one.
 
-    priority: whether it goes before others, where the engine has priorities.
+    priority: whether it goes before others, where the engine has priorities. extra_key: prompts
+    with different ones share no cached prefix.
     """
 
     sampling: SamplingParams
@@ -119,6 +122,7 @@ class PromptCall:
     input_ids: tuple[int, ...] | None = None
     rid: str | None = None
     priority: int = 0
+    extra_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +153,10 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     )
     sampling = _with_logprobs(values, sampling, is_list=is_list)
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
-    rid, priority = values.get("rid"), get_priority(values)
+    rid, common = values.get("rid"), common_fields(values)
     return GenerateCall(
         prompts=tuple(
-            PromptCall(**source, sampling=params, rid=name, priority=priority)
+            PromptCall(**source, sampling=params, rid=name, **common)
             for source, params, name in zip(sources, sampling, rids, strict=True)
         ),
         is_list=is_list,
@@ -161,6 +165,11 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
         return_text_in_logprobs=get_bool(values, "return_text_in_logprobs"),
         group=rid if is_list and isinstance(rid, str) else None,
     )
+
+
+def common_fields(values: JsonObject) -> dict[str, Any]:
+    """PromptCall's fields that are one value for all prompts of a call. Raises RequestError."""
+    return {"priority": get_priority(values), "extra_key": get_extra_key(values)}
 
 
 def _sources(values: JsonObject) -> tuple[list[dict[str, Any]], bool]:

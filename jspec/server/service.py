@@ -163,38 +163,15 @@ class Service:
         started = time.monotonic()
         if self.is_shutting_down:
             raise EngineClosedError("the server is shutting down")
-        # Before anything is tokenized, which takes long for what will be refused anyway.
-        num_sequences = sum(prompt.sampling.n for prompt in prompts)
-        budget.check_number(self.engine.limits, num_sequences)
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         token_text = self.engine.token_texts.text if return_text_in_logprobs else None
-        num_chars = sum(
-            len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
-        )
-        if num_chars > INLINE_CHARS:
-            indexed = await asyncio.to_thread(self._requests, prompts)
-        else:
-            indexed = self._requests(prompts)
+        indexed = await self._tokenized(prompts)
         if self._trace is not None:
             now = time.monotonic()
             marks = {Border.RECEIVED: received or started, Border.PARSED: started}
             _begin(self._trace, indexed, {**marks, Border.TOKENIZED: now})
         names = _names(indexed, group)
-        for name in names:
-            if name in self._groups:
-                raise RequestError(f"rid is {name!r}; expected one that is not in use")
-        self._groups |= names  # before the await, so that nobody else takes a name meanwhile
-        try:
-            streams = await self.engine.submit(
-                [request for _, request in indexed], max_unread=self.args.max_unread_events
-            )
-        except QueueFullError as error:
-            self.forget(names)
-            seconds = self._retry_after(len(indexed))
-            raise QueueFullError(str(error), retry_after_seconds=seconds) from None
-        except BaseException:
-            self.forget(names)
-            raise
+        streams = await self._queue([request for _, request in indexed], names)
         for _, request in indexed:
             self._say_if_cut(request)
         self.checks.watch(request for _, request in indexed)
@@ -221,6 +198,35 @@ class Service:
             names=names,
         )
 
+    async def _tokenized(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
+        """Each choice of each prompt, and which prompt it answers."""
+        # Before anything is tokenized, which takes long for what will be refused anyway.
+        budget.check_number(self.engine.limits, sum(prompt.sampling.n for prompt in prompts))
+        num_chars = sum(
+            len(prompt.text or "") + sum(map(len, prompt.sampling.stop)) for prompt in prompts
+        )
+        if num_chars > INLINE_CHARS:
+            return await asyncio.to_thread(self._requests, prompts)
+        return self._requests(prompts)
+
+    async def _queue(
+        self, requests: Sequence[Request], names: Mapping[str, tuple[str, ...]]
+    ) -> tuple[EngineStream, ...]:
+        """Queues all under these names, or none."""
+        for name in names:
+            if name in self._groups:
+                raise RequestError(f"rid is {name!r}; expected one that is not in use")
+        self._groups |= names  # before the await, so that nobody else takes a name meanwhile
+        try:
+            return await self.engine.submit(requests, max_unread=self.args.max_unread_events)
+        except QueueFullError as error:
+            self.forget(names)
+            seconds = self._retry_after(len(requests))
+            raise QueueFullError(str(error), retry_after_seconds=seconds) from None
+        except BaseException:
+            self.forget(names)
+            raise
+
     async def chat_prompt(self, call: ChatCall) -> PromptCall:
         """The one prompt of a chat, rendered and tokenized. Raises RequestError."""
         make = partial(
@@ -230,7 +236,13 @@ class Service:
             ids, sampling = await asyncio.to_thread(make)
         else:
             ids, sampling = make()
-        return PromptCall(sampling=sampling, input_ids=ids, rid=call.rid, priority=call.priority)
+        return PromptCall(
+            sampling=sampling,
+            input_ids=ids,
+            rid=call.rid,
+            priority=call.priority,
+            extra_key=call.extra_key,
+        )
 
     def _requests(self, prompts: Sequence[PromptCall]) -> list[tuple[int, Request]]:
         found: list[tuple[int, Request]] = []
@@ -242,6 +254,7 @@ class Service:
                     sampling_params=prompt.sampling,
                     request_id=prompt.rid or uuid.uuid4().hex,
                     priority=prompt.priority,
+                    extra_key=prompt.extra_key,
                 )
             found += ((index, request) for request in requests)
         return found

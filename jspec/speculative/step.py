@@ -2,7 +2,7 @@
 
     prefill_step         KV of a chunk of each prompt; behind the last chunk, the first token (root)
     speculative_step     propose -> score -> settle -> advance: from 1 to S + 1 tokens a row
-                         (propose_step, verify_step: cut behind propose, for rows with a grammar)
+                         (cut_step.py: the same in three programs, for rows with a grammar)
     speculative_rounds   several such steps, one behind the other, without the host
 
     propose   the drafter guesses a tree of N - 1 tokens behind the root
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, VerifyBatch, pack_output
+from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, pack_output
 from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
@@ -96,29 +96,8 @@ def speculative_step(
     `core.layout.output_columns` of each row: i32[B, 1 + M], or more with log-probabilities.
     """
     state, tree = propose_tree(program, params, state, batch)
-    return verify_tree(program, params, state, batch.slots, tree)
-
-
-def propose_step(
-    program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
-) -> tuple[EngineState, Int[Array, "B _"]]:
-    """The first half alone, for a host that looks at the tree before it is verified.
-
-    Returns the state and each row's tokens, parents and depths side by side: i32[B, 3 N].
-    """
-    state, tree = propose_tree(program, params, state, batch)
-    return state, jnp.concatenate((tree.tokens, tree.parents, tree.depths), axis=1)
-
-
-def verify_step(
-    program: StepProgram, params: dict[str, Params], state: EngineState, batch: VerifyBatch
-) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """The second half alone, with what the host allows at each node of the tree."""
-    roots = take_rows(state.rows.root_ids, batch.slots)
-    tree = dataclasses.replace(
-        batch.tree, tokens=batch.tokens.at[:, 0].set(roots, mode="promise_in_bounds")
-    )
-    return verify_tree(program, params, state, batch.slots, tree, allowed=batch.allowed)
+    state, scored = score_tree(program, params, state, batch.slots, tree)
+    return settle_tree(program, params, state, batch.slots, tree, scored)
 
 
 def propose_tree(
@@ -131,30 +110,42 @@ def propose_tree(
     return dataclasses.replace(state, draft_kv=draft_kv), tree
 
 
-def verify_tree(
+def score_tree(
     program: StepProgram,
     params: dict[str, Params],
     state: EngineState,
     slots: Int[Array, "B"],
     tree: DraftTree,
-    *,
-    allowed: UInt32[Array, "B N W"] | None = None,
-) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """score, settle and advance. allowed: what a grammar allows behind each node; None: all."""
-    spec, target = program.spec, program.target
-    rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
+) -> tuple[EngineState, Scored]:
+    """The target's forward over all nodes, whose KV lies behind L from then on."""
     kv, logits, features = score(
-        target,
+        program.target,
         params["target"],
         state.kv,
         tree,
-        rows,
+        _rows_in_step(state, slots),
         needs=program.drafter.needs,
-        spec=spec,
+        spec=program.spec,
     )
+    return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
+
+
+def settle_tree(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    slots: Int[Array, "B"],
+    tree: DraftTree,
+    scored: Scored,
+    *,
+    allowed: UInt32[Array, "B N W"] | None = None,
+) -> tuple[EngineState, Int[Array, "B M1"]]:
+    """settle and advance. allowed: what a grammar allows behind each node; None: all."""
+    spec, target = program.spec, program.target
+    rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
     target_ids = choose_at_nodes(
         target,
-        logits,
+        scored.logits,
         tree,
         rows,
         spec=spec,
@@ -165,7 +156,14 @@ def verify_tree(
     )
     groups = target.cache_groups
     kv, verified = settle(
-        tree, target_ids, features, kv, rows, spec=spec, ops=program.ops, groups=groups
+        tree,
+        target_ids,
+        scored.features,
+        state.kv,
+        rows,
+        spec=spec,
+        ops=program.ops,
+        groups=groups,
     )
     emitted = emitted_by(verified, rows)
     draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
@@ -182,7 +180,7 @@ def verify_tree(
     )
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
     if Feature.LOGPROBS in program.features:
-        output |= emitted_logprobs(target, logits, verified, rows.sampling)
+        output |= emitted_logprobs(target, scored.logits, verified, rows.sampling)
     return next_state, pack_output(output_columns(spec.max_emitted, program.features), output)
 
 

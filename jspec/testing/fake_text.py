@@ -6,7 +6,8 @@ Id 0 is "a", 1 is "b", ... 25 is "z". `FakeTextStream` is the streaming half wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jspec.core.protocols import TextCut
@@ -43,6 +44,18 @@ class FakeTextStream:
     @classmethod
     def for_request(cls, request: Request) -> FakeTextStream:
         return cls(request.sampling.stop)
+
+    def watch(self) -> FakeTextStream:
+        """Ids are characters here, so it does as its own watch."""
+        return FakeTextStream(self._stop)
+
+    def passes(self, ids: Sequence[int]) -> bool:
+        """As `core.protocols.StopWatch.passes`."""
+        ahead = copy.copy(self)
+        if ahead.push(tuple(ids)).matched is not None:
+            return False
+        self.push(tuple(ids))
+        return True
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
         for num_ids, char in enumerate(text_of(ids), start=1):

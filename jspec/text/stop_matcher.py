@@ -121,6 +121,10 @@ class StopMatcher:
         self._places = [pattern.first for pattern in automaton.patterns]
 
     @property
+    def automaton(self) -> StopAutomaton:
+        return self._automaton
+
+    @property
     def held(self) -> str:
         """Text pushed and not yet given out."""
         return self._held

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jspec.core.protocols import TextCut, TextStream
+from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import Request
 from jspec.text.detokenizer import new_detokenizer
 from jspec.text.stop_matcher import StopAutomaton, StopMatcher
@@ -32,6 +32,9 @@ class IdsOnlyStream:
         """Nothing to match in."""
         return None
 
+    def watch(self) -> None:
+        """There is nothing to watch for."""
+
 
 class TokenizedStream:
     """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
@@ -50,6 +53,7 @@ class TokenizedStream:
         skip_special_tokens: bool = True,
         no_stop_trim: bool = False,
     ) -> None:
+        self._stop_tables = tokenizer.stop_tables(skip_special_tokens=skip_special_tokens)
         self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         if not isinstance(stop, StopAutomaton):
             stop = StopAutomaton.from_strings(stop)
@@ -63,6 +67,11 @@ class TokenizedStream:
     def matched(self) -> str | None:
         """The stop string that ended the text, whether push or flush completed it."""
         return self._matched
+
+    def watch(self) -> StopWatch | None:
+        """See TextStream: where tokens are bytes."""
+        tables = self._stop_tables
+        return None if tables is None else tables.watch(self._matcher.automaton)
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
         """Appends ids, one by one, so that the id which completes a stop string is exact.

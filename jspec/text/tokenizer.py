@@ -21,6 +21,7 @@ import tokenizers
 from jspec.core.errors import CheckpointError, RequestError
 from jspec.core.json_files import MIB, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.stop_watch import StopTables
 from jspec.text.token_bytes import TokenBytes, bytes_of
 
 LARGE_CHARS = 2**20  # a text after which memory is given back
@@ -76,11 +77,19 @@ class Tokenizer:
     max_chars_per_token: int | None
     all_bytes: TokenBytes = field(init=False, repr=False)
     shown_bytes: TokenBytes = field(init=False, repr=False)
+    _stop_tables: tuple[StopTables, StopTables] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         look_up = self.id_to_token
         object.__setattr__(self, "all_bytes", TokenBytes(look_up))
         object.__setattr__(self, "shown_bytes", TokenBytes(look_up, hidden=self.special_ids))
+        tables = StopTables(self.all_bytes), StopTables(self.shown_bytes)
+        object.__setattr__(self, "_stop_tables", tables)
+
+    def stop_tables(self, *, skip_special_tokens: bool) -> StopTables | None:
+        """What finds stop strings among ids; None where tokens are not bytes."""
+        is_bytes = self.decoder_kind is DecoderKind.BYTE_LEVEL
+        return self._stop_tables[skip_special_tokens] if is_bytes else None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:

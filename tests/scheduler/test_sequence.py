@@ -172,6 +172,9 @@ def test_the_cut_does_not_depend_on_the_steps(
 class LateStream:
     """Text that becomes final only at the flush, as a run of byte tokens does; stops at "b"."""
 
+    def watch(self) -> None:
+        pass
+
     def __init__(self) -> None:
         self._text = ""
         self.matched: str | None = None

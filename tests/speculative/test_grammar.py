@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +17,15 @@ from jspec.core.config import Algorithm
 from jspec.core.features import SAMPLING, Feature
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
-from jspec.engine.compilation import compile_all
+from jspec.engine.compilation import Recipe, compile_all
+from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import grammar_programs, needed_program
 from jspec.engine.runner import init_state
+from jspec.models.eagle3 import eagle3_params
+from jspec.models.registry import table_of
 from jspec.testing.fake_grammar import FakeGrammar
 from tests.speculative.engines import (
+    DRAFT,
     TARGET,
     Compiled,
     Served,
@@ -35,7 +41,9 @@ from tests.speculative.engines import (
     serve,
     serve_view,
     spec_of,
+    tiny_params,
 )
+from tests.speculative.every_drafter import dealt
 
 END = 5
 
@@ -70,6 +78,12 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(build(spec_of(3, 1, 4, Algorithm.NGRAM), page_size=16))
     if name == "two_rounds":
         return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
+    if name == "two_shards":  # each has half of the vocabulary's logits between two programs
+        target, head = tiny_params()
+        params = dealt(table_of(TARGET), target, 2), dealt(eagle3_params(DRAFT), head, 2)
+        return with_grammars(
+            build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
+        )
     shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
     return with_grammars(engine(shape, 16, features=SAMPLING))
 
@@ -153,13 +167,15 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
     [
         "tree",
         pytest.param("ngram", marks=pytest.mark.slow),
+        pytest.param("two_shards", marks=pytest.mark.slow),
         pytest.param("chain", marks=pytest.mark.slow),
         pytest.param("two_rounds", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
 def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth: int) -> None:
-    dial = None if name == "ngram" else dial_for(list(mixed()), list(expected()))
+    has_dial = name not in ("ngram", "two_shards")
+    dial = None if not has_dial else dial_for(list(mixed()), list(expected()))
     served = serve(engine_of(name), list(mixed()), overlap_depth=depth, chunk_size=8, dial=dial)
     assert served.ids == expected()
     if dial is not None:
@@ -213,3 +229,52 @@ def watched(name: str, requests: list[Request]) -> tuple[Served, ViewRunner]:
     compiled = engine_of(name)
     view = ViewRunner(compiled.runner(), dataclasses.replace(compiled.limits, overlap_depth=1))
     return asyncio.run(serve_view(view, requests)), view
+
+
+def test_masks_are_made_while_the_device_scores() -> None:
+    events: list[str] = []
+
+    class Watched(FakeGrammar):
+        def begin(self) -> Any:
+            constraint: Any = super().begin()
+            fill = constraint.fill
+
+            def watched(tokens: Any, parents: Any, allowed: Any) -> None:
+                events.append("mask" if tokens.size > 1 else "first mask")
+                fill(tokens, parents, allowed)
+
+            constraint.fill = watched
+            return constraint
+
+    compiled = engine_of("tree")
+    cut = {key: watch_run(key.kind, run, events) for key, run in compiled.executables.items()}
+    compiled = dataclasses.replace(compiled, executables=cut)
+    request = constrained(0, Watched(TARGET.vocab_size, END, 4, 12), max_new_tokens=20)
+    served = serve(compiled, [dataclasses.replace(request, seed=mixed()[0].seed)], overlap_depth=1)
+    assert len(served.ids[0]) > 1
+    decodes = events[events.index("propose") :]
+    assert decodes == ["propose", "score", "mask", "settle"] * (len(decodes) // 4)
+
+
+def watch_run(kind: StepKind, run: Any, events: list[str]) -> Any:
+    def watched(*arrays: Any) -> Any:
+        events.append(kind.value)
+        return run(*arrays)
+
+    return watched
+
+
+def test_programs_that_hand_arrays_on_are_read_from_disk_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = engine_of("tree")
+    state = compiled.runner().state
+    recipe = Recipe.of(compiled.program, compiled.limits, params=compiled.params, state=state)
+
+    def structures(_: Path, *, inputs: Any, outputs: Any, **_mesh: Any) -> Any:
+        return jax.tree.structure((inputs, {})), jax.tree.structure(outputs)
+
+    monkeypatch.setattr(ProgramStore, "load", structures)
+    for key, run in compiled.executables.items():
+        read = recipe.load(key, tmp_path, mesh=mesh_of(1))
+        assert read == (run.in_tree, run.out_tree), key

@@ -1,0 +1,113 @@
+"""That scratch does not fit is said before anything is served, with what takes the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.core.errors import ConfigError
+from jspec.core.features import ALL, PLAIN
+from jspec.core.plan import StepKind
+from jspec.engine.device_memory import no_pool_error
+from jspec.engine.memory_report import (
+    bytes_each,
+    check_scratch_fits,
+    held_bytes,
+    scratch_bytes,
+)
+from jspec.engine.programs import ProgramKey
+from tests.engine.test_device_memory import Card
+
+GIB = 1 << 30
+PREFILL = ProgramKey(StepKind.PREFILL, 8192, ALL)
+DECODE = ProgramKey(StepKind.DECODE, 256, PLAIN)
+HELD = {
+    "the target's weights": 16 * GIB,
+    "the draft's weights": GIB,
+    "KV pools": 50 * GIB,
+    "other state": 0,
+}
+
+
+def check(scratch: dict[ProgramKey, int], *, free: int, **held: int) -> None:
+    cards = [Card(80 * GIB, 10 * GIB), Card(80 * GIB, 80 * GIB - free)]
+    check_scratch_fits(cards, scratch, held={**HELD, **held}, fraction=0.85)
+
+
+def test_what_fits_is_not_spoken_of() -> None:
+    check({PREFILL: 3 * GIB, DECODE: GIB}, free=3 * GIB)
+    check({}, free=0)
+    check_scratch_fits([Card(None, platform="cpu")], {PREFILL: 1 << 60}, held=HELD, fraction=0.85)
+
+
+def test_the_largest_scratch_is_named_with_all_that_is_there_and_what_would_fit() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check({PREFILL: 6 * GIB, DECODE: GIB}, free=2 * GIB)
+    assert str(caught.value) == (
+        "the step prefill T=8192 all takes 6.0 GiB of scratch on each device, and 2.0 GiB of the "
+        "80.0 GiB that jax may use are free behind the target's weights (16.0 GiB), the draft's "
+        "weights (1.0 GiB), KV pools (50.0 GiB); expected mem_fraction_static of at most 0.80 (or "
+        "fewer max_total_tokens), chunked_prefill_size below 8192, tp_size above 2, or a larger "
+        "XLA_CLIENT_MEM_FRACTION"
+    )
+    check({PREFILL: 6 * GIB}, free=2 * GIB + 4 * GIB)  # what the smaller fraction leaves
+
+
+def test_no_share_of_pools_is_advised_that_they_do_not_have() -> None:
+    with pytest.raises(ConfigError, match="max_running_requests below 256") as caught:
+        check({PREFILL: GIB, DECODE: 6 * GIB}, free=2 * GIB, **{"KV pools": GIB})
+    assert "mem_fraction_static" not in str(caught.value)
+
+
+def test_memory_that_is_only_to_be_collected_counts_as_free() -> None:
+    @dataclass
+    class Collected:
+        platform: str = "gpu"
+        asked: int = 0
+
+        def memory_stats(self) -> dict[str, int]:
+            self.asked += 1
+            return {"bytes_limit": 10, "bytes_in_use": 8 if self.asked == 1 else 2}
+
+    check_scratch_fits([Collected()], {DECODE: 5}, held={}, fraction=0.85)
+
+
+def test_a_compiled_program_says_its_scratch() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.outer(x, x).reshape(-1))[:3]
+
+    compiled: Any = jax.jit(step).lower(jnp.zeros(64)).compile()
+    silent = SimpleNamespace(memory_analysis=lambda: None)
+    found = scratch_bytes({DECODE: compiled, PREFILL: silent})
+    assert set(found) == {DECODE}
+    assert found[DECODE] >= 64 * 64 * 4
+
+
+def test_shared_weights_are_the_targets() -> None:
+    shared, own = jnp.zeros((4, 8)), jnp.zeros(16)
+    params = {"target": {"a": shared, "b": shared}, "draft": {"a": shared, "c": own}}
+    assert held_bytes(params) == {"the target's weights": 128, "the draft's weights": 64}
+    assert bytes_each(()) == 0
+
+
+def test_without_room_for_a_pool_the_weights_are_told_apart() -> None:
+    def said(draft: int) -> str:
+        card = Card(24 * GIB, 21 * GIB)
+        error = no_pool_error(
+            [card], 0.85, num_bytes=GIB, target_bytes=17 * GIB, draft_bytes=draft * GIB
+        )
+        return str(error)
+
+    assert (
+        "that is 20.4 GiB of the 24.0 GiB that jax may use on a device, the target's weights take "
+        "17.0 GiB, the draft's 3.0 GiB, the rest 1.0 GiB, and the smallest pool 1.0 GiB; expected "
+        "mem_fraction_static of at least 0.92, speculative_algorithm NONE (no draft), tp_size of "
+        "about 2, "
+    ) in said(3)
+    assert "speculative_algorithm" not in said(1)
+    assert "draft" not in said(0)
