@@ -166,6 +166,7 @@ class Sequence:
     to what the engine can hold. text_stream: None where no text can end the sequence: its reader
     makes the text then. transcript: its reader's. former_ids: emitted before the present tenancy.
     features: what its steps must have, asked for at every plan.
+    num_losses: times that it was in a step when the runner failed.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
     behind the output so far; None without one.
@@ -180,6 +181,7 @@ class Sequence:
     tenancy: Tenancy | None = None
     former_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
+    num_losses: int = 0
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
