@@ -168,6 +168,12 @@ class EngineArgs:
         _SPECULATION,
         expected="a number from 1 to S + 1, tokens emitted a verification, bonus included",
     )
+    engine_process: bool = argument(
+        False,
+        "Devices, weights and steps in a process of their own, which is begun anew if it ends: "
+        "streams stay open and go on",
+        _MEMORY,
+    )
     mem_fraction_static: float = argument(
         0.85,
         "Share of a device's memory for weights and KV, if --max-total-tokens is unset",

@@ -115,13 +115,14 @@ class EngineLoop:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the runner is begun anew at this moment; requests are taken, and wait."""
-        return self._recovery.is_running
+        """Whether the runner is lost, and begun anew; requests are taken, and wait."""
+        return self._loss is not None or self._recovery.is_running
 
     def runner_ended(self, why: str) -> None:
-        """The runner is known to be lost, though nothing may run; on the loop's own thread."""
-        self._loss = RunnerError(why)
-        self._wake.set()
+        """The runner is known to be lost, though nothing may run."""
+        if not self._is_closing:
+            self._loss = RunnerError(why)
+            self._start()
 
     def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
         """Queues a request and returns its chunks. Raises at once, not at the first chunk:

@@ -26,7 +26,7 @@ from jspec.engine.programs import (
     step_programs,
 )
 from jspec.engine.resolving import prefill_buckets
-from jspec.engine.runner import ReadyPrograms
+from jspec.engine.plan_runner import ReadyPrograms
 
 FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
 PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))
