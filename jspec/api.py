@@ -182,6 +182,11 @@ class Engine(EngineCalls):
         """Whether what it runs on has failed and is begun anew; requests are taken, and wait."""
         return self._loop.is_restarting
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the engine's own process, if it has one."""
+        return self._runner.process_id if isinstance(self._runner, ProcessRunner) else None
+
     def trace_requests(self, trace: RequestTrace) -> None:
         """From now on marks in `trace` what requests pass in the engine."""
         self._loop.trace_requests(trace)

@@ -357,6 +357,11 @@ class Sequence:
         text = None if self.text_stream is None else self.text_stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
+    def broken(self, why: str) -> Piece:
+        """The last piece of a sequence whose text raised; nothing more is asked of its text."""
+        finish = FinishReason(kind=FinishKind.ABORT, message=why)
+        return self.piece(Cut(ids=(), text="", num_shown=0, finish=finish))
+
 
 def constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:
     """Of a plan's rows, in their order; nothing where none follows a grammar."""

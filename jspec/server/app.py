@@ -193,6 +193,7 @@ class Endpoints:
             for state in info["internal_states"]
         ]
         command = shlex.join(_without_key(sys.argv))
+        info["engine_process_id"] = engine.process_id
         return JSONResponse(
             {**server, **info, "internal_states": states, "launch_command": command}
         )

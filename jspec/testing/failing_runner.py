@@ -5,20 +5,22 @@ Begun anew, it has no row and no page: a plan that names what was there before i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from jspec.core.config import ServeLimits
 from jspec.core.plan import StepPlan, StepResult
 from jspec.testing.fake_pages import FakePages
 from jspec.testing.fake_rows import FakeWindows
-from jspec.testing.fake_runner import FakeRunner
+from jspec.testing.fake_runner import FakeRunner, TokenAt, hash_token
 
 Fails = Callable[[StepPlan], bool]
 
 
 class FailingRunner(FakeRunner):
     """fails_at_dispatch, fails_at_collect: asked for each plan. num_bad_restarts: so many attempts
-    to begin it anew fail, too. num_restarts counts those that did not."""
+    to begin it anew fail, too. may_restart: awaited by each. num_restarts counts those that did
+    not fail."""
 
     def __init__(
         self,
@@ -27,9 +29,12 @@ class FailingRunner(FakeRunner):
         fails_at_dispatch: Fails = lambda _: False,
         fails_at_collect: Fails = lambda _: False,
         num_bad_restarts: int = 0,
+        may_restart: threading.Event | None = None,
+        token_at: TokenAt = hash_token,
         step_seconds: float = 0.0,
     ) -> None:
-        super().__init__(limits, step_seconds=step_seconds)
+        super().__init__(limits, token_at=token_at, step_seconds=step_seconds)
+        self._may_restart = may_restart
         self._fails_at_dispatch = fails_at_dispatch
         self._fails_at_collect = fails_at_collect
         self._num_bad_restarts = num_bad_restarts
@@ -48,6 +53,8 @@ class FailingRunner(FakeRunner):
 
     def restart(self) -> None:
         self._check_thread()
+        if self._may_restart is not None:
+            self._may_restart.wait()
         if self._num_bad_restarts:
             self._num_bad_restarts -= 1
             raise RuntimeError("the fake device does not come back")

@@ -217,8 +217,7 @@ class FakeRunner:
     def restart(self) -> None:
         raise EngineClosedError(f"a fake runner is not begun anew after step {self._last_step}")
 
-    def give_up(self) -> None:
-        """It does not restart."""
+    def give_up(self) -> None: ...
 
     def close(self) -> None:
         self._check_thread()
