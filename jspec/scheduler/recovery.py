@@ -70,8 +70,8 @@ class Recovery:
                 began = self._clock()
                 try:
                     await restart()
-                except EngineClosedError:
-                    raise
+                except EngineClosedError as refusal:
+                    raise EngineClosedError(f"{refusal}; {error}") from error
                 except Exception as failure:
                     if is_closing():
                         return

@@ -32,7 +32,7 @@ from .helpers import ask, wait_idle
 @contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[int]:
     """A live server with short time-outs; its port."""
-    args = ServerArgs(request_timeout=0.5, log_interval=0)
+    args = options.get("args") or ServerArgs(request_timeout=0.5, log_interval=0)
     protocol = bounded_protocol(head_seconds=0.5, max_connections=options.get("most", 64))
     config = uvicorn.Config(create_app(engine, args), port=0, log_config=None, http=protocol)
     server = uvicorn.Server(config)
