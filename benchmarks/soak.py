@@ -71,7 +71,7 @@ class Job:
 
     @property
     def body(self) -> dict[str, Any]:
-        params = {
+        params: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "sampling_seed": self.seed,
             "temperature": (0.0, 0.7, 1.0)[self.seed % 3],

@@ -71,6 +71,8 @@ class Recovery:
                 try:
                     await restart()
                 except EngineClosedError as refusal:
+                    if is_closing():
+                        return
                     raise EngineClosedError(f"{refusal}; {error}") from error
                 except Exception as failure:
                     if is_closing():

@@ -19,6 +19,7 @@ from jspec.core.errors import ConfigError, EngineClosedError
 from jspec.engine.process_messages import Enqueue
 from jspec.engine.process_runner import ProcessRunner
 from jspec.scheduler.recovery import RestartLimits
+from jspec.testing.broken_step import FailingEngine
 
 from .helpers import wait_idle
 
@@ -82,6 +83,16 @@ def test_text_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
     wait_idle(apart)
     # In the meantime nothing ran here, and it goes on from a process that has nothing cached.
     assert ids_of(apart.generate(prompts[:1], params[:1])) == expected[:1]
+
+
+def test_text_goes_on_over_a_lost_state(engine: Engine, engine_arguments: dict[str, Any]) -> None:
+    """In this process: the state is made anew, with the same weights and programs."""
+    prompts, params = [f"def {name}(" for name in KINDS], list(KINDS.values())
+    expected = ids_of(engine.generate(prompts, params))
+    with FailingEngine(**engine_arguments) as failing:
+        assert ids_of(failing.generate(prompts, params)) == expected
+        assert failing.stats.num_restarts == 1
+        wait_idle(failing)
 
 
 @pytest.mark.slow
@@ -199,10 +210,13 @@ def test_closing_does_not_wait_for_a_new_start(engine_arguments: dict[str, Any])
 @pytest.mark.slow
 def test_what_cannot_start_is_said_as_it_is_in_this_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for options in ({"model_path": str(tmp_path / "none")}, {"model_path": str(tmp_path)}):
+    for options in cast(
+        tuple[dict[str, Any], ...],
+        ({"model_path": str(tmp_path / "none")}, {"model_path": str(tmp_path)}),
+    ):
         errors = []
         for engine_process in (False, True):
             with pytest.raises(Exception, match=r"\S") as error:
-                Engine(engine_process=engine_process, **options)
+                Engine(None, engine_process=engine_process, **options)
             errors.append((type(error.value), str(error.value)))
         assert errors[0] == errors[1]
