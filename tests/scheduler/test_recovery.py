@@ -64,7 +64,7 @@ def at_steps(*steps: int) -> Callable[[StepPlan], bool]:
     return lambda plan: plan.step in steps
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     steps=st.sets(st.integers(1, 30), max_size=1),
     dispatches=st.booleans(),

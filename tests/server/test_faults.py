@@ -16,6 +16,7 @@ from jspec.core.errors import RequestFailedError
 from jspec.core.plan import StepKind, StepPlan
 from jspec.core.protocols import TextCut
 from jspec.core.request import Request
+from jspec.scheduler.recovery import RestartLimits
 from jspec.server.app import create_app
 from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
 
@@ -68,6 +69,7 @@ def speaking(
     texts: Path, kind: Callable[..., SpeakingEngine] = SpeakingEngine, **options: Any
 ) -> Iterator[SpeakingEngine]:
     engine = kind(texts, says=SAYS, **options)
+    engine._loop._recovery._limits = RestartLimits(first_pause=0.0)
     with engine:
         yield engine
 
