@@ -40,6 +40,7 @@ class NullRunner:
     ) -> None:
         self._limits = limits
         self.vocab_size = vocab_size
+        self.device_kind = "a clock"
         self.num_programs = self.num_programs_wanted = 0
         self._step_seconds = step_seconds
         self._free_at = 0.0
@@ -110,6 +111,11 @@ class NullRunner:
         """Begins to count anew."""
         self.busy_seconds = self.idle_seconds = self.pack_seconds = self.unpack_seconds = 0.0
         self.num_steps = 0
+
+    def restart(self) -> None:
+        self._in_flight.clear()
+
+    def give_up(self) -> None: ...
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
@@ -29,6 +27,9 @@ from jspec.engine.building import build_runner
 from jspec.engine.compilation import Progress
 from jspec.engine.interrupts import interruptible
 from jspec.engine.loading import end_of_sequence_ids, resolve_paths
+from jspec.engine.plan_runner import PlanRunner
+from jspec.engine.process_runner import ProcessProfiler, ProcessRunner
+from jspec.engine.profiling import Profiler
 from jspec.engine.programs import grammar_programs
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
@@ -79,6 +80,8 @@ class Engine(EngineCalls):
                 queue_time_limit=self.args.queue_time_limit,
             )
         self._home = HomeLoop()
+        if isinstance(self._runner, ProcessRunner):
+            self._runner.watch(self._on_process_end)
         self.startup_seconds = time.monotonic() - started
 
     def _start(self, progress: Progress | None) -> None:
@@ -90,9 +93,7 @@ class Engine(EngineCalls):
         template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
-        runner, self.config, weights = self._build_runner(progress)
-        self._init_weights(weights)
-        self._served = weights
+        runner = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = Intake(
             self._tokenizer,
@@ -109,6 +110,29 @@ class Engine(EngineCalls):
         self._scheduler = Scheduler(
             runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
         )
+
+    def _start_runner(self, progress: Progress | None) -> PlanRunner:
+        """In this process, or in one of its own."""
+        if self.args.engine_process:
+            process = ProcessRunner.start(self.args, progress=progress)
+            self.config = process.config
+            self._init_weights(process)
+            return process
+        runner, self.config, self._served = self._build_runner(progress)
+        self._init_weights(self._served)
+        return runner
+
+    def _on_process_end(self, why: str) -> None:
+        """On a thread that watches the process."""
+        self._home.start_thread()
+        with suppress(EngineClosedError):  # we end, too
+            self._home.run(self._home.ask(lambda: self._loop.runner_ended(why)))
+
+    @functools.cached_property
+    def profiler(self) -> Profiler | ProcessProfiler:
+        """Takes profiles of the process that has the devices."""
+        runner = self._runner
+        return ProcessProfiler(runner) if isinstance(runner, ProcessRunner) else Profiler()
 
     def _build_runner(
         self, progress: Progress | None
@@ -134,7 +158,14 @@ class Engine(EngineCalls):
 
     @property
     def served(self) -> ServedWeights:
-        """Models and weights as they serve, for whoever checks or measures them."""
+        """Models and weights as they serve, for whoever checks or measures them.
+
+        Raises ConfigError if they are in another process.
+        """
+        if self.args.engine_process:
+            raise ConfigError(
+                "engine_process is True, and weights are to be read by this process; expected False"
+            )
         return self._served
 
     @property
@@ -145,6 +176,16 @@ class Engine(EngineCalls):
     @property
     def is_closed(self) -> bool:
         return self._loop.is_closed
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether what it runs on has failed and is begun anew; requests are taken, and wait."""
+        return self._loop.is_restarting
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the engine's own process, if it has one."""
+        return self._runner.process_id if isinstance(self._runner, ProcessRunner) else None
 
     def trace_requests(self, trace: RequestTrace) -> None:
         """From now on marks in `trace` what requests pass in the engine."""
@@ -259,7 +300,6 @@ class Engine(EngineCalls):
     def get_server_info(self) -> dict[str, Any]:
         """Resolved arguments, flat, and live counters (SGLang's /server_info)."""
         resolved, stats = self.config.values(), self.stats
-        device = jax.devices()[0]
         return {
             **resolved,
             "max_total_num_tokens": self._limits.max_total_tokens,
@@ -267,7 +307,7 @@ class Engine(EngineCalls):
             "num_programs_wanted": self._runner.num_programs_wanted,
             "startup_seconds": round(self.startup_seconds, 3),
             "weight_version": self.weight_version,
-            "device": str(device.device_kind),
+            "device": self._runner.device_kind,
             "version": __version__,
             "internal_states": [{**resolved, **stats.to_json()}],
         }

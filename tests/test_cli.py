@@ -439,6 +439,9 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
         (["run_server.py", "--port", "0", "--trust-remote-code"], "--trust-remote-code has no"),
         (["run_server.py", "--port", "0"], "loading "),
         pytest.param(
+            ["run_server.py", "--port", "0", "--engine-process"], "loading ", marks=pytest.mark.slow
+        ),
+        pytest.param(
             ["-m", "jspec.cli", "generate", "x", "--trust-remote-code"],
             "--trust-remote-code has no",
             marks=pytest.mark.slow,

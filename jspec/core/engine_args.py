@@ -167,6 +167,9 @@ class EngineArgs:
         _SPECULATION,
         expected="a number from 1 to S + 1, tokens emitted a verification, bonus included",
     )
+    engine_process: bool = argument(
+        False, "Devices and steps in a process of their own, begun anew if it ends", _MEMORY
+    )
     mem_fraction_static: float = argument(
         0.85,
         "Share of a device's memory for weights and KV, if --max-total-tokens is unset",
@@ -366,11 +369,8 @@ class EngineArgs:
     @property
     def speculative(self) -> SpeculativeConfig:
         """S/K/N in force. Raises ConfigError for an impossible one."""
-        given = {
-            "speculative_num_steps": self.speculative_num_steps,
-            "speculative_eagle_topk": self.speculative_eagle_topk,
-            "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
-        }
+        names = ("num_steps", "eagle_topk", "num_draft_tokens")
+        given = {f"speculative_{name}": getattr(self, f"speculative_{name}") for name in names}
         if self.algorithm is Algorithm.NONE:
             unset = {**given, "simulate_acceptance": self.simulate_acceptance}
             for name, found in unset.items():

@@ -78,6 +78,14 @@ class EngineClosedError(JspecError):
     """The engine was shut down, or its loop died, before this request could finish."""
 
 
+class RunnerError(JspecError):
+    """A call of the runner failed: what it had on the device is lost. It may be begun anew."""
+
+
+class RequestFailedError(JspecError):
+    """A request that ran whenever the engine failed, more often than it is tried again."""
+
+
 class InvariantError(JspecError, RuntimeError):
     """A state that must be impossible: a bug in jspec, never the fault of a request."""
 

@@ -28,6 +28,16 @@ class Runner(Protocol):
         """Waits for the oldest dispatched step and returns its result."""
         ...
 
+    def restart(self) -> None:
+        """Begins anew, after a call raised: nothing is in flight, no row and no page has anything,
+        weights and programs are as before. Raises what prevents it, and may be tried again; but
+        EngineClosedError where it never can be."""
+        ...
+
+    def give_up(self) -> None:
+        """Lets a restart that is under way fail soon; from any thread. `close` follows."""
+        ...
+
     def close(self) -> None:
         """Lets go of all that is on the device. The last call; may come twice."""
         ...

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,47 +22,25 @@ from jspec.core import sharding
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.config import ServeLimits
 from jspec.core.errors import ConfigError, EngineClosedError
-from jspec.core.features import PLAIN
-from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
+from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
 from jspec.engine.program_growth import Maker, ProgramGrowth
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey, nearest_program, needed_program, recall_programs
-from jspec.engine.transfer import pack, pack_recalls, unpack_result
+from jspec.engine.programs import ProgramKey
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram
 
-CLOSED = "the runner is closed; it holds no state and no programs"
 
-
-@dataclass(frozen=True, slots=True)
-class ReadyPrograms:
-    """Executables by key, and which of them runs what: replaced as a whole by each addition, so
-    that whoever dispatches sees both of one moment."""
-
-    executables: Mapping[ProgramKey, Any]
-    _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
-
-    def nearest(self, needed: ProgramKey) -> ProgramKey:
-        """As nearest_program, searched for once a size and set of features."""
-        found = self._nearest.get(needed)
-        if found is None:
-            found = self._nearest[needed] = nearest_program(needed, self.executables)
-        return found
-
-    def with_program(self, key: ProgramKey, executable: Any) -> ReadyPrograms:
-        return ReadyPrograms({**self.executables, key: executable})
-
-
-class DeviceRunner:
+class DeviceRunner(PlanRunner):
     """Implements `core.protocols.Runner` on jax devices.
 
     params: {"target": ..., "draft": ...} as placed by `loading.place`; programs are compiled by
     the constructor's caller and passed in, so that building one has no hidden cost. They must
-    serve every plan together; better fitting ones may be added at any time.
+    serve every plan together; better fitting ones may be added at any time. make_state: an empty
+    state like the given one, for `restart`.
     """
 
     def __init__(
@@ -75,19 +52,18 @@ class DeviceRunner:
         executables: dict[ProgramKey, Any],
         mesh: Mesh,
         vocab_size: int,
+        make_state: Callable[[], EngineState] | None = None,
     ) -> None:
-        self._limits = limits
+        super().__init__(limits=limits, vocab_size=vocab_size, programs=executables)
         self._params = params
         self._state: EngineState | None = state
-        self._programs = ReadyPrograms(executables)  # never changed: the caller may share it
+        self._make_state = make_state
         self._adding = threading.Lock()
         self._growth: ProgramGrowth | None = None
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._vocab_size = vocab_size
         self._num_programs = len(executables)
-        self._in_flight: deque[tuple[StepPlan, ProgramKey, jax.Array]] = deque()
 
     @classmethod
     def create(
@@ -103,7 +79,12 @@ class DeviceRunner:
         store: ProgramStore | None = None,
     ) -> DeviceRunner:
         """Allocates the state and compiles everything, or `first` beside what the store has."""
-        state = place_state(init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype), mesh)
+
+        def make_state() -> EngineState:
+            made = init_state(program, limits, shards=mesh.size, kv_dtype=kv_dtype)
+            return place_state(made, mesh)
+
+        state = make_state()
         executables = compile_all(
             program,
             limits,
@@ -121,20 +102,12 @@ class DeviceRunner:
             executables=executables,
             mesh=mesh,
             vocab_size=program.target.vocab_size,
+            make_state=make_state,
         )
 
     @property
-    def limits(self) -> ServeLimits:
-        return self._limits
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def ready_programs(self) -> tuple[ProgramKey, ...]:
-        """What can be dispatched now; none after close()."""
-        return tuple(self._programs.executables)
+    def device_kind(self) -> str:
+        return str(self._replicated.mesh.devices.flat[0].device_kind)
 
     @property
     def executables(self) -> Mapping[ProgramKey, Any]:
@@ -208,58 +181,58 @@ class DeviceRunner:
         """Puts another state in place, between steps; it must have the same shapes."""
         self._state = state
 
-    def dispatch(self, plan: StepPlan) -> None:
-        """Enqueues one step; never waits for the device, but for the tree that a grammar is to see.
+    def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
+        """Begins one program, and the copy of its output to the host if it is to be read there.
 
-        Raises EngineClosedError after close().
-
-        The program may be larger than the plan, or have more features. Raises InvariantError if
-        none serves it.
+        operands: arrays of the host, and outputs of former programs. Raises EngineClosedError
+        after close().
         """
-        if self._state is None:
-            raise EngineClosedError(CLOSED)
-        for flat in pack_recalls(plan, self._limits):
-            (key,) = recall_programs(self._limits)
-            self._enqueue(key, self._put(flat))
-        if plan.constraints and plan.kind is StepKind.DECODE:
-            key, output = self._run_cut(plan)
-        else:
-            key = self._programs.nearest(needed_program(plan))
-            output = self._enqueue(key, self._put(self._pack(plan, key)))
-        output.copy_to_host_async()
-        self._in_flight.append((plan, key, output))
-
-    def _pack(self, plan: StepPlan, key: ProgramKey, tree: np.ndarray | None = None) -> np.ndarray:
-        return pack(plan, key, self._limits, vocab_size=self._vocab_size, tree=tree)
-
-    def _put(self, flat: np.ndarray) -> jax.Array:
-        batch: jax.Array = jax.device_put(flat, self._replicated)
-        return batch
-
-    def _enqueue(self, key: ProgramKey, *arrays: Any) -> Any:
-        """Its second output; the first is the state from then on."""
+        placed = [
+            jax.device_put(each, self._replicated) if isinstance(each, np.ndarray) else each
+            for each in operands
+        ]
         executable = self._programs.executables[key]
-        self._state, output = executable(self._params, self.state, *arrays)
+        self._state, output = executable(self._params, self.state, *placed)
+        if is_read:
+            output.copy_to_host_async()
         return output
 
-    def _run_cut(self, plan: StepPlan) -> tuple[ProgramKey, jax.Array]:
-        """A decode in three programs, and the one of its output. The host reads the trees, and
-        makes the masks, while the device scores them; rows without a grammar go along."""
-        nearest, size = self._programs.nearest, len(plan.rows)
-        propose = nearest(ProgramKey(StepKind.PROPOSE, size, PLAIN))
-        score = nearest(ProgramKey(StepKind.SCORE, propose.bucket, PLAIN))
-        settle = nearest(ProgramKey(StepKind.SETTLE, propose.bucket, plan.features))
-        batch = self._put(self._pack(plan, propose))
-        tree = self._enqueue(propose, batch)
-        tree.copy_to_host_async()
-        scored = self._enqueue(score, batch, tree)
-        masks = self._put(self._pack(plan, settle, np.asarray(tree)))
-        return settle, self._enqueue(settle, masks, tree, scored)
+    def _enqueue(
+        self,
+        key: ProgramKey,
+        *operands: Any,
+        is_read: bool = True,
+        is_kept: bool = False,
+        drops: tuple[Any, ...] = (),
+    ) -> Any:
+        del is_kept, drops  # whoever refers to an output keeps it
+        return self.enqueue(key, operands, is_read=is_read)
 
-    def collect(self) -> StepResult:
-        """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""
-        plan, key, output = self._in_flight.popleft()
-        return unpack_result(plan, np.asarray(output), self._limits, features=key.features)
+    def read(self, output: jax.Array) -> np.ndarray:
+        """Waits for what `enqueue` gave."""
+        return np.asarray(output)
+
+    def _read(self, output: jax.Array) -> np.ndarray:
+        return self.read(output)
+
+    def _check_open(self) -> None:
+        _ = self.state
+
+    def restart(self) -> None:
+        """Drops what is in flight and zeroes the state; weights and programs stay.
+
+        Raises what the devices say; after some errors they do nothing more in this process.
+        Raises EngineClosedError for a runner that was not built by `create`.
+        """
+        if self._make_state is None:
+            raise EngineClosedError("this runner cannot be begun anew")
+        with self._adding:
+            self._in_flight.clear()
+            self._state = None  # before the next one takes as much
+            self._state = self._make_state()
+
+    def give_up(self) -> None:
+        """A restart takes no longer than zeroing its pools."""
 
     def close(self) -> None:
         """Lets go of programs, state and params; what is in flight is dropped. May come twice.
@@ -271,7 +244,7 @@ class DeviceRunner:
             self._growth.stop()
         with self._adding:
             self._programs, self._in_flight = ReadyPrograms({}), deque()
-            self._params = self._state = None
+            self._params = self._state = self._make_state = None
 
 
 def init_state(

@@ -6,13 +6,16 @@ It knows the engine's loop only as something that can be told that a reader is g
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from jspec.core.errors import JspecError
+from jspec.core.errors import JspecError, RequestFailedError
 from jspec.core.request import StreamChunk
 from jspec.scheduler.mailbox import Mailbox
+
+LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class Abandons(Protocol):
@@ -32,7 +35,8 @@ class ChunkStream(AsyncIterator[StreamChunk]):
     dropping the last reference to the stream.
 
     Raises EngineClosedError, after the chunks that were committed, if the engine ends first, and
-    QueueTimeoutError if the request waited too long.
+    QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
+    or if it ran whenever the runner failed.
     """
 
     def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:
@@ -60,7 +64,10 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         """The next chunk, on any event loop; None after the last. Cancelling it aborts nothing."""
         if self._is_done:
             return None
-        item = await self._queue.get()
+        try:
+            item = await self._queue.get()
+        except Exception as error:
+            raise self._broken(error) from error
         if isinstance(item, JspecError):
             self._end()
             raise item
@@ -70,7 +77,10 @@ class ChunkStream(AsyncIterator[StreamChunk]):
 
     def ready(self) -> list[StreamChunk]:
         """Further chunks that need no waiting, for who reads more slowly than they come."""
-        chunks = [] if self._is_done else self._queue.get_ready()
+        try:
+            chunks = [] if self._is_done else self._queue.get_ready()
+        except Exception as error:
+            raise self._broken(error) from error
         if chunks and chunks[-1].finish is not None:
             self._end()
         return chunks
@@ -80,6 +90,16 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         if not self._is_done:
             self._end()
             self._engine_loop.abandon(self._request_id, self._queue)
+
+    def _broken(self, error: Exception) -> RequestFailedError:
+        """A chunk could not be made, which is this request's affair alone: it ends."""
+        LOGGER.error("request %s was ended", self._request_id, exc_info=error)
+        self._is_done = True
+        self._on_drop()  # from whatever event loop this is
+        return RequestFailedError(
+            f"the text of request {self._request_id!r} could not be made: "
+            f"{type(error).__name__}: {error}"
+        )
 
     def _end(self) -> None:
         self._is_done = True

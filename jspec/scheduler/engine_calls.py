@@ -15,7 +15,7 @@ from contextlib import aclosing, closing, nullcontext
 from typing import Any, Unpack
 
 from jspec.core.config import ServeLimits
-from jspec.core.errors import QueueTimeoutError, RequestError
+from jspec.core.errors import QueueTimeoutError, RequestError, RequestFailedError
 from jspec.core.request import Request, SamplingParams, StreamChunk
 from jspec.core.response import Completion, TokenText
 from jspec.scheduler import budget
@@ -185,7 +185,7 @@ class EngineCalls(LiveWeights, ABC):
                 if isinstance(request, RequestError):
                     raise request
                 answer: Any = await self._complete(request, text)
-            except (RequestError, QueueTimeoutError) as error:
+            except (RequestError, RequestFailedError, QueueTimeoutError) as error:
                 if not return_exceptions:
                     raise
                 answer = error

@@ -18,20 +18,25 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from jspec.core.errors import (
     ConfigError,
     EngineClosedError,
     QueueTimeoutError,
+    RequestFailedError,
+    RunnerError,
     clear_frames,
 )
-from jspec.core.plan import StepPlan, StepResult
+from jspec.core.plan import StepPlan
 from jspec.core.protocols import Runner
 from jspec.core.request import DEFAULT_VERSION, Request
 from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.mailbox import Mailbox, Waiting, wake
+from jspec.scheduler.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.scheduler.request_trace import FirstTokens, RequestTrace
+from jspec.scheduler.runner_calls import RunnerCalls
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.scheduler.trace import BusyClock
@@ -53,6 +58,7 @@ class EngineLoop:
 
     trace: a list of the caller's, to which every call of the runner is appended.
     queue_time_limit: seconds that a request may wait before it first runs; None: any number.
+    restarts: how often a runner that fails is begun anew. Streams stay open meanwhile, and go on.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class EngineLoop:
         *,
         trace: list[TraceEvent] | None = None,
         queue_time_limit: float | None = None,
+        restarts: RestartLimits | None = None,
     ) -> None:
         if scheduler.limits != runner.limits:
             raise ConfigError(
@@ -69,8 +76,7 @@ class EngineLoop:
             )
         self._scheduler = scheduler
         self._runner = runner
-        self._trace = trace
-        self._first_tokens: FirstTokens | None = None
+        self._calls = RunnerCalls(runner, trace)
         self._queue_time_limit = queue_time_limit
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jspec-engine")
         self._queues: dict[str, Mailbox] = {}
@@ -84,6 +90,8 @@ class EngineLoop:
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
+        self._recovery = Recovery(restarts)
+        self._loss: RunnerError | None = None
         self._released: Future[None] | None = None
 
     @property
@@ -105,6 +113,17 @@ class EngineLoop:
         """Whether no request is taken any more: after close(), or after the runner failed."""
         return self._is_closing
 
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the runner is lost, and begun anew; requests are taken, and wait."""
+        return self._loss is not None or self._recovery.is_running
+
+    def runner_ended(self, why: str) -> None:
+        """The runner is known to be lost, though nothing may run."""
+        if not self._is_closing:
+            self._loss = RunnerError(why)
+            self._start()
+
     def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
         """Queues a request and returns its chunks. Raises at once, not at the first chunk:
 
@@ -114,8 +133,8 @@ class EngineLoop:
         if self._is_closing:
             raise self._closed_error(f"request {request.request_id!r} came after it was closed")
         self._scheduler.submit(request)
-        if self._first_tokens is not None:
-            self._first_tokens.submitted(request.request_id, time.monotonic())
+        if self._calls.first_tokens is not None:
+            self._calls.first_tokens.submitted(request.request_id, time.monotonic())
         queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
         self._start()
@@ -127,7 +146,7 @@ class EngineLoop:
 
     def trace_requests(self, trace: RequestTrace) -> None:
         """From now on marks in `trace` what requests pass here."""
-        self._first_tokens = FirstTokens(trace)
+        self._calls.first_tokens = FirstTokens(trace)
 
     def _start(self) -> None:
         if self._task is None:
@@ -214,6 +233,7 @@ class EngineLoop:
         The runner has let go of the device when it returns.
         """
         self._is_closing = True
+        self._runner.give_up()
         self._wake.set()
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -235,21 +255,14 @@ class EngineLoop:
         try:
             while not self._is_closing:
                 self._wake.clear()
-                is_held = self._is_paused or self._visits
-                plan = None if is_held else self._scheduler.plan()
-                if self._visits and not self._in_flight:
-                    self._publish()
-                    await self._be_visited(*self._visits.popleft())
-                elif plan is None and not self._in_flight:
-                    self._publish()
-                    self._busy.stop()
-                    await self._wake.wait()
-                    self._busy.start()
-                else:
-                    await self._turn(plan)
+                try:
+                    await self._act()
+                except RunnerError as error:
+                    await self._recover(error)
             self._end_streams("it was closed")
-            while self._in_flight:
-                await self._turn(None)
+            with suppress(RunnerError):
+                while self._in_flight:
+                    await self._turn(None)
         except Exception as error:
             self._cause = error
             clear_frames(error)  # they hold what the device was given
@@ -261,6 +274,42 @@ class EngineLoop:
             self._end_streams("its event loop ended")
             self._release()
 
+    async def _act(self) -> None:
+        """One turn, one visit, or the wait for something to do."""
+        if self._loss is not None and not self._in_flight:
+            raise self._loss
+        is_held = self._is_paused or self._visits
+        plan = None if is_held else self._scheduler.plan()
+        if self._visits and not self._in_flight:
+            self._publish()
+            await self._be_visited(*self._visits.popleft())
+        elif plan is None and not self._in_flight:
+            self._publish()
+            self._busy.stop()
+            await self._wake.wait()
+            self._busy.start()
+        else:
+            await self._turn(plan)
+
+    async def _recover(self, error: RunnerError) -> None:
+        """Begins the runner anew; what ran goes on behind what was read of it."""
+        self._loss = None
+        self._publish()
+        self._in_flight.clear()
+        LOGGER.error("%s; %d requests wait for it", error, len(self._queues))
+        failed = self._scheduler.lose(most=MOST_LOSSES)
+        clear_frames(error)
+        for name in failed:
+            self._scheduler.end(name)
+            why = f"request {name!r} ran each of {MOST_LOSSES} times that the engine failed"
+            wake([self._queues.pop(name).put(RequestFailedError(f"{why}; the last time: {error}"))])
+        await self._recovery.run(error, self._restart, is_closing=lambda: self._is_closing)
+
+    async def _restart(self) -> None:
+        run = asyncio.get_running_loop().run_in_executor
+        await run(self._engine_thread, self._runner.restart)
+        self._loss = None  # of the one before
+
     async def _turn(self, plan: StepPlan | None) -> None:
         """One hop to the engine thread: dispatch `plan`, then collect if enough is in flight.
 
@@ -268,19 +317,19 @@ class EngineLoop:
         """
         if plan is not None:
             self._in_flight.append(plan)
-            if self._first_tokens is not None:
-                self._first_tokens.planned(plan, time.monotonic())
+            if self._calls.first_tokens is not None:
+                self._calls.first_tokens.planned(plan, time.monotonic())
         is_full = len(self._in_flight) > self._scheduler.limits.overlap_depth
         collects = plan is None or is_full
         turn = asyncio.get_running_loop().run_in_executor(
-            self._engine_thread, self._run_step, plan, collects
+            self._engine_thread, self._calls.run, plan, collects
         )
         self._publish()
         result = await turn
         if result is not None:
             self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
-            if self._first_tokens is not None:
-                self._first_tokens.committed(result.step, time.monotonic())
+            if self._calls.first_tokens is not None:
+                self._calls.first_tokens.committed(result.step, time.monotonic())
 
     async def _be_visited(self, visit: Visit, done: asyncio.Future[None]) -> None:
         run = partial(asyncio.get_running_loop().run_in_executor, self._engine_thread)
@@ -293,28 +342,6 @@ class EngineLoop:
                 raise
         if not done.done():
             done.set_result(None)
-
-    def _run_step(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
-        """On the engine's thread: dispatches `plan`, then waits for the oldest step, if told to."""
-        if plan is not None:
-            started = time.monotonic()
-            self._runner.dispatch(plan)
-            self._record(TraceKind.DISPATCH, plan.step, started)
-        if not collects:
-            return None
-        started = time.monotonic()
-        result = self._runner.collect()
-        self._record(TraceKind.COLLECT, result.step, started)
-        return result
-
-    def _record(self, kind: TraceKind, step: int, started: float) -> None:
-        ended = time.monotonic()
-        if self._trace is not None:
-            self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
-        if self._first_tokens is not None:
-            is_dispatch = kind is TraceKind.DISPATCH
-            ran = self._first_tokens.dispatched if is_dispatch else self._first_tokens.collected
-            ran(step, started, ended)
 
     def _publish(self) -> None:
         """What was committed goes to its readers; the last piece of a request ends its stream."""

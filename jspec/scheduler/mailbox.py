@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
-from jspec.core.errors import EngineClosedError, QueueTimeoutError
+from jspec.core.errors import EngineClosedError, QueueTimeoutError, RequestFailedError
 from jspec.core.request import StreamChunk
 from jspec.scheduler.transcript import Piece
 
-Failure = EngineClosedError | QueueTimeoutError
+Failure = EngineClosedError | QueueTimeoutError | RequestFailedError
 Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 

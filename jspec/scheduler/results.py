@@ -6,6 +6,7 @@ end, may end, or have stop strings, are cut one by one (`Sequence.absorb`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
 from jspec.scheduler.transcript import Origin, Piece, Transcript
+
+LOGGER = logging.getLogger("jspec.scheduler")
 
 
 def check_result(
@@ -158,7 +161,12 @@ class RoundReader:
         )
 
     def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
-        cut = sequence.absorb(ids)
+        try:
+            cut = sequence.absorb(ids)
+        except InvariantError:
+            raise
+        except Exception as error:  # of its text, its stop strings or its grammar: its own affair
+            return self._end_broken(sequence, error)
         self._totals.num_emitted += len(cut.ids)
         is_verified = kind is StepKind.DECODE and sequence.request.sampling.speculative
         num_emitted = len(ids) if is_verified else 0
@@ -168,3 +176,9 @@ class RoundReader:
             self._totals.num_finished += 1
             self._finish(sequence)
         return sequence.piece(cut, num_emitted=num_emitted)
+
+    def _end_broken(self, sequence: Sequence, error: Exception) -> Piece:
+        LOGGER.error("request %s was ended", sequence.request.request_id, exc_info=error)
+        self._totals.num_aborted += 1
+        self._finish(sequence)
+        return sequence.broken(f"its text could not be made: {type(error).__name__}: {error}")

@@ -165,6 +165,24 @@ class Scheduler:
         for sequence in reversed(tuple(self._running.values())):
             self._retract(sequence, keeps_pages=False)
 
+    def lose(self, *, most: int) -> list[str]:
+        """The runner failed and is begun anew: as `fail`, and nothing that was cached is found.
+
+        Returns the requests that were in the steps in flight, now and before, `most` times.
+        """
+        lost = {
+            tenancy.sequence.request.request_id: tenancy.sequence
+            for flight in self._in_flight
+            for tenancy in flight.tenancies
+            if not tenancy.ended
+        }
+        self.fail()
+        self._pages.flush()
+        self._totals.num_restarts += 1
+        for sequence in lost.values():
+            sequence.num_losses += 1
+        return [name for name, sequence in lost.items() if sequence.num_losses >= most]
+
     # The prefix cache.
 
     def flush_cache(self) -> bool:

@@ -168,6 +168,7 @@ class Sequence:
     watch: the same if that needs no text, else None: its reader makes the text where there is a
     watch, or no text_stream. transcript: its reader's. former_ids: emitted before the present
     tenancy. features: what its steps must have, asked for at every plan.
+    num_losses: times that it was in a step when the runner failed.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
     behind the output so far; None without one.
@@ -183,6 +184,7 @@ class Sequence:
     tenancy: Tenancy | None = None
     former_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
+    num_losses: int = 0
     cached_tokens: int = 0
     weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
@@ -366,6 +368,11 @@ class Sequence:
         stream = self.text_stream if self.watch is None else None
         text = None if stream is None else stream.flush()
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
+
+    def broken(self, why: str) -> Piece:
+        """The last piece of a sequence whose text raised; nothing more is asked of its text."""
+        finish = FinishReason(kind=FinishKind.ABORT, message=why)
+        return self.piece(Cut(ids=(), text="", num_shown=0, finish=finish))
 
 
 def constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:

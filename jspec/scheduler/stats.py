@@ -19,6 +19,7 @@ class SchedulerStats:
     idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
     tokens found in the prefix cache. counters: sums over all sequences.
     num_slow_readers: of num_aborted, those whose chunks nobody read.
+    num_restarts: times that the runner failed and was to be begun anew.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
@@ -40,6 +41,7 @@ class SchedulerStats:
     num_cached_pages: int = 0
     num_cached_tokens: int = 0
     num_slow_readers: int = 0
+    num_restarts: int = 0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -65,6 +67,7 @@ class Totals:
     num_finished: int = 0
     num_aborted: int = 0
     num_slow_readers: int = 0
+    num_restarts: int = 0
     num_retractions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

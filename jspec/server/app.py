@@ -171,8 +171,9 @@ class Endpoints:
         return HTMLResponse(text, headers={"Content-Security-Policy": openapi.PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 while requests are taken."""
-        return _health(not self.service.engine.is_closed)
+        """GET /health: 200 while the engine works; not while it is closed or begun anew."""
+        engine = self.service.engine
+        return _health(not (engine.is_closed or engine.is_restarting))
 
     async def health_generate(self, _: Request) -> Response:
         """GET /health_generate: 200 if the engine makes a token within 20 s."""
@@ -192,6 +193,7 @@ class Endpoints:
             for state in info["internal_states"]
         ]
         command = shlex.join(_without_key(sys.argv))
+        info["engine_process_id"] = engine.process_id
         return JSONResponse(
             {**server, **info, "internal_states": states, "launch_command": command}
         )
@@ -232,7 +234,7 @@ def _health(is_well: bool) -> Response:
     if is_well:
         return Response(status_code=HTTPStatus.OK)
     return error_response(
-        "the engine makes no progress or is closed", HTTPStatus.SERVICE_UNAVAILABLE
+        "the engine makes no progress, is begun anew or is closed", HTTPStatus.SERVICE_UNAVAILABLE
     )
 
 

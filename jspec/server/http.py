@@ -28,6 +28,7 @@ from jspec.core.errors import (
     JspecError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
     shown,
 )
 from jspec.server.server_args import ServerArgs
@@ -90,7 +91,7 @@ async def on_jspec_error(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
     status = status_of(error)
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, RequestFailedError):
         LOGGER.error("a bug in jspec", exc_info=error)
     log_refusal(request, status, str(error))
     return error_response(str(error), status, headers=headers)

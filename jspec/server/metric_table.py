@@ -269,6 +269,11 @@ COUNTERS = (
         read=lambda s: s.stats.num_slow_readers,
     ),
     _counter(
+        "jspec:num_engine_restarts",
+        text="Times that the engine failed and was begun anew; requests went on",
+        read=lambda s: s.stats.num_restarts,
+    ),
+    _counter(
         *("sglang:num_retracted_requests", "vllm:num_preemptions"),
         text="Retractions: a sequence gave its pages back and went on later",
         read=lambda s: s.stats.num_retractions,

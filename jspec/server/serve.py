@@ -41,7 +41,7 @@ KEY_VARIABLE = "JSPEC_API_KEY"
 class EngineServer(uvicorn.Server):
     """A uvicorn server that says when it listens, and how it ends.
 
-    SIGTERM stops listening, refuses new requests and leaves those that run `service`'s
+    SIGTERM refuses new requests (503, as /ready does) and leaves those that are there `service`'s
     shutdown_timeout; any other signal, or a second one, ends the engine's streams at once.
     """
 
@@ -68,9 +68,9 @@ class EngineServer(uvicorn.Server):
         """Waits for what runs after SIGTERM; closes the engine, then the connections."""
         self._service.is_shutting_down = True
         if self._signals == [signal.SIGTERM]:
-            for server in self.servers:
-                server.close()
             await self._drain()
+        for server in self.servers:
+            server.close()
         await self._service.engine.close()
         await super().shutdown(sockets=sockets)
 
@@ -131,6 +131,15 @@ def check_certificate(args: ServerArgs) -> None:
         ) from error
 
 
+def check_process(settings: Settings) -> None:
+    """Raises ConfigError for what an engine in a process of its own cannot do."""
+    if settings.engine_args.engine_process and settings.server.verify_fraction:
+        raise ConfigError(
+            f"verify_fraction is {settings.server.verify_fraction:g} with engine_process; expected "
+            "one of them: answers are scored again where the weights are"
+        )
+
+
 def log_progress(log: Callable[[str], None]) -> Progress:
     """The programs' progress as lines: compiled 3/9: decode B=4, or loaded 3/9 from the disk."""
 
@@ -176,6 +185,7 @@ def serve(settings: Settings) -> None:
     started = time.monotonic()
     args = with_environment(settings.server, os.environ)
     check_certificate(args)
+    check_process(settings)
     logging.basicConfig(
         level=args.log_level.upper(),
         format="[%(asctime)s] %(message)s",

@@ -63,9 +63,10 @@ class ServerArgs:
         expected="seconds, more than 0",
     )
     shutdown_timeout: float = argument(
-        20.0,
-        "Seconds that SIGTERM leaves to requests that run; Ctrl-C leaves none",
+        25.0,
+        "Seconds that SIGTERM leaves to requests that run or wait; Ctrl-C leaves none",
         _SERVER,
+        aliases=("--drain-seconds",),
         low=0,
         expected="seconds, 0 or more",
     )

@@ -20,7 +20,6 @@ from jspec.api import Engine
 from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion, LogprobForm
-from jspec.engine.profiling import Profiler
 from jspec.scheduler import budget
 from jspec.scheduler.home import EngineStream
 from jspec.scheduler.request_trace import Border, RequestTrace
@@ -116,7 +115,7 @@ class Service:
             meter=self.meter,
             read_checks=lambda: self.checks.counts,
         )
-        self.profiler = Profiler()
+        self.profiler = engine.profiler
         self._trace = None if args.trace_requests is None else open_trace(args.trace_requests)
         if self._trace is not None:
             engine.trace_requests(self._trace)
@@ -131,6 +130,8 @@ class Service:
             return "the engine is closed"
         if self.is_shutting_down:
             return "the server is shutting down"
+        if self.engine.is_restarting:
+            return "the engine failed and is begun anew"
         return "generation is paused" if self.engine.is_paused else ""
 
     @property

@@ -1,7 +1,8 @@
 """Engines whose steps are broken on purpose, for the tests of what has to find it.
 
 `CorruptingEngine` writes over a committed KV row of the target after decode steps: every later
-token of the row attends to what no token left there.
+token of the row attends to what no token left there. `FailingEngine` loses its state in a step, as
+a device's error does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ class CorruptingRunner:
                 self._inner.replace_state(_corrupted(self._inner.state, slot))
 
 
+class FailingRunner:
+    """A runner that loses its state at dispatch number `at`, counted from 1."""
+
+    def __init__(self, inner: DeviceRunner, *, at: int) -> None:
+        self._inner, self._at, self._count = inner, at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self._count += 1
+        if self._count == self._at:
+            jax.tree.map(lambda array: array.delete(), self._inner.state)
+        self._inner.dispatch(plan)
+
+
 @partial(jax.jit, donate_argnums=(0,))
 def _corrupted(state: EngineState, slot: int) -> EngineState:
     """The state with K and V of token L - 1 turned round, in every layer."""
@@ -62,4 +79,17 @@ class CorruptingEngine(Engine):
     ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
         runner, config, weights = super()._build_runner(progress)
         broken: Any = CorruptingRunner(runner, every=self.every)
+        return broken, config, weights
+
+
+class FailingEngine(Engine):
+    """An Engine whose runner is such a FailingRunner."""
+
+    at = 12
+
+    def _build_runner(
+        self, progress: Progress | None
+    ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
+        runner, config, weights = super()._build_runner(progress)
+        broken: Any = FailingRunner(runner, at=self.at)
         return broken, config, weights

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.core.errors import EngineClosedError
 from jspec.core.features import PLAIN
 from jspec.core.plan import (
     Admission,
@@ -153,13 +154,11 @@ class FakeRunner:
         token_at: TokenAt = hash_token,
         accepted_at: TokenAt | None = None,
         step_seconds: float = 0.0,
-        fail_at_step: int | None = None,
     ) -> None:
         self._limits = limits
         self._token_at = token_at
         self._accepted_at = accepted_at or random_acceptance(0.7, limits.spec.num_steps)
         self._step_seconds = step_seconds
-        self._fail_at_step = fail_at_step
         self._rows: dict[int, FakeRow] = {}
         self._pages = FakePages(limits)
         self._windows = FakeWindows(limits)
@@ -204,8 +203,6 @@ class FakeRunner:
         if self._step_seconds:
             time.sleep(self._step_seconds)
         plan, result = self._in_flight.popleft()
-        if plan.step == self._fail_at_step:
-            raise RuntimeError(f"the fake device failed at step {plan.step}")
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight -= 1
         for of_round in result.rounds:
@@ -216,6 +213,11 @@ class FakeRunner:
                     row.unread_rounds -= 1
                     row.read_len += len(ids)
         return result
+
+    def restart(self) -> None:
+        raise EngineClosedError(f"a fake runner is not begun anew after step {self._last_step}")
+
+    def give_up(self) -> None: ...
 
     def close(self) -> None:
         self._check_thread()

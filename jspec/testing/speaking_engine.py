@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from jspec.engine.compilation import Progress
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.scheduler.scheduler import Scheduler
-from jspec.testing.fake_runner import FakeRunner, small_limits
+from jspec.testing.failing_runner import FailingRunner, Fails
+from jspec.testing.fake_runner import small_limits
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.intake import Intake
 from jspec.text.stream import stream_of
@@ -52,11 +54,19 @@ class SpeakingEngine(Engine):
     """Answers every request with `says`, and then ends it. directory: of `write_text_files`.
 
     prompts: the text of every prompt that was run, in order. grammars: what requests asked for;
-    what is said does not follow it.
+    what is said does not follow it. fails, may_restart: FailingRunner's.
     """
 
-    def __init__(self, directory: Path, *, says: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        says: str = "",
+        fails: Fails = lambda _: False,
+        may_restart: threading.Event | None = None,
+    ) -> None:
         self.says = says
+        self._fails, self._may_restart = fails, may_restart
         self.prompts: list[str] = []
         self.grammars: list[GrammarSource | None] = []
         self._directory = directory
@@ -69,7 +79,12 @@ class SpeakingEngine(Engine):
         self._limits = small_limits(
             context_length=8192, num_pages=2048, page_size=16, chunk_size=256
         )
-        runner = FakeRunner(self._limits, token_at=self._token_at)
+        runner = FailingRunner(
+            self._limits,
+            token_at=self._token_at,
+            fails_at_collect=self._fails,
+            may_restart=self._may_restart,
+        )
         self._runner = cast(DeviceRunner, runner)
         self._init_weights(cast(ServedWeights, None))  # there are none, and nobody asks for them
         self._intake = Intake(

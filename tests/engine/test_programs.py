@@ -15,6 +15,7 @@ from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
 from jspec.core.plan import StepKind
+from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.programs import (
     FEW_PROGRAMS,
     ProgramKey,
@@ -26,7 +27,6 @@ from jspec.engine.programs import (
     step_programs,
 )
 from jspec.engine.resolving import prefill_buckets
-from jspec.engine.runner import ReadyPrograms
 
 FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
 PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))

@@ -17,11 +17,14 @@ from jspec.core.errors import (
     QueueFullError,
     QueueTimeoutError,
     RequestError,
+    RunnerError,
 )
 from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
+from jspec.scheduler.recovery import RestartLimits
 from jspec.scheduler.scheduler import Scheduler
+from jspec.testing.failing_runner import FailingRunner
 from jspec.testing.fake_runner import FakeRunner, hash_token, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 
@@ -39,10 +42,13 @@ def make_request(name: str, *, max_new_tokens: int = 12, prompt_len: int = 5) ->
 
 
 def make_loop(
-    limits: ServeLimits, runner: FakeRunner | None = None, trace: list[TraceEvent] | None = None
+    limits: ServeLimits,
+    runner: FakeRunner | None = None,
+    trace: list[TraceEvent] | None = None,
+    restarts: RestartLimits | None = None,
 ) -> EngineLoop:
     scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
-    return EngineLoop(scheduler, runner or FakeRunner(limits), trace=trace)
+    return EngineLoop(scheduler, runner or FakeRunner(limits), trace=trace, restarts=restarts)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -258,12 +264,13 @@ def test_dropping_an_old_stream_spares_a_later_request_of_the_same_id() -> None:
 def test_a_failing_runner_ends_every_stream_and_closes_the_loop() -> None:
     async def main() -> None:
         limits = small_limits(num_slots=1)
-        loop = make_loop(limits, FakeRunner(limits, fail_at_step=4))
+        runner = FailingRunner(limits, fails_at_collect=lambda plan: plan.step == 4)
+        loop = make_loop(limits, runner, restarts=RestartLimits(most=0))
         streams = [loop.submit(make_request(name, max_new_tokens=LONG)) for name in "ab"]
         for name, stream in zip("ab", streams, strict=True):
             with pytest.raises(EngineClosedError, match=f"failed at step 4.*'{name}'") as error:
                 await read(stream)
-            assert isinstance(error.value.__cause__, RuntimeError)
+            assert isinstance(error.value.__cause__, RunnerError)
         assert loop.is_closed
         with pytest.raises(EngineClosedError, match="failed at step 4"):
             loop.submit(make_request("c"))

@@ -32,7 +32,7 @@ from .helpers import ask, wait_idle
 @contextmanager
 def serving(engine: Engine, **options: Any) -> Iterator[int]:
     """A live server with short time-outs; its port."""
-    args = ServerArgs(request_timeout=0.5, log_interval=0)
+    args = options.get("args") or ServerArgs(request_timeout=0.5, log_interval=0)
     protocol = bounded_protocol(head_seconds=0.5, max_connections=options.get("most", 64))
     config = uvicorn.Config(create_app(engine, args), port=0, log_config=None, http=protocol)
     server = uvicorn.Server(config)
@@ -213,6 +213,10 @@ def test_sigterm_lets_what_runs_end(
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(number)
+            if is_finished:  # it still listens, and says no
+                refused = {client.get(f"{url}/ready").status_code for _ in range(10)}
+                refused.add(client.post(f"{url}/generate", json=body).status_code)
+                assert refused == {503}
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
         last = json.loads(rest[-2].removeprefix("data: "))

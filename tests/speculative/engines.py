@@ -249,6 +249,13 @@ class ViewRunner:
         self.steps.append((self._plans.popleft(), result))
         return result
 
+    def restart(self) -> None:
+        self._plans.clear()
+        self._runner.restart()
+
+    def give_up(self) -> None:
+        self._runner.give_up()
+
     def close(self) -> None:
         """Leaves the runner as it is: tests look at its state."""
 

@@ -250,7 +250,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
 
 def test_counts_without_the_cached_ids_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: nobody tells the rows. Those with penalties then say something else."""
-    monkeypatch.setattr("jspec.engine.runner.pack_recalls", lambda *_: [])
+    monkeypatch.setattr("jspec.engine.plan_runner.pack_recalls", lambda *_: [])
     said, expected = resumed_over_output("plain")
     assert said[0] != expected[0]
     assert said[3] == expected[3]  # has none

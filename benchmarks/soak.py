@@ -1,0 +1,324 @@
+"""A server for minutes under clients that come and go, with too little memory: does it stay whole?
+
+    python -m benchmarks.soak --minutes 10
+    python -m benchmarks.soak --minutes 0.33 --output soak.json
+    python -m benchmarks.soak --minutes 10 --engine-process --kill-every 60
+
+Serves the bundled pair with a tenth of the KV pool that its clients would fill, so that rows are
+retracted all the time. A third of the clients leave at a random event of their stream. Then it is
+idle, and every text that was read to its end is compared with the one that the same seed gives on
+the idle server. With --kill-every the engine's process is killed now and then, as a fault would.
+
+Fails (status 1) on an error, a differing text, pages, rows, descriptors or threads that did not
+come back, and resident memory that grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.environment import write_result
+from benchmarks.soak_client import Answer, fetch, read_metrics, stream
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = (
+    *("def fib(n):", "class Stack:\n    def __init__(self", "import os\n\n\ndef walk(path", "#"),
+    *("for i in range(10):\n", "def test_", "async def read(stream):\n", "x = [1, 2, 3]\n" * 6),
+    *("def add(a, b):\n    return a + b\n\n\n" * 4, "try:\n", "with open(", "SELECT = "),
+)
+SEEDS = 6
+MAX_NEW_TOKENS = (16, 48, 96, 160)
+TOKENS_A_CLIENT = 200  # of its prompt and output at most
+SAMPLE_SECONDS = 2.0
+IDLE_SECONDS = 120.0
+# Of the second half, a run of five minutes or more: growth that is none.
+MOST_GROWTH = 1.0  # MiB a minute
+KILLED = "times that the engine failed"  # what a request is told that was there twice
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request; the same job has the same text."""
+
+    prompt: int
+    seed: int
+    max_new_tokens: int
+    has_stop: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Job:
+        prompt, seed = rng.randrange(len(PROMPTS)), rng.randrange(SEEDS)
+        return cls(prompt, seed, MAX_NEW_TOKENS[(prompt + seed) % 4], (prompt + seed) % 3 == 0)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "sampling_seed": self.seed,
+            "temperature": (0.0, 0.7, 1.0)[self.seed % 3],
+            "ignore_eos": True,
+        }
+        if self.has_stop:
+            params["stop"] = ["\n\n\n\n", "assert False"]
+        return {"text": PROMPTS[self.prompt], "sampling_params": params, "stream": True}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients saw. texts: of each job, all that were read to the end."""
+
+    texts: dict[Job, set[str]] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    num_read: int = 0
+    num_left: int = 0
+    num_killed: int = 0
+    resident: list[tuple[float, float]] = field(default_factory=list)  # seconds, MiB
+    kills: int = 0
+
+    def take(self, job: Job, answer: Answer) -> None:
+        if answer.error and KILLED in answer.error:
+            self.num_killed += 1
+        elif answer.error:
+            self.errors[answer.error[:200]] += 1
+        elif answer.has_left:
+            self.num_left += 1
+        else:
+            self.num_read += 1
+            self.texts.setdefault(job, set()).add(answer.text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs, prints and writes the result; 0 if all is whole."""
+    options = parse(argv)
+    with server(options) as (process, port):
+        result = asyncio.run(soak(options, process.pid, port))
+    result["is_whole"] = not result["faults"]
+    print(json.dumps(result, indent=1))
+    if options.output is not None:
+        write_result(options.output, result)
+    return 0 if result["is_whole"] else 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--leaving", type=float, default=1 / 3, help="share that leaves")
+    parser.add_argument("--rows", type=int, default=16, help="--max-running-requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine-process", action="store_true")
+    parser.add_argument("--kill-every", type=float, help="seconds between kills of the process")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(argv)
+    if options.kill_every and not options.engine_process:
+        parser.error("--kill-every is given without --engine-process; expected both")
+    return options
+
+
+@contextmanager
+def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server of its own, and its port."""
+    tokens = options.clients * TOKENS_A_CLIENT // 10
+    flags = {
+        "--port": 0,
+        "--max-running-requests": options.rows,
+        "--max-total-tokens": max(tokens, 2 * TOKENS_A_CLIENT),
+        "--chunked-prefill-size": 64,
+        "--context-length": 512,
+        "--log-interval": 0,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    words += ["--incremental-streaming-output", "--dtype", "float32"]
+    words += ["--engine-process"] if options.engine_process else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jspec.cli", "serve", *words],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready: " in line:
+                break
+        else:
+            raise SystemExit(f"the server did not start:\n{''.join(lines)}")
+        draining = subprocess.Popen(["cat"], stdin=process.stderr, stdout=sys.stderr)
+        yield process, int(line.split()[3].rsplit(":", 1)[1])
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        draining.wait()
+        process.stderr.close()
+
+
+async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
+    """The load, then the checks of an idle server."""
+    await compare(port, {Job(0, 0, 16, False): set()})  # what is there once is there
+    before = held(pid)
+    seen, started = Seen(), time.monotonic()
+    until = started + 60 * options.minutes
+    clients = [
+        client(port, options, random.Random(options.seed * 1000 + i), until, seen)
+        for i in range(options.clients)
+    ]
+    watching = [asyncio.ensure_future(watch(pid, started, seen))]
+    if options.kill_every:
+        watching.append(asyncio.ensure_future(kill(port, options.kill_every, seen)))
+    await asyncio.gather(*clients)
+    seconds = time.monotonic() - started
+    for task in watching:
+        task.cancel()
+    idle = await until_idle(port)
+    metrics = await read_metrics(port)
+    after = held(pid)
+    differing = await compare(port, seen.texts)
+    slope = growth(seen.resident)
+    faults = [
+        *(f"{count} times: {error}" for error, count in seen.errors.items()),
+        *([] if idle else [f"not idle after {IDLE_SECONDS:g} s"]),
+        *differing,
+        *leaks(metrics, before, after),
+    ]
+    if not metrics["sglang:num_retracted_requests_total"]:
+        faults.append("nothing was retracted: the memory was not short")
+    if options.minutes >= 5 and slope is not None and slope > MOST_GROWTH:
+        faults.append(f"resident memory grew by {slope:.2f} MiB a minute in the second half")
+    return {
+        "minutes": round(seconds / 60, 3),
+        "clients": options.clients,
+        "engine_process": options.engine_process,
+        "num_read": seen.num_read,
+        "num_left": seen.num_left,
+        "num_failed_by_kills": seen.num_killed,
+        "num_kills": seen.kills,
+        "num_distinct_jobs": len(seen.texts),
+        "num_differing": len(differing),
+        "num_retractions": metrics["sglang:num_retracted_requests_total"],
+        "num_restarts": metrics["jspec:num_engine_restarts_total"],
+        "num_tokens": metrics["sglang:generation_tokens_total"],
+        "held_before": before,
+        "held_after": after,
+        "resident_mib": [[round(at), round(mib, 1)] for at, mib in thinned(seen.resident)],
+        "growth_mib_a_minute": None if slope is None else round(slope, 3),
+        "faults": faults,
+    }
+
+
+async def client(
+    port: int, options: argparse.Namespace, rng: random.Random, until: float, seen: Seen
+) -> None:
+    """One after the other, until the time is over."""
+    while time.monotonic() < until:
+        job = Job.draw(rng)
+        leaves = rng.randrange(40) if rng.random() < options.leaving else None
+        seen.take(job, await stream(port, job.body, leaves_after=leaves))
+
+
+async def watch(pid: int, started: float, seen: Seen) -> None:
+    while True:
+        seen.resident.append((time.monotonic() - started, resident_mib(pid)))
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def kill(port: int, every: float, seen: Seen) -> None:
+    """Ends the engine's process, as a fault would, whenever it has worked for a while."""
+    while True:
+        await asyncio.sleep(every)
+        info = json.loads(await fetch(port, "/server_info"))
+        os.kill(info["engine_process_id"], signal.SIGKILL)
+        seen.kills += 1
+
+
+async def until_idle(port: int) -> bool:
+    deadline = time.monotonic() + IDLE_SECONDS
+    while time.monotonic() < deadline:
+        metrics = await read_metrics(port)
+        if not (metrics["sglang:num_running_reqs"] or metrics["sglang:num_queue_reqs"]):
+            await asyncio.sleep(1.0)  # for connections that are being closed
+            return True
+        await asyncio.sleep(0.2)
+    return False
+
+
+async def compare(port: int, texts: dict[Job, set[str]]) -> list[str]:
+    """What is wrong with the texts, each beside the one that the idle server gives."""
+    found = []
+    for job, given in texts.items():
+        alone = await stream(port, job.body)
+        if alone.error:
+            found.append(f"{job}: {alone.error[:200]}")
+        elif given - {alone.text}:
+            found.append(f"{job}: {sorted(given)!r} under load, {alone.text!r} alone")
+    return found
+
+
+def leaks(
+    metrics: dict[str, float], before: dict[str, int], after: dict[str, int]
+) -> Iterator[str]:
+    """Pages that did not come back, and files and threads that stayed."""
+    if metrics["jspec:num_leaked_pages"]:
+        yield f"{metrics['jspec:num_leaked_pages']:g} leaked pages"
+    free, whole = metrics["sglang:kv_available_tokens"], metrics["sglang:max_total_num_tokens"]
+    if free < whole - whole % 16:
+        yield f"{free:g} of {whole:g} tokens free when idle"
+    for name in before:
+        if after[name] > before[name] + 8:  # a pool of threads grows once
+            yield f"{after[name]} {name} when idle, {before[name]} before"
+
+
+def held(pid: int) -> dict[str, int]:
+    """What a process has open."""
+    proc = Path(f"/proc/{pid}")
+    return {
+        "files": len(list((proc / "fd").iterdir())),
+        "threads": len(list((proc / "task").iterdir())),
+    }
+
+
+def resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def growth(samples: list[tuple[float, float]]) -> float | None:
+    """MiB a minute in the second half, by least squares; None of too few samples."""
+    half = [(at, mib) for at, mib in samples if at >= samples[-1][0] / 2]
+    if len(half) < 3:
+        return None
+    at, mib = np.array(half).T
+    return float(np.polyfit(at / 60, mib, 1)[0])
+
+
+def thinned(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most 60 of them."""
+    return samples[:: max(len(samples) // 60, 1)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Clients of `benchmarks.soak`: one connection a request, which may be closed at any event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT = 2**22  # bytes of a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """has_left: the client closed before the end."""
+
+    text: str = ""
+    error: str = ""
+    has_left: bool = False
+
+
+async def stream(port: int, body: dict[str, Any], *, leaves_after: int | None = None) -> Answer:
+    """A streamed answer of /generate in deltas, or as many of its events as the client stays."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT)
+    try:
+        writer.write(_request("POST", "/generate", json.dumps(body).encode()))
+        status = int((await reader.readline()).split()[1])
+        if status != 200:
+            return Answer(error=f"status {status}: {(await reader.read()).decode()}")
+        return await _read(reader, leaves_after)
+    except (OSError, IndexError, ValueError) as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+    finally:
+        writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, leaves_after: int | None) -> Answer:
+    text, finish, num_events = "", "", 0
+    while line := await reader.readline():
+        if not line.startswith(b"data: "):
+            continue
+        if num_events == leaves_after:
+            return Answer(text=text, has_left=True)
+        num_events += 1
+        data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            is_whole = finish in ("length", "stop")
+            return Answer(text=text, error="" if is_whole else f"it ended with {finish!r}")
+        event = json.loads(data)
+        if "error" in event:
+            return Answer(error=event["error"]["message"])
+        text += event["text"]
+        finish = (event["meta_info"]["finish_reason"] or {}).get("type", "")
+    return Answer(error="the stream ended without [DONE]")
+
+
+async def fetch(port: int, path: str) -> str:
+    """The body of an answer to GET."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LIMIT)
+    try:
+        writer.write(_request("GET", path, b""))
+        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return body.decode()
+    finally:
+        writer.close()
+
+
+async def read_metrics(port: int) -> dict[str, float]:
+    """Of /metrics, what has a name of its own: no histogram's buckets."""
+    lines = (await fetch(port, "/metrics")).splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, value in found}
+
+
+def _request(method: str, path: str, body: bytes) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    kind = "Content-Type: application/json\r\n" if body else ""
+    return f"{head}{kind}Content-Length: {len(body)}\r\n\r\n".encode() + body

@@ -1,0 +1,56 @@
+"""The calls of the runner that make up a turn, on the engine's thread.
+
+It knows no request and no event loop.
+"""
+
+from __future__ import annotations
+
+import time
+
+from jspec.core.errors import InvariantError, RunnerError
+from jspec.core.plan import StepPlan, StepResult
+from jspec.core.protocols import Runner
+from jspec.scheduler.request_trace import FirstTokens
+from jspec.scheduler.trace import TraceEvent, TraceKind
+
+
+class RunnerCalls:
+    """trace: a list to which every call is appended. first_tokens: may be put there at any time."""
+
+    def __init__(self, runner: Runner, trace: list[TraceEvent] | None) -> None:
+        self._runner = runner
+        self._trace = trace
+        self.first_tokens: FirstTokens | None = None
+
+    def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        """Dispatches `plan`, then waits for the oldest step, if told to.
+
+        Raises RunnerError for what may be mended by beginning anew: any error but a bug of ours.
+        """
+        try:
+            return self._run(plan, collects)
+        except (InvariantError, AssertionError, RunnerError):
+            raise
+        except Exception as error:
+            raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error
+
+    def _run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        if plan is not None:
+            started = time.monotonic()
+            self._runner.dispatch(plan)
+            self._record(TraceKind.DISPATCH, plan.step, started)
+        if not collects:
+            return None
+        started = time.monotonic()
+        result = self._runner.collect()
+        self._record(TraceKind.COLLECT, result.step, started)
+        return result
+
+    def _record(self, kind: TraceKind, step: int, started: float) -> None:
+        ended = time.monotonic()
+        if self._trace is not None:
+            self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
+        if self.first_tokens is not None:
+            is_dispatch = kind is TraceKind.DISPATCH
+            ran = self.first_tokens.dispatched if is_dispatch else self.first_tokens.collected
+            ran(step, started, ended)
