@@ -54,8 +54,9 @@ class EngineServer(uvicorn.Server):
         self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Remembers which signal it was."""
+        """Remembers which signal it was; from here on no request is taken."""
         self._signals.append(sig)
+        self._service.is_shutting_down = True
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
