@@ -22,6 +22,7 @@ from jspec.cli_batch import run_batch_command
 from jspec.cli_bench import run_bench
 from jspec.cli_convert import run_convert
 from jspec.cli_doctor import run_doctor
+from jspec.cli_info import run_info
 from jspec.cli_verify import run_verify
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.core.request import SamplingParams, SpecCounters
@@ -41,6 +42,7 @@ USAGE = """usage: jspec COMMAND [flags]
   generate    complete a prompt in the terminal; jspec generate --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   bench       plain and speculative speed side by side, or a server under load; jspec bench --help
+  info        what a checkpoint is and how it is served; jspec info --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   verify      replay prompts with and without speculation; jspec verify --help
@@ -62,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "batch": run_batch_command,
         "bench": run_bench,
+        "info": run_info,
         "convert": run_convert,
         "train-draft": run_train_draft,
         "verify": run_verify,
