@@ -267,6 +267,12 @@ class EngineArgs:
         choices=("auto", "xla", "pallas"),
         translated=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
     )
+    grammar_backend: str = argument(
+        "llguidance",
+        "the package that compiles grammars, or none: requests with one are refused then",
+        _MODEL,
+        choices=("llguidance", "xgrammar", "none"),
+    )
 
     def __post_init__(self) -> None:
         check_arguments(self)

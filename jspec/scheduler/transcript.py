@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
+import numpy as np
+
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.protocols import TextStream
 from jspec.core.request import (
@@ -43,6 +45,7 @@ class Piece(NamedTuple):
     weight_version: str = DEFAULT_VERSION
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
+    hidden_states: tuple[np.ndarray, ...] = ()
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -85,6 +88,7 @@ class Transcript:
             counters=self._tally.counters,
             logprobs=piece.logprobs,
             prompt_logprobs=piece.prompt_logprobs,
+            hidden_states=piece.hidden_states,
         )
 
     def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:

@@ -193,7 +193,7 @@ def bodies() -> dict[str, Schema]:
     of_prompts = {
         **OTHERS,
         "sampling_params": {"anyOf": [sampling, {"type": "array", "items": sampling}]},
-        **{name: {} for name in schemas.LOGPROB_FIELDS},  # one value, or one for each prompt
+        **{name: {} for name in schemas.OUTPUT_FIELDS},  # one value, or one for each prompt
     }
     counts = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"type": "null"}]}
     texts_and_ids: Schema = {

@@ -242,6 +242,7 @@ class Service:
                     sampling_params=prompt.sampling,
                     request_id=prompt.rid or uuid.uuid4().hex,
                     priority=prompt.priority,
+                    reasoning=prompt.reasoning,
                 )
             found += ((index, request) for request in requests)
         return found
