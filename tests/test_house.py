@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "cli_batch": 10,
     "cli_bench": 10,
     "cli_convert": 10,
+    "cli_info": 10,
     "cli_train_draft": 10,
     "cli_verify": 10,
     "cli_doctor": 11,

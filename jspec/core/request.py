@@ -14,13 +14,7 @@ import numpy as np
 
 from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
-from jspec.core.grammar import (
-    Grammar,
-    GrammarSource,
-    ReasoningMarks,
-    check_grammar,
-    grammar_of,
-)
+from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.core.sampling_fields import (
     Biases,
     Flag,

@@ -6,10 +6,13 @@ the B x M rows on the accepted path leave the device.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.batch import Verified
 from jspec.core.hidden_rows import HiddenRows
 
 
@@ -25,3 +28,9 @@ def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
         return jax.lax.bitcast_convert_type(hidden.astype(jnp.float32), jnp.int32)
     pairs = hidden.reshape(*hidden.shape[:-1], rows.words, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.int32)
+
+
+def without_hidden(verified: Verified) -> Verified:
+    """As a drafter that never asked for hidden states gets it."""
+    nothing = dataclasses.replace(verified.features, hidden=verified.features.hidden[..., :0])
+    return dataclasses.replace(verified, features=nothing)

@@ -25,14 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import (
-    DecodeBatch,
-    DraftTree,
-    PrefillBatch,
-    Verified,
-    VerifyBatch,
-    pack_output,
-)
+from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, VerifyBatch, pack_output
 from jspec.core.config import SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
@@ -51,7 +44,7 @@ from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import count_emitted, penalize, see_filled
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
-from jspec.speculative.hidden import hidden_bits, rows_of
+from jspec.speculative.hidden import hidden_bits, rows_of, without_hidden
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
@@ -178,7 +171,7 @@ def verify_tree(
     )
     path_hidden = verified.features.hidden
     if says_hidden and not needs.hidden:
-        verified = _without_hidden(verified)
+        verified = without_hidden(verified)
     emitted = emitted_by(verified, rows)
     draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
     is_counted = Feature.PENALTIES in program.features
@@ -200,13 +193,6 @@ def verify_tree(
     words = rows_of(path_hidden).words if says_hidden else 0
     columns = output_columns(spec.max_emitted, program.features, hidden_words=words)
     return next_state, pack_output(columns, output)
-
-
-def _without_hidden(verified: Verified) -> Verified:
-    """As the drafter that never asked for it gets it."""
-    features = verified.features
-    nothing = features.hidden[..., :0]
-    return dataclasses.replace(verified, features=dataclasses.replace(features, hidden=nothing))
 
 
 def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
