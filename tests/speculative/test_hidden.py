@@ -164,6 +164,7 @@ def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
             check(request, served.ids[i], served.hidden_states[i])
 
 
+@pytest.mark.slow
 def test_a_retracted_row_says_nothing_twice() -> None:
     asked = [
         make_request(
