@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, EngineClosedError, RequestError
+from jspec.core.features import PLAIN, StepFeatures
+from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import Request, SamplingParams
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.building import build_runner
@@ -30,7 +33,8 @@ from jspec.engine.loading import end_of_sequence_ids, resolve_paths
 from jspec.engine.plan_runner import PlanRunner
 from jspec.engine.process_runner import ProcessProfiler, ProcessRunner
 from jspec.engine.profiling import Profiler
-from jspec.engine.programs import grammar_programs
+from jspec.engine.program_growth import BuildError
+from jspec.engine.programs import programs_on_demand
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
@@ -105,8 +109,12 @@ class Engine(EngineCalls):
             defaults=defaults,
         )
         self._grammars = Grammars(
-            self._tokenizer, vocab_size=runner.vocab_size, eos_token_ids=self.eos_token_ids
+            self._tokenizer,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            backend=self.config.grammar_backend,
         )
+        self._asked, self._asking = PLAIN, threading.Lock()
         self._scheduler = Scheduler(
             runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
         )
@@ -200,8 +208,12 @@ class Engine(EngineCalls):
         request_id: str | None = None,
         extra_key: str | None = None,
         priority: int = 0,
+        reasoning: ReasoningMarks | None = None,
     ) -> tuple[Request, ...]:
-        """The n Requests of one prompt, tokenized and seeded. Raises RequestError."""
+        """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
+
+        reasoning: what may stand in front of a grammar's text.
+        """
         return self._intake.requests(
             prompt,
             input_ids,
@@ -209,6 +221,7 @@ class Engine(EngineCalls):
             request_id=request_id,
             extra_key=extra_key,
             priority=priority,
+            reasoning=reasoning,
         )
 
     @property
@@ -226,11 +239,11 @@ class Engine(EngineCalls):
 
     async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
         """See EngineCalls."""
-        if all(r.grammar is not None or r.sampling.grammar is None for r in requests):
+        if all(r.grammar is not None or not _asks_more(r.sampling) for r in requests):
             return requests
-        return await asyncio.to_thread(self._with_grammars, tuple(requests))
+        return await asyncio.to_thread(self._prepared, tuple(requests))
 
-    def _with_grammars(self, requests: Sequence[Request]) -> list[Request]:
+    def _prepared(self, requests: Sequence[Request]) -> list[Request]:
         """The requests with their grammars compiled, once the programs for them are there too.
 
         Raises RequestError for a grammar that is wrong.
@@ -239,8 +252,21 @@ class Engine(EngineCalls):
         for request in requests:
             source = request.sampling.grammar
             grammar = None if source is None else self._grammars.compile(source)
+            if grammar is not None and request.reasoning is not None:
+                grammar = self._grammars.after_reasoning(grammar, request.reasoning)
             made.append(replace(request, grammar=grammar))
-        self._runner.ensure(grammar_programs(self._limits))
+        # Two kinds that come at once must find the programs of both: the later one makes them.
+        asked = PLAIN.union(request.sampling.features for request in requests)
+        with self._asking:
+            new = asked.members - self._asked.members
+            self._asked = self._asked.union((asked,))
+            asked = self._asked
+        try:
+            self._runner.ensure(programs_on_demand(self._limits, asked))
+        except BuildError:  # which must not stand in the way of the other kind
+            with self._asking:
+                self._asked = StepFeatures(self._asked.members - new)
+            raise
         return made
 
     def chat(
@@ -332,6 +358,11 @@ class Engine(EngineCalls):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _asks_more(sampling: SamplingParams) -> bool:
+    """Whether it needs programs that are made on demand."""
+    return sampling.return_hidden_states or sampling.grammar is not None
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:

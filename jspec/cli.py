@@ -31,7 +31,7 @@ USAGE = """usage: jspec COMMAND [flags]
   chat        a conversation in the terminal; jspec chat --help
   batch       answer a file of requests (OpenAI's batch format); jspec batch --help
   bench       plain and speculative speed side by side, or a server under load; jspec bench --help
-  info        what a model is and what serving it takes; jspec info DIR
+  info        what a checkpoint is and how it is served; jspec info --help
   convert     write a checkpoint's weights as safetensors or orbax; jspec convert --help
   train-draft train a draft head for a target on JSON lines; jspec train-draft --help
   verify      replay prompts with and without speculation; jspec verify --help

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jspec.core import drafting, shapes
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
+from jspec.core.hidden_rows import HiddenRows
 
 MAX_RECALL = 4096
 
@@ -196,6 +197,7 @@ class ServeLimits:
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
+    hidden: how hidden states travel; None: nobody may ask for them.
     """
 
     spec: SpeculativeConfig
@@ -215,6 +217,7 @@ class ServeLimits:
     prefix_cache: bool = False
     logprobs: bool = False
     vocab_size: int = 0
+    hidden: HiddenRows | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)

@@ -31,8 +31,7 @@ _SGLANG_ATTENTION = (
 class EngineArgs:
     """Arguments of `jspec.Engine`; None means "let jspec choose". Each says what it does.
 
-    Raises ConfigError for a value that its field refuses, and for values that contradict each
-    other, before anything is read.
+    Raises ConfigError for a value that its field refuses, or that contradicts another.
     """
 
     model_path: str | None = argument(
@@ -268,6 +267,9 @@ class EngineArgs:
         _MEMORY,
         choices=("auto", "xla", "pallas"),
         translated=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
+    )
+    grammar_backend: str = argument(
+        "llguidance", "what compiles grammars", _MODEL, choices=("llguidance", "xgrammar", "none")
     )
 
     def __post_init__(self) -> None:

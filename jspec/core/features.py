@@ -17,6 +17,7 @@ class Feature(enum.Enum):
     FILTERS = "filters"  # top-k, top-p, min-p
     PENALTIES = "penalties"  # what changes logits by token ids: penalties, bias, minimum length
     LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts
+    HIDDEN = "hidden"  # hidden states of what is emitted, and of prompts
     GRAMMAR = "grammar"  # tokens that a grammar allows, told by the host for every node
 
 
@@ -62,5 +63,5 @@ class StepFeatures:
 PLAIN = StepFeatures()
 # All that changes which token is chosen. Log-probabilities are apart: they cost more than these.
 SAMPLING = StepFeatures(frozenset({Feature.FILTERS, Feature.PENALTIES}))
-# All but what cuts a step in three.
+# All that an engine has from its start: the rest is made when somebody asks.
 ALL = StepFeatures(frozenset({*SAMPLING, Feature.LOGPROBS}))

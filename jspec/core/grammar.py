@@ -33,6 +33,17 @@ class GrammarSource:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What stands around the reasoning in front of a grammar's text. close: what ends it.
+
+    open: reasoning begins with this, or there is none; None: the answer begins inside.
+    """
+
+    close: str
+    open: str | None = None
+
+
 def grammar_of(sampling: object) -> GrammarSource | None:
     """The grammar among sampling parameters, which have an attribute of each kind's name."""
     for kind in GrammarKind:

@@ -71,24 +71,31 @@ class OutputColumns:
         return out
 
 
-def output_columns(max_emitted: int, features: StepFeatures = PLAIN) -> OutputColumns:
-    """Of each row and round. max_emitted: M in a decode, 1 in a prefill.
+def output_columns(
+    max_emitted: int, features: StepFeatures = PLAIN, *, hidden_words: int = 0
+) -> OutputColumns:
+    """Of each row and round. max_emitted: M in a decode, 1 in a prefill. hidden_words: of a row of
+    hidden states.
 
     The first num_emitted of a row's emitted_ids count, the others may be anything; so do the first
-    ones of what is known of them (float32's bits), which only a program with LOGPROBS says. Its
-    prefill has T rows more than the batch, one a packed token, which say this of the prompt token
-    that follows and emit nothing.
+    ones of what is known of them (float32's bits), which only a program with LOGPROBS says, and the
+    hidden states that chose them, which one with HIDDEN says. The prefill of either has T rows more
+    than the batch, one a packed token, which emit nothing: they say the first of the prompt token
+    that follows, the second of the packed one.
     """
     ids = (("num_emitted", ()), ("emitted_ids", (max_emitted,)))
-    if Feature.LOGPROBS not in features:
-        return OutputColumns(ids)
+    logprobs = (
+        ("logprobs", (max_emitted,)),
+        ("top_logprobs", (max_emitted, MAX_TOP_LOGPROBS)),
+        ("top_ids", (max_emitted, MAX_TOP_LOGPROBS)),
+        ("watched_logprobs", (max_emitted, MAX_LOGPROB_IDS)),
+    )
+    hidden = (("hidden", (max_emitted, hidden_words)),)
     return OutputColumns(
         (
             *ids,
-            ("logprobs", (max_emitted,)),
-            ("top_logprobs", (max_emitted, MAX_TOP_LOGPROBS)),
-            ("top_ids", (max_emitted, MAX_TOP_LOGPROBS)),
-            ("watched_logprobs", (max_emitted, MAX_LOGPROB_IDS)),
+            *(logprobs if Feature.LOGPROBS in features else ()),
+            *(hidden if Feature.HIDDEN in features else ()),
         )
     )
 

@@ -157,13 +157,17 @@ class RoundResult:
     num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
     num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
     logprobs: of those ids, [rows, M, .]; prompt_logprobs: of the prompt ids that follow each token
-    of the chunks, [tokens of all chunks, 1, .]. None in a plan whose features lack them.
+    of the chunks, [tokens of all chunks, 1, .]. hidden: what chose those ids, f32[rows, M, E];
+    prompt_hidden: of each token of the chunks, f32[tokens, E]. None in a plan whose features lack
+    them.
     """
 
     num_emitted: np.ndarray  # i32[rows]
     ids: np.ndarray  # i32[rows, M]
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None
+    hidden: np.ndarray | None = None
+    prompt_hidden: np.ndarray | None = None
 
     @classmethod
     def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:

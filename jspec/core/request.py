@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
-from jspec.core.grammar import Grammar, GrammarSource, check_grammar, grammar_of
+from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.core.sampling_fields import (
     Biases,
     Flag,
@@ -114,6 +114,7 @@ class SamplingParams:
     logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
     top_logprobs_num: of the so many likeliest tokens as well.
     token_ids_logprob: of these tokens as well.
+    return_hidden_states: the target's last hidden states, after its final norm.
     json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: one of them
         at most; the output is a text of that grammar, unless its length ends it.
     speculative: false accepts no draft: the same text, one token a step; for comparisons.
@@ -187,6 +188,7 @@ class SamplingParams:
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
+    return_hidden_states: bool = sampled(False, Flag(), needs=Feature.HIDDEN)
     json_schema: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
     regex: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
     ebnf: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
@@ -264,6 +266,7 @@ class Request:
     stop_matching: what the text made of `sampling.stop`, one for all n; None: not made yet.
     extra_key: requests with different ones share no cached prefix.
     grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
+    reasoning: what may stand in front of the grammar's text; None: nothing.
     priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
     """
 
@@ -274,6 +277,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     stop_matching: Any = field(default=None, repr=False, compare=False)
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
+    reasoning: ReasoningMarks | None = None
     extra_key: str | None = None
     priority: int = 0
 
@@ -374,6 +378,8 @@ class StreamChunk:
     row was last filled with.
     logprobs: of new_ids, if asked for. prompt_logprobs: of the prompt's ids from logprob_start_len
     on, with the first chunk; None for the very first token, of which nothing is known.
+    hidden_states: f32[E] of what chose each of new_ids, if asked for; in the place of the first
+    token's f32[prompt, E], of the prompt.
     """
 
     request_id: str
@@ -389,3 +395,4 @@ class StreamChunk:
     counters: SpecCounters = field(default_factory=SpecCounters)
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
+    hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jspec.core.request import (
     DEFAULT_VERSION,
     FinishReason,
@@ -99,6 +101,7 @@ class Completion:
         self.logprob_form = logprobs
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[PromptToken] = []
+        self.hidden_states: list[np.ndarray] = []
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.prompt_tokens = 0
@@ -125,6 +128,7 @@ class Completion:
         self.counters = chunk.counters
         self.logprobs += chunk.logprobs
         self.prompt_logprobs += chunk.prompt_logprobs
+        self.hidden_states += chunk.hidden_states
 
     @property
     def text(self) -> str:
@@ -161,6 +165,8 @@ class Completion:
             ids, known = self.output_ids[first_id:], self.logprobs[first_id:]
             of_prompt = () if first_id else self.prompt_logprobs
             meta |= self.logprob_form.fields(ids, known, of_prompt)
+        if self.finish is not None and self.hidden_states:  # of a stream its last event has them
+            meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
         if self.finish is not None and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
         return meta

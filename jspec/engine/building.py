@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, clear_frames
+from jspec.core.hidden_rows import HiddenRows
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine import interrupts
 from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
@@ -74,7 +75,8 @@ def _build_runner(
         ops=models.target.ops,
         weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
     )
-    limits = replace(limits, vocab_size=models.target.vocab_size)
+    hidden = HiddenRows.of(models.target.spec.hidden_size, models.config.dtype)
+    limits = replace(limits, vocab_size=models.target.vocab_size, hidden=hidden)
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
     runner = DeviceRunner.create(

@@ -17,7 +17,13 @@ import numpy as np
 from jspec.core.config import ServeLimits
 from jspec.core.features import PLAIN
 from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.engine.programs import ProgramKey, nearest_program, needed_program, recall_programs
+from jspec.engine.programs import (
+    ProgramKey,
+    nearest_program,
+    needed_program,
+    recall_programs,
+    scored_for,
+)
 from jspec.engine.transfer import pack, pack_recalls, unpack_result
 
 
@@ -150,8 +156,8 @@ class PlanRunner(ABC):
         makes the masks, while the device scores them; rows without a grammar go along."""
         nearest, size = self._programs.nearest, len(plan.rows)
         propose = nearest(ProgramKey(StepKind.PROPOSE, size, PLAIN))
-        score = nearest(ProgramKey(StepKind.SCORE, propose.bucket, PLAIN))
         settle = nearest(ProgramKey(StepKind.SETTLE, propose.bucket, plan.features))
+        score = nearest(scored_for(settle))
         batch = self._packed(plan, propose)
         tree = self._enqueue(propose, batch, is_kept=True)
         scored = self._enqueue(score, batch, tree, is_read=False, is_kept=True)

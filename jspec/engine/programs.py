@@ -86,6 +86,39 @@ def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     )
 
 
+def hidden_programs(
+    limits: ServeLimits, *, beside_grammars: bool = False
+) -> tuple[ProgramKey, ...]:
+    """What rows need whose hidden states are asked for: made when the first one comes, as large as
+    they get. beside_grammars: rows with a grammar may share a batch with them."""
+    features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.HIDDEN}))
+    chunk, batch = limits.prefill_buckets[-1], limits.decode_buckets[-1]
+    own = (
+        ProgramKey(StepKind.PREFILL, chunk, features),
+        ProgramKey(StepKind.DECODE, batch, features),
+    )
+    if not beside_grammars:
+        return own
+    both = StepFeatures(features.members | {Feature.GRAMMAR})
+    settle = ProgramKey(StepKind.SETTLE, batch, both)
+    return (*own, ProgramKey(StepKind.PREFILL, chunk, both), scored_for(settle), settle)
+
+
+def scored_for(settle: ProgramKey) -> ProgramKey:
+    """The program whose output SETTLE takes: it hands on hidden states where SETTLE reads them."""
+    read = frozenset({Feature.HIDDEN}) & settle.features.members
+    return ProgramKey(StepKind.SCORE, settle.bucket, StepFeatures(read))
+
+
+def programs_on_demand(limits: ServeLimits, asked: StepFeatures) -> tuple[ProgramKey, ...]:
+    """What rows need, beside what an engine has, if these features are asked for."""
+    grammars = Feature.GRAMMAR in asked
+    return (
+        *(grammar_programs(limits) if grammars else ()),
+        *(hidden_programs(limits, beside_grammars=grammars) if Feature.HIDDEN in asked else ()),
+    )
+
+
 def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """Few programs that serve every plan: the first two and the last do, the others make common
     plans cheap: one row alone, many rows without filters or penalties, and prompts of which no

@@ -163,7 +163,7 @@ class DeviceRunner(PlanRunner):
         Raises EngineClosedError after close().
         """
         if self._state is None:
-            raise EngineClosedError(CLOSED)
+            raise EngineClosedError("the runner is closed; it holds no state and no programs")
         return self._state
 
     @property

@@ -179,19 +179,27 @@ def unpack_result(
     """What the scheduler reads of a step's packed output; padding rows are left out.
 
     output: i32[rounds * bucket, columns], the batch's rows once for each round; in a prefill with
-    log-probabilities the packed tokens' rows follow. features: of the program that ran. Raises
-    ValueError for another number of columns than the plan's kind has with them.
+    log-probabilities or hidden states the packed tokens' rows follow. features: of the program
+    that ran. Raises ValueError for another number of columns than the plan's kind has with them.
     """
     is_decode = plan.kind is StepKind.DECODE
-    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1, features)
+    words = 0 if limits.hidden is None else limits.hidden.words
+    max_emitted = limits.spec.max_emitted if is_decode else 1
+    columns = layout.output_columns(max_emitted, features, hidden_words=words)
     num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
-    is_asked = Feature.LOGPROBS in plan.features
-    of_prompts = None
-    if is_asked and not is_decode:
+    is_asked, of_prompts = Feature.LOGPROBS in plan.features, None
+    hidden, prompt_hidden = [None] * num_rounds, None
+    asks_hidden = limits.hidden if Feature.HIDDEN in plan.features else None
+    if asks_hidden is not None:
+        hidden = list(asks_hidden.floats(fields["hidden"]))
+    if not is_decode and (is_asked or asks_hidden is not None):
         first, num_tokens = limits.prefill_rows, sum(len(c.token_ids) for c in plan.chunks)
-        of_prompts = _logprobs(columns.unpack(rows[:, first : first + num_tokens]), round_idx=0)
+        of_tokens = columns.unpack(rows[:, first : first + num_tokens])
+        of_prompts = _logprobs(of_tokens, round_idx=0) if is_asked else None
+        if asks_hidden is not None:
+            prompt_hidden = asks_hidden.floats(of_tokens["hidden"][0, :, 0])
     of_rounds = zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
     return StepResult(
         step=plan.step,
@@ -201,6 +209,8 @@ def unpack_result(
                 ids=ids,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
+                hidden=hidden[i],
+                prompt_hidden=prompt_hidden,
             )
             for i, (counts, ids) in enumerate(of_rounds)
         ),

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from jspec.core.errors import ConfigError
+from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec
 from jspec.models.families import (
     glm4_moe,
@@ -58,6 +59,17 @@ NOT_BUILT: dict[str, str] = {
 def architectures(families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
     """Every architecture name that is served."""
     return tuple(name for family in families for name in family.architectures)
+
+
+def draft_algorithm(fields: Fields) -> str | None:
+    """The algorithm that a draft's config.json is for, by SGLang's name; None for a target's."""
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    if fields.get("speculators_model_type") == "eagle3" or "Eagle3" in str(name):
+        return "EAGLE3"
+    if name in DRAFTS:
+        return "NEXTN"
+    return "EAGLE" if "Eagle" in str(name) else None
 
 
 def family_of(architecture: str, path: Path, families: tuple[Family, ...] = FAMILIES) -> Family:

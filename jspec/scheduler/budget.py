@@ -100,6 +100,10 @@ def check_request(limits: ServeLimits, request: Request) -> int:
             "return_logprob is true; expected false, since the engine was started with "
             "disable_logprobs"
         )
+    if request.sampling.return_hidden_states and limits.hidden is None:
+        raise RequestError(
+            "return_hidden_states is true; expected false, since this engine has no programs for it"
+        )
     if request.sampling.grammar is not None and request.grammar is None:
         kind = request.sampling.grammar.kind.value
         raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")

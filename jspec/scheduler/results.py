@@ -122,9 +122,12 @@ class RoundReader:
         """A piece for each row that emitted and has not ended before."""
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
-        if of_round.logprobs is not None:  # a prompt's come with chunks that emit nothing, too
+        # A prompt's come with chunks that emit nothing, too.
+        if of_round.logprobs is not None or of_round.hidden is not None:
             for i in is_live.nonzero()[0].tolist():
-                flight.tenancies[i].sequence.logprobs.take(flight.plan, i, of_round)
+                sequence = flight.tenancies[i].sequence
+                sequence.logprobs.take(flight.plan, i, of_round)
+                sequence.hidden.take(flight.plan, i, of_round)
         is_live &= counts > 0
         pieces: list[Piece] = []
         if flight.plan.kind is StepKind.DECODE:

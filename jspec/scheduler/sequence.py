@@ -23,6 +23,7 @@ from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
+from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.transcript import Origin, Piece, Transcript
@@ -72,6 +73,7 @@ class Tenancy:
             stop_ids=request.stop_ids,
             is_cut=(sequence.text_stream is not None and sequence.watch is None)
             or request.sampling.return_logprob
+            or request.sampling.return_hidden_states
             or sequence.constraint is not None
             or not request.sampling.speculative,
             is_watched=sequence.watch is not None,
@@ -190,12 +192,14 @@ class Sequence:
     features: StepFeatures = field(init=False)
     constraint: Constraint | None = field(init=False)
     logprobs: SequenceLogprobs = field(init=False)
+    hidden: SequenceHidden = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
         grammar = self.request.grammar
         self.constraint = None if grammar is None else grammar.begin()
         self.logprobs = SequenceLogprobs(self.request)
+        self.hidden = SequenceHidden(self.request)
 
     @classmethod
     def begin(
@@ -278,10 +282,12 @@ class Sequence:
     def sharable_ids(self) -> tuple[int, ...]:
         """The part of the fill that may come out of the prefix cache, all but its last token.
 
-        A prompt token of which a log-probability is asked for is preceded by one that is run.
+        A prompt token of which a log-probability is asked for is preceded by one that is run, and
+        one whose hidden state is asked for is run.
         """
-        computed_from = self.logprobs.computed_from
-        return self.fill_ids if computed_from is None else self.fill_ids[: computed_from + 1]
+        known = (self.logprobs.computed_from, self.hidden.computed_from)
+        asked = [first for first in known if first is not None]
+        return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cuts one round's ids once and appends what is left to the output.
@@ -360,6 +366,7 @@ class Sequence:
             num_shown=cut.num_shown,
             logprobs=self.logprobs.of_ids(len(cut.ids)),
             prompt_logprobs=self.logprobs.of_prompt(),
+            hidden_states=self.hidden.of_ids(len(cut.ids)),
         )
 
     def abort(self, why: str) -> Piece:

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Ordered
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.protocols import TextStream
 from jspec.core.request import (
@@ -51,6 +53,7 @@ class Piece(NamedTuple):
     num_shown: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
+    hidden_states: tuple[np.ndarray, ...] = ()
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -109,6 +112,7 @@ class Transcript:
             counters=self._tally.counters,
             logprobs=piece.logprobs,
             prompt_logprobs=piece.prompt_logprobs,
+            hidden_states=piece.hidden_states,
         )
 
     def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:

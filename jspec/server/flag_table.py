@@ -125,7 +125,6 @@ _OTHER_MODEL = (
     _refused("--is-embedding", _SWITCH, "only generation is served"),
     _refused("--lora-paths", _MANY, _NO_ADAPTER),
     _refused("--enable-lora", _SWITCH, _NO_ADAPTER),
-    _refused("--grammar-backend", _TEXT, "grammars are its", neutral=("llguidance",)),
 )
 
 _OTHER_SPECULATIVE = (
@@ -211,7 +210,11 @@ _OTHER_SERVER = (
     _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),
     _refused("--root-path", _TEXT, "the server answers at /"),
     _refused("--enable-custom-logit-processor", _SWITCH, "no code is run for a request"),
-    _refused("--enable-return-hidden-states", _SWITCH, "hidden states stay on the device"),
+    _warns(
+        "--enable-return-hidden-states",
+        _SWITCH,
+        "any request may ask for them; its programs are made then",
+    ),
     _refused("--json-model-override-args", _TEXT, "edit config.json instead", neutral=("{}",)),
 )
 

@@ -69,7 +69,6 @@ NEUTRAL_OPENAI: Neutral = {
     },
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
-    "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,),
     "lora_path": (None,),

@@ -197,7 +197,7 @@ def _native_body() -> Schema:
     of_prompts = {
         **OTHERS,
         "sampling_params": {"anyOf": [sampling, {"type": "array", "items": sampling}]},
-        **{name: {} for name in schemas.LOGPROB_FIELDS},  # one value, or one for each prompt
+        **{name: {} for name in schemas.OUTPUT_FIELDS},  # one value, or one for each prompt
     }
     return body_schema(
         schemas.GENERATE_FIELDS, schemas.NEUTRAL_GENERATE, sampling={}, others=of_prompts

@@ -76,14 +76,18 @@ def prepare(
 ) -> tuple[PromptCall, ChatReading | None]:
     """The prompt as it is to be run, and how its answers are read; None: as plain text."""
     use = call.tools
-    splits = call.separate_reasoning and not call.template_options["continue_final_message"]
+    goes_on = bool(call.template_options["continue_final_message"])
+    splits = call.separate_reasoning and not goes_on
     has_reasoning = splits and style.reasoning is not None
-    if not (use.names or has_reasoning or style.has_channels):
-        return prompt, None
     sampling = prompt.sampling
     end = tokenizer.decode((prompt.input_ids or ())[-PROMPT_END_IDS:], skip_special_tokens=False)
+    marks = None if goes_on else style.reasoning_marks(end)
+    if use.is_forced or sampling.grammar is not None:
+        prompt = replace(prompt, reasoning=marks)
+    if not (use.names or has_reasoning or style.has_channels):
+        return prompt, None
     if use.is_forced:
-        if style.may_reason(end):
+        if style.may_reason(end) and (marks is None or not splits):
             raise RequestError(
                 f"tool_choice is {_asked(use)} and the server has --reasoning-parser "
                 f"{style.reasoning}: the answer would be a call from its first token on, without "
@@ -91,7 +95,7 @@ def prepare(
                 "(as many templates do for chat_template_kwargs {'enable_thinking': false})"
             )
         sampling = with_calls_grammar(sampling, use)
-    elif sampling.json_schema is not None:  # nothing stands before the JSON
+    elif sampling.json_schema is not None and marks is None:  # nothing stands before the JSON
         splits = has_reasoning = False
     reads_calls = bool(use.names) or style.has_channels
     markers = style.markers(calls=reads_calls, reasoning=has_reasoning or style.has_channels)
@@ -100,7 +104,7 @@ def prepare(
 
     def new_parser() -> AnswerParser:
         return style.parser(
-            use.names, splits_reasoning=splits, is_forced=use.is_forced, prompt_end=end
+            use.schemas, splits_reasoning=splits, is_forced=use.is_forced, prompt_end=end
         )
 
     reading = ChatReading(

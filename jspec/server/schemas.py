@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
+from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
     EXTRA_KEYS,
@@ -32,7 +33,13 @@ from jspec.server.fields import (
 from jspec.text.intake import in_list
 
 # Sampling parameters that stand beside the prompts, one value for all or a list of one each.
-LOGPROB_FIELDS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+OUTPUT_FIELDS = (
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+)
 GENERATE_FIELDS = frozenset(
     {
         "text",
@@ -44,7 +51,7 @@ GENERATE_FIELDS = frozenset(
         "return_text_in_logprobs",
         "priority",
         *EXTRA_KEYS,
-        *LOGPROB_FIELDS,
+        *OUTPUT_FIELDS,
     }
 )
 NEUTRAL_GENERATE: Neutral = {
@@ -53,7 +60,6 @@ NEUTRAL_GENERATE: Neutral = {
     "video_data": (None, []),
     "audio_data": (None, []),
     "modalities": (None, []),
-    "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "log_metrics": (True,),
     "background": (False,),
@@ -123,6 +129,7 @@ class PromptCall:
     rid: str | None = None
     priority: int = 0
     extra_key: str | None = None
+    reasoning: ReasoningMarks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +158,7 @@ def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> G
     sampling = _sampling(
         values.get("sampling_params"), len(sources), defaults=defaults, is_list=is_list
     )
-    sampling = _with_logprobs(values, sampling, is_list=is_list)
+    sampling = _with_outputs(values, sampling, is_list=is_list)
     rids = _rids(values.get("rid"), len(sources), is_list=is_list)
     rid, common = values.get("rid"), common_fields(values)
     return GenerateCall(
@@ -211,14 +218,14 @@ def _sampling(
     return [sampling_params(value, defaults)] * num_prompts
 
 
-def _with_logprobs(
+def _with_outputs(
     values: JsonObject, sampling: list[SamplingParams], *, is_list: bool
 ) -> list[SamplingParams]:
-    """LOGPROB_FIELDS as parts of each prompt's sampling. Raises RequestError."""
+    """OUTPUT_FIELDS as parts of each prompt's sampling. Raises RequestError."""
     by_prompt: list[dict[str, Any]] = [{} for _ in sampling]
     for parameter in SAMPLING_FIELDS:
         name = parameter.name
-        value = values.get(name) if name in LOGPROB_FIELDS else None
+        value = values.get(name) if name in OUTPUT_FIELDS else None
         if value is None:
             continue
         deep = isinstance(parameter.default, tuple)  # a list is one prompt's, lists are each one's

@@ -256,6 +256,7 @@ class Service:
                     request_id=prompt.rid or uuid.uuid4().hex,
                     priority=prompt.priority,
                     extra_key=prompt.extra_key,
+                    reasoning=prompt.reasoning,
                 )
             found += ((index, request) for request in requests)
         return found

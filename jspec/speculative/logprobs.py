@@ -62,8 +62,8 @@ def prompt_logprobs(
     positions: Int[Array, "T"],
     prompt_lens: Int[Array, "R"],
 ) -> dict[str, jax.Array]:
-    """The same, [T, 1, .], and that nothing is emitted: row t is of the prompt token that follows
-    packed token t, 0 where nobody asked.
+    """The same, [T, 1, .]: row t is of the prompt token that follows packed token t, 0 where nobody
+    asked.
 
     following: the token after each packed one. positions: of the packed ones.
     """
@@ -90,9 +90,7 @@ def prompt_logprobs(
         lambda x: x.reshape(-1, size, *x.shape[1:]), (is_wanted, hidden, following, watched)
     )
     found = jax.lax.map(of_slice, parts)
-    none = jnp.zeros((num_tokens,), jnp.int32)
-    by_token = jax.tree.map(lambda x: x.reshape(num_tokens, 1, *x.shape[2:]), found)
-    return {"num_emitted": none, "emitted_ids": none[:, None], **_fields(by_token)}
+    return _fields(jax.tree.map(lambda x: x.reshape(num_tokens, 1, *x.shape[2:]), found))
 
 
 def _fields(found: Logprobs) -> dict[str, jax.Array]:

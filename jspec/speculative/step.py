@@ -44,6 +44,7 @@ from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import count_emitted, penalize, see_filled
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
+from jspec.speculative.hidden import hidden_bits, rows_of, without_hidden
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
@@ -118,13 +119,16 @@ def score_tree(
     tree: DraftTree,
 ) -> tuple[EngineState, Scored]:
     """The target's forward over all nodes, whose KV lies behind L from then on."""
+    needs = program.drafter.needs
+    if Feature.HIDDEN in program.features:
+        needs = dataclasses.replace(needs, hidden=True)
     kv, logits, features = score(
         program.target,
         params["target"],
         state.kv,
         tree,
         _rows_in_step(state, slots),
-        needs=program.drafter.needs,
+        needs=needs,
         spec=program.spec,
     )
     return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
@@ -165,6 +169,9 @@ def settle_tree(
         ops=program.ops,
         groups=groups,
     )
+    says_hidden, path_hidden = Feature.HIDDEN in program.features, verified.features.hidden
+    if says_hidden and not program.drafter.needs.hidden:
+        verified = without_hidden(verified)
     emitted = emitted_by(verified, rows)
     draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
     is_counted = Feature.PENALTIES in program.features
@@ -181,7 +188,11 @@ def settle_tree(
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
     if Feature.LOGPROBS in program.features:
         output |= emitted_logprobs(target, scored.logits, verified, rows.sampling)
-    return next_state, pack_output(output_columns(spec.max_emitted, program.features), output)
+    if says_hidden:
+        output["hidden"] = hidden_bits(path_hidden)
+    words = rows_of(path_hidden).words if says_hidden else 0
+    columns = output_columns(spec.max_emitted, program.features, hidden_words=words)
+    return next_state, pack_output(columns, output)
 
 
 def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
@@ -222,13 +233,15 @@ def prefill_step(
     """KV of one chunk of each row, in target and draft; the root behind a final chunk.
 
     Returns the next state and `core.layout.output_columns` of each row, i32[R, 2]: one id, the
-    root, is emitted behind a final chunk. With log-probabilities there are R + T wider rows.
+    root, is emitted behind a final chunk. With log-probabilities or hidden states there are R + T
+    wider rows.
     """
     target = program.target
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    reads_all = program.drafter.needs.hidden or Feature.LOGPROBS in program.features
+    says = {Feature.LOGPROBS, Feature.HIDDEN}.intersection(program.features)
+    reads_all = program.drafter.needs.hidden or bool(says)
     hidden, aux, kv = target.forward(
         params["target"],
         batch.token_ids,
@@ -275,20 +288,29 @@ def prefill_step(
         kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, batch.slots, draft), rows=after
     )
     output = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
-    columns = output_columns(1, program.features)
-    if Feature.LOGPROBS not in program.features:
+    words = rows_of(hidden).words if Feature.HIDDEN in says else 0
+    columns = output_columns(1, program.features, hidden_words=words)
+    if not says:
         return next_state, pack_output(columns, output)
-    output |= root_logprobs(target, logits, roots, sampling)
-    of_prompts = prompt_logprobs(
-        target,
-        params["target"],
-        hidden,
-        following_ids(emitted),
-        sampling,
-        index=index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None),
-        positions=rows.q_positions,
-        prompt_lens=prompt_lens,
-    )
+    none = jnp.zeros(batch.token_ids.shape, jnp.int32)
+    of_prompts = {"num_emitted": none, "emitted_ids": none[:, None]}
+    if Feature.LOGPROBS in says:
+        output |= root_logprobs(target, logits, roots, sampling)
+        of_prompts |= prompt_logprobs(
+            target,
+            params["target"],
+            hidden,
+            following_ids(emitted),
+            sampling,
+            index=index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None),
+            positions=rows.q_positions,
+            prompt_lens=prompt_lens,
+        )
+    if Feature.HIDDEN in says:
+        output["hidden"], of_prompts["hidden"] = (
+            hidden_bits(final)[:, None],
+            hidden_bits(hidden)[:, None],
+        )
     packed = pack_output(columns, output), pack_output(columns, of_prompts)
     return next_state, jnp.concatenate(packed, axis=0)
 

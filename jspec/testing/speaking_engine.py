@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jspec.api import Engine
-from jspec.core.grammar import GrammarKind, GrammarSource
+from jspec.core.grammar import GrammarKind, GrammarSource, ReasoningMarks
 from jspec.core.request import Request
 from jspec.engine.compilation import Progress
 from jspec.engine.runner import DeviceRunner
@@ -53,8 +53,8 @@ def write_text_files(directory: Path, *, special: Sequence[str] = (), template: 
 class SpeakingEngine(Engine):
     """Answers every request with `says`, and then ends it. directory: of `write_text_files`.
 
-    prompts: the text of every prompt that was run, in order. grammars: what requests asked for;
-    what is said does not follow it. fails, may_restart: FailingRunner's.
+    prompts: the text of every prompt that was run, in order. grammars, reasoning: what requests
+    asked for; what is said does not follow it. fails, may_restart: FailingRunner's.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class SpeakingEngine(Engine):
         self._fails, self._may_restart = fails, may_restart
         self.prompts: list[str] = []
         self.grammars: list[GrammarSource | None] = []
+        self.reasoning: list[ReasoningMarks | None] = []
         self._directory = directory
         super().__init__()
 
@@ -98,6 +99,7 @@ class SpeakingEngine(Engine):
         self._scheduler = Scheduler(self._limits, make_stream=make_stream)
 
     async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
+        self.reasoning += (request.reasoning for request in requests)
         self.grammars += (request.sampling.grammar for request in requests)
         free: dict[str, Any] = dict.fromkeys(kind.value for kind in GrammarKind)
         return [replace(each, sampling=replace(each.sampling, **free)) for each in requests]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from jspec.core.errors import RequestError
+from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import Request, SamplingParams
 from jspec.core.seeds import MAX_SEED, choice_seed
 from jspec.text.chat_messages import check_messages
@@ -28,7 +29,8 @@ Params = Mapping[str, Any] | SamplingParams | None
 class LogprobOptions(TypedDict, total=False):
     """Sampling parameters that SGLang's `generate` takes beside the others, for all prompts.
 
-    return_text_in_logprobs: each entry has its token's text.
+    return_text_in_logprobs: each entry has its token's text. return_hidden_states is none of
+    log-probabilities, but stands beside them.
     """
 
     return_logprob: bool
@@ -36,6 +38,7 @@ class LogprobOptions(TypedDict, total=False):
     top_logprobs_num: int
     token_ids_logprob: Sequence[int]
     return_text_in_logprobs: bool
+    return_hidden_states: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +99,13 @@ class Intake:
         request_id: str | None = None,
         extra_key: str | None = None,
         priority: int = 0,
+        reasoning: ReasoningMarks | None = None,
         trial: bool = False,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
         extra_key: requests with different ones share no cached prefix. priority: who goes first.
+        reasoning: what may stand in front of a grammar's text.
         trial: they are only looked at, and leave the order of arrival as it is.
         """
         sampling = self.sampling(sampling_params)
@@ -125,6 +130,7 @@ class Intake:
                 stop_matching=automaton,
                 extra_key=extra_key,
                 priority=priority,
+                reasoning=reasoning,
             )
             for i in range(sampling.n)
         )

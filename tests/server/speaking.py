@@ -51,10 +51,14 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "mistral": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
+    "glm45": ("<|im_start|>", "<|im_end|>"),
     "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>"),
 }
 TEMPLATES: Mapping[str, str] = {
     "qwen": HERMES_TEMPLATE,
+    "qwen3_coder": HERMES_TEMPLATE,
+    "glm45": HERMES_TEMPLATE,
     "llama3": LLAMA_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "gpt-oss": HARMONY_TEMPLATE,
@@ -65,6 +69,10 @@ CALLS: Mapping[str, str] = {
     "qwen": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "llama3": f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis é\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris é</arg_value>\n"
+    "</tool_call>",
     "gpt-oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     f"{ARGUMENTS}<|call|>",
 }

@@ -1,12 +1,13 @@
 """Black-box checks of SGLang's surface, by number (C1 to C24): the bundled pair in float32.
 
 One engine for each shape, all checks against it: plain, chain, tree, and NGRAM. The same on a tiny
-pair are in the fast tests of this folder. Elsewhere or not here: C16 and C17 are grammars', C18
-hidden states, C19 optional, C23 adaptive shapes (refused), C24 tests/speculative/test_distribution.
+pair are in the fast tests of this folder. Elsewhere or not here: C19, sampling masks,
+is optional and not served, C23 adaptive shapes (refused), C24 tests/speculative/test_distribution.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -55,6 +56,19 @@ PARITY = [
     "def fibonacci(n):",
 ]
 TOLERANCE = 1e-3
+CAPITAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 100000000},
+        "country": {"type": "string", "maxLength": 20},
+        "capital": {"type": "string", "maxLength": 20},
+    },
+    "required": ["name", "population", "country", "capital"],
+    "additionalProperties": False,
+    # The bundled model is small, and would write blanks to the end of its length.
+    "x-guidance": {"whitespace_flexible": False},
+}
 ENDLESS = {"max_new_tokens": 1900, "ignore_eos": True}
 
 
@@ -331,6 +345,69 @@ def test_c14_abort_all(served: Served) -> None:
             assert reason["type"] == "abort"
     wait_idle(served.engine)
     assert served.client.get("/health_generate").status_code == 200
+
+
+def test_c16_a_chat_in_json(served: Served) -> None:
+    pytest.importorskip("llguidance")
+    messages = [
+        {"role": "system", "content": "You are a helpful AI assistant"},
+        {"role": "user", "content": "Give me a json"},
+    ]
+    body = {
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 512,
+        "response_format": {"type": "json_object"},
+    }
+    answer = served.client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert isinstance(json.loads(answer["message"]["content"]), dict)
+
+
+def test_c17_a_schema_with_and_without_log_probabilities(served: Served) -> None:
+    pytest.importorskip("llguidance")
+    texts = []
+    for asks in (False, True):
+        result = served.generate(
+            text="Here is the information of the capital of France in the JSON format.\n",
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": 256,
+                "json_schema": json.dumps(CAPITAL),
+            },
+            return_logprob=asks,
+        )
+        meta = result["meta_info"]
+        texts.append(result["text"])
+        assert result["text"].strip().endswith("}")
+        assert set(json.loads(result["text"])) == set(CAPITAL["required"])
+        if served.shape != "plain":
+            assert meta["spec_verify_ct"] > 0
+        if asks:
+            assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
+    assert texts[0] == texts[1]
+
+
+def test_c18_hidden_states(served: Served) -> None:
+    params = {"temperature": 0, "max_new_tokens": 32}
+    results = served.generate(text=FOUR[:2], sampling_params=params, return_hidden_states=True)
+    plain = served.generate(text=FOUR[:2], sampling_params=params)
+    for result, other in zip(results, plain, strict=True):
+        meta = result["meta_info"]
+        prompt, *rows = meta["hidden_states"]
+        assert len(meta["hidden_states"]) == meta["completion_tokens"]
+        assert len(prompt) == meta["prompt_tokens"]
+        assert len({len(row) for row in (*prompt, *rows)}) == 1
+        assert result["output_ids"] == other["output_ids"]
+        assert "hidden_states" not in other["meta_info"]
+    ids = served.engine.encode(FOUR[0]) + results[0]["output_ids"][:-1]
+    again = served.generate(
+        input_ids=ids, sampling_params={"max_new_tokens": 0}, return_hidden_states=True
+    )
+    prompt, *rows = results[0]["meta_info"]["hidden_states"]
+    np.testing.assert_allclose(
+        [*prompt, *rows], again["meta_info"]["hidden_states"][0], atol=TOLERANCE
+    )
 
 
 def test_c20_retraction_leaks_nothing(served: Served) -> None:

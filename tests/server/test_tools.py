@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jspec.core.errors import ConfigError
-from jspec.core.grammar import GrammarKind
+from jspec.core.grammar import GrammarKind, ReasoningMarks
 from jspec.server.server_args import ServerArgs
 from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
 
@@ -268,18 +268,45 @@ def test_a_call_that_must_be_leaves_no_room_for_anything_else(
     with pytest.raises(openai.BadRequestError, match="tool_choice is 'required' beside json_sch"):
         speaker("qwen")("x", response_format=json_object, **forced)
     thinks = speaker("qwen", reasoning_parser="deepseek-r1")
+    whole = {"separate_reasoning": False}
     with pytest.raises(openai.BadRequestError, match="--reasoning-parser deepseek-r1: the answer"):
-        thinks("x", **forced)
+        thinks("x", extra_body=whole, **forced)
+    channels = speaker("gpt-oss", reasons=True)
+    with pytest.raises(openai.BadRequestError, match="--reasoning-parser gpt-oss: the answer"):
+        channels("x", **forced)
     ended = {"chat_template_kwargs": {"thinking": False}}
     (answer,) = thinks('[{"name":"clock","arguments":{}}]', extra_body=ended, **forced).choices
     assert answer.message.tool_calls[0].function.name == "clock"
+    assert thinks.engine.reasoning[-1] is None
 
 
-def test_json_stands_without_reasoning(speaker: Callable[..., Speaker]) -> None:
-    speak = speaker("qwen", reasoning_parser="deepseek-r1")
-    (answer,) = speak('{"a": 1}', response_format={"type": "json_object"}).choices
-    assert answer.message.content == '{"a": 1}'
+@pytest.mark.parametrize(
+    ("parser", "marks"),
+    [
+        ("deepseek-r1", ReasoningMarks("</think>")),
+        ("qwen3", ReasoningMarks("</think>", open="<think>")),
+    ],
+)
+def test_a_grammar_begins_behind_the_reasoning(
+    speaker: Callable[..., Speaker], parser: str, marks: ReasoningMarks
+) -> None:
+    speak = speaker("qwen", reasoning_parser=parser)
+    answered = {"response_format": {"type": "json_object"}}
+    (answer,) = speak('<think>Why?</think>\n{"a": 1}', **answered).choices
+    assert (answer.message.reasoning_content, answer.message.content) == ("Why?", '{"a": 1}')
     assert speak.engine.grammars[-1] is not None
+    assert speak.engine.reasoning[-1] == marks
+    ended = {"chat_template_kwargs": {"thinking": False}}
+    (answer,) = speak('{"a": 1}', extra_body=ended, **answered).choices
+    assert answer.message.content == '{"a": 1}'
+    assert speak.engine.reasoning[-1:] == [None]
+    forced: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required"}
+    said = '<think>Now.</think>[{"name":"clock","arguments":{}}]'
+    (answer,) = speak(said, **forced).choices
+    assert answer.message.reasoning_content == "Now."
+    assert answer.message.tool_calls[0].function.name == "clock"
+    assert answer.message.content is None
+    assert speak.engine.reasoning[-1] == marks
 
 
 def test_the_flags_know_the_peers_names() -> None:

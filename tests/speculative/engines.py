@@ -271,6 +271,7 @@ class Served:
     ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...]
     prompt_logprobs: tuple[tuple[PromptToken, ...], ...]
+    hidden_states: tuple[tuple[np.ndarray, ...], ...]
     per_request: tuple[SpecCounters, ...]
     counters: SpecCounters
     num_leaked_pages: int
@@ -345,6 +346,7 @@ async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
         ids=tuple(tuple(completion.output_ids) for completion in drained),
         logprobs=tuple(tuple(completion.logprobs) for completion in drained),
         prompt_logprobs=tuple(tuple(completion.prompt_logprobs) for completion in drained),
+        hidden_states=tuple(tuple(completion.hidden_states) for completion in drained),
         per_request=tuple(completion.counters for completion in drained),
         counters=stats.counters,
         num_leaked_pages=stats.num_leaked_pages,

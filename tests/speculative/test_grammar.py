@@ -24,6 +24,7 @@ from jspec.engine.runner import init_state
 from jspec.models.eagle3 import eagle3_params
 from jspec.models.registry import table_of
 from jspec.testing.fake_grammar import FakeGrammar
+from jspec.text.reasoning_first import Mark, ReasoningFirst
 from tests.speculative.engines import (
     DRAFT,
     TARGET,
@@ -181,6 +182,46 @@ def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth
     if dial is not None:
         assert served.counters.num_accepted > 0
     assert served.num_leaked_pages == 0
+
+
+INNER = FakeGrammar(TARGET.vocab_size, END, least=4, most=12)
+# Two tokens end reasoning, or one, which a bias has the model write early.
+THINKING = [bytes([65 + i % 26]) for i in range(TARGET.vocab_size)]
+THINKING[7], THINKING[9], THINKING[11] = b"</th", b"ink>", b"</think>"
+BIAS = {"logit_bias": ((7, 5.0), (9, 6.0), (11, 4.0))}
+
+
+def reasoning(i: int, **sampling: Any) -> Request:
+    request = constrained(i, INNER, max_new_tokens=40, **BIAS, **sampling)
+    behind = ReasoningFirst(INNER, Mark("</think>", THINKING), opens=None)
+    return dataclasses.replace(request, grammar=behind)
+
+
+def test_a_grammar_begins_where_reasoning_ends_inside_a_tree_too() -> None:
+    """By drafts that are mostly right, so that the mark and what follows are verified together."""
+    requests = [reasoning(i, temperature=1.0) for i in range(5)]
+    alone = functools.partial(serve, engine_of("plain"), overlap_depth=0)
+    texts = [alone([request]).ids[0] for request in requests]
+    served = serve(engine_of("tree"), requests, dial=dial_for(requests, texts))
+    assert list(served.ids) == texts
+    assert served.counters.num_accepted > 0
+    num_inside = 0
+    for ids, accepted in zip(texts, served.accepted, strict=True):
+        said = b"".join(THINKING[token_id] for token_id in ids)
+        assert b"</think>" in said
+        ends = [
+            n
+            for n in range(1, len(ids) + 1)
+            if b"</think>" in b"".join(THINKING[token_id] for token_id in ids[:n])
+        ]
+        behind, state = ids[ends[0] :], 0
+        for count, token_id in enumerate(behind):
+            assert INNER.allowed(state, count)[token_id]
+            state = INNER.next_state(state, token_id)
+        # Emitted so far after each step; the mark's last id strictly inside a step.
+        edges = np.cumsum([1, *(n + 1 for n in accepted)])
+        num_inside += ends[0] not in edges and behind != ()
+    assert num_inside
 
 
 def test_a_retracted_row_goes_on_where_its_grammar_was() -> None:

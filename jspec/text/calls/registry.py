@@ -7,8 +7,10 @@ import string
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from jspec.text.calls import gpt_oss, hermes, llama3, mistral, thinking
+from jspec.core.grammar import ReasoningMarks
+from jspec.text.calls import gpt_oss, hermes, llama3, mistral, thinking, xml_calls
 from jspec.text.calls.call_list import CallListParser
 from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
 
@@ -55,6 +57,17 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         markers=(mistral.OPEN, mistral.CALL_ID, mistral.ARGS),
         new_id=_short_id,
     ),
+    "qwen3_coder": CallFormat(
+        parser=partial(xml_calls.XmlCallParser, marks=xml_calls.QWEN3_CODER),
+        markers=(xml_calls.QWEN3_CODER.open, xml_calls.QWEN3_CODER.close),
+    ),
+    "glm45": CallFormat(
+        parser=partial(xml_calls.XmlCallParser, marks=xml_calls.GLM45),
+        markers=(
+            *(xml_calls.GLM45.open, xml_calls.GLM45.call_end, xml_calls.GLM45.value_end),
+            *filter(None, xml_calls.GLM45.key),
+        ),
+    ),
     GPT_OSS: CallFormat(parser=_harmony, markers=gpt_oss.MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -68,7 +81,11 @@ CALL_ALIASES: Mapping[str, str] = {
     "llama3_json": "llama3",
     "openai": GPT_OSS,
 }
-REASONING_ALIASES: Mapping[str, str] = {"deepseek_r1": "deepseek-r1", "openai_gptoss": GPT_OSS}
+REASONING_ALIASES: Mapping[str, str] = {
+    "deepseek_r1": "deepseek-r1",
+    "glm45": "qwen3",
+    "openai_gptoss": GPT_OSS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +103,19 @@ class AnswerFormat:
     def may_reason(self, prompt_end: str) -> bool:
         """Whether an answer after this prompt may begin with reasoning."""
         return self.reasoning is not None and not prompt_end.rstrip().endswith(thinking.CLOSE)
+
+    def reasoning_marks(self, prompt_end: str) -> ReasoningMarks | None:
+        """What may stand in front of a grammar's text; None where nothing may, and for channels,
+        which a grammar replaces."""
+        if self.reasoning in (None, GPT_OSS) or not self.may_reason(prompt_end):
+            return None
+        is_open = self._starts_inside(self.reasoning, prompt_end)
+        return ReasoningMarks(thinking.CLOSE, open=None if is_open else thinking.OPEN)
+
+    def _starts_inside(self, reasoning: str, prompt_end: str) -> bool:
+        end = prompt_end.rstrip()
+        is_open = end.endswith(thinking.OPEN) or REASONING_FORMATS[reasoning].starts_inside
+        return is_open and not end.endswith(thinking.CLOSE)
 
     def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
         """What must not be missing from the text of a request that asks for these."""
@@ -106,7 +136,8 @@ class AnswerFormat:
     ) -> AnswerParser:
         """A new parser for one sequence.
 
-        names: of the tools that may be called. is_forced: a grammar has calls written as a list.
+        names: of the tools that may be called, maybe with their parameters' schemas.
+        is_forced: a grammar has calls written as a list.
         prompt_end: the last characters of the prompt, which may have begun or ended the reasoning.
         """
         splits = splits_reasoning and self.reasoning is not None
@@ -119,9 +150,7 @@ class AnswerFormat:
             inner = CALL_FORMATS[self.calls].parser(names)
         if not splits or self.reasoning in (None, GPT_OSS):
             return inner
-        end, style = prompt_end.rstrip(), REASONING_FORMATS[self.reasoning]
-        is_open = end.endswith(thinking.OPEN) or style.starts_inside
-        starts_inside = is_open and not end.endswith(thinking.CLOSE)
+        starts_inside = self._starts_inside(self.reasoning, prompt_end)
         return Pipeline(thinking.ThinkParser(starts_inside=starts_inside), inner)
 
     def new_id(self) -> str:

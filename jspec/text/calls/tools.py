@@ -50,6 +50,12 @@ class ToolUse:
         return names if self.only is None else names & {self.only}
 
     @property
+    def schemas(self) -> Mapping[str, Any]:
+        """Of the parameters of each of `names`."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.tools}
+        return {name: functions[name].get("parameters") for name in sorted(self.names)}
+
+    @property
     def is_forced(self) -> bool:
         """Whether there must be a call."""
         return self.choice is Choice.REQUIRED

@@ -20,12 +20,24 @@ from jspec.text.calls.events import (
 )
 from jspec.text.calls.registry import AnswerFormat
 
-NAMES = ("f", "get_weather")
+# A parser that needs no schemas takes the names alone.
+SCHEMAS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            **{name: {"type": kind} for name, kind in (("x", "integer"), ("on", "boolean"))},
+            **{"s": {"type": "string"}, "any": {"anyOf": [{"type": "array"}, {"type": "null"}]}},
+            "id": {"type": ["string", "null"]},
+        },
+    },
+    "get_weather": None,
+}
 LLAMA, QWEN = AnswerFormat(calls="llama3"), AnswerFormat(calls="qwen", reasoning="qwen3")
 MISTRAL = AnswerFormat(calls="mistral")
 GPT_OSS = AnswerFormat(calls="gpt-oss", reasoning="gpt-oss")
 R1 = AnswerFormat(reasoning="deepseek-r1")
 FORCED = AnswerFormat()
+CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
     "llama3": LLAMA,
     "qwen": QWEN,
@@ -33,11 +45,13 @@ STYLES = {
     "gpt-oss": GPT_OSS,
     "deepseek-r1": R1,
     "forced": FORCED,
+    "qwen3_coder": CODER,
+    "glm45": GLM,
 }
 
 
 def parser_of(style: AnswerFormat, **options: Any) -> AnswerParser:
-    names = () if style is R1 else NAMES
+    names = () if style is R1 else SCHEMAS
     options = {"splits_reasoning": True, "is_forced": style is FORCED, **options}
     return style.parser(names, **options)
 
@@ -77,6 +91,36 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (QWEN, '<tool_call>{"id": "a1", "name": "f"}</tool_call>', ["f#a1({}"]),
     (QWEN, '<think>\nWhy?\n</think>\n\n<tool_call>{"name": "f"}</tool_call>', ["?Why?", "f({}"]),
     (QWEN, f"<tool_call>{CALL}</tool_call> done", ['f({"x": 1}', " done"]),
+    (
+        CODER,
+        "Ok\n<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n<parameter=s>\na\n"
+        '"b"</para\n\n</parameter>\n</function>\n</tool_call>\n',
+        ["Ok\n", 'f({"x": 3, "s": "a\\n\\"b\\"</para\\n"}'],
+    ),
+    (
+        CODER,
+        "<tool_call><function=f><parameter=on>True</parameter><parameter=s>7</parameter>"
+        "<parameter=any>[1]</parameter><parameter=id>12</parameter></function></tool_call>"
+        "<tool_call><function=get_weather></function></tool_call>",
+        ['f({"on": true, "s": "7", "any": [1], "id": "12"}', "get_weather({}"],
+    ),
+    (
+        CODER,
+        "<tool_call><function=f><parameter=x>many</parameter></function></tool_call> done",
+        ['f({"x": "many"}', " done"],
+    ),
+    (
+        GLM,
+        "<think>Hm</think>\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>-2</arg_value>\n"
+        "<arg_key>s</arg_key>\n<arg_value>é\n</arg_value>\n</tool_call>",
+        ["?Hm", 'f({"x": -2, "s": "é"}'],
+    ),
+    (
+        GLM,
+        "<tool_call>get_weather</tool_call>\n<tool_call>f<arg_key>id</arg_key>"
+        "<arg_value>null</arg_value></tool_call>",
+        ["get_weather({}", 'f({"id": null}'],
+    ),
     (LLAMA, TWO, ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, f"<|python_tag|>{TWO}", ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', ["f({}"]),
@@ -110,6 +154,16 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (QWEN, f"<tool_call>{{<tool_call>{CALL}", ["<tool_call>{", 'f({"x": 1}']),
     (QWEN, '<tool_call>{"name": "f", "arguments": {"x": 01}} x', ['f({"x": 01', "}} x"]),
     (QWEN, '<tool_call>{"name": "f", "arguments": {"x": "a', ['f({"x": "a']),
+    (CODER, "<tool_call><function=nobody></function></tool_call>", None),
+    (CODER, "<tool_call>\n<func", None),
+    (CODER, "<tool_call>f()</tool_call>", None),
+    (CODER, "<tool_call><function=f><parameter=x>1</parameter> x", ['f({"x": 1', " x"]),
+    (CODER, "<tool_call><function=f><parameter=s>Par\n</pa", ['f({"s": "Par\\n</pa']),
+    (CODER, "<tool_call><function=f><parameter=x>1", ['f({"x": 1']),
+    (CODER, "<tool_call><function=f><para", ["f("]),
+    (GLM, "<tool_call>nobody<arg_key>x</arg_key>", None),
+    (GLM, "<tool_call>f is a function", None),
+    (GLM, "<tool_call>f", None),
     (LLAMA, '{"city": "Paris"}', None),
     (LLAMA, "<|python_tag|>search.call(query='x')", None),
     (LLAMA, 'Say {"name": "f", "parameters": {}}', None),
@@ -142,6 +196,8 @@ def test_what_is_no_call_comes_back(
 PARTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
+        *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
         *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
         *(
@@ -176,7 +232,7 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(["qwen", "llama3", "mistral", "forced"]), TEXTS)
+@given(st.sampled_from(["qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"]), TEXTS)
 def test_no_word_is_lost(name: str, text: str) -> None:
     """Each é of the text comes back somewhere: no mark has one."""
     events = read(STYLES[name], [text])

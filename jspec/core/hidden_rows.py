@@ -1,0 +1,39 @@
+"""Hidden states on their way from a step to the host: rows of numbers as i32 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """How one row travels. width: E. is_half: two bfloat16 in each word, the first one in its low
+    half; else one float32 in each."""
+
+    width: int
+    is_half: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or (self.is_half and self.width % 2):
+            raise ValueError(f"a row of {self.width} numbers; expected some, bfloat16 in pairs")
+
+    @classmethod
+    def of(cls, width: int, dtype: str) -> HiddenRows:
+        """Of a model that computes in `dtype`: what is neither kind travels as float32."""
+        return cls(width, is_half=dtype == "bfloat16" and width % 2 == 0)
+
+    @property
+    def words(self) -> int:
+        return self.width // 2 if self.is_half else self.width
+
+    def floats(self, bits: np.ndarray) -> np.ndarray:
+        """f32[..., E] of i32[..., words]."""
+        bits = np.ascontiguousarray(bits)
+        if not self.is_half:
+            return bits.view(np.float32)
+        halves = bits.view(np.uint32)
+        low, high = halves << np.uint32(16), halves & np.uint32(0xFFFF0000)
+        pairs = np.stack((low, high), axis=-1).view(np.float32)
+        return pairs.reshape(*bits.shape[:-1], self.width)

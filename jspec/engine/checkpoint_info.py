@@ -1,0 +1,245 @@
+"""What a directory with a checkpoint is, and what serving it takes: from its headers alone.
+
+No weight is read. What is wrong is said in the loader's own words, and the rest all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jspec.core.cache_groups import CacheGroup
+from jspec.core.engine_args import EngineArgs
+from jspec.core.errors import CheckpointError, JspecError
+from jspec.core.json_files import Fields, read_fields
+from jspec.core.model_spec import ModelSpec, MoESpec, cache_groups
+from jspec.engine.memory import kv_bytes_per_token
+from jspec.models.checkpoint import check_target, load_model_spec
+from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
+from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.registry import DRAFTERS
+from jspec.speculative.source import DraftRequest
+
+# Bits of a number, in safetensors' spelling.
+BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """What is left of a device for KV. tokens: of one sequence or of all together."""
+
+    device_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether any token does."""
+        return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """kind: target, or draft (of one). parameters: weights; stored_bytes: of the files' tensors,
+    by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`.
+
+    serve: the command that serves it. problems: each one keeps it from being served.
+    """
+
+    path: str
+    kind: str
+    architecture: str
+    dtype: str
+    serve: str
+    problems: tuple[str, ...]
+    shapes: dict[str, Any]
+    num_tensors: int = 0
+    parameters: int = 0
+    stored_bytes: dict[str, int]
+    weight_bytes: int = 0
+    cache_bytes_per_token: int = 0
+    algorithm: str | None = None
+    memory: MemoryFit | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `memory.fits` beside its numbers."""
+        found = asdict(self)
+        if self.memory is not None:
+            found["memory"]["fits"] = self.memory.fits
+        return found
+
+
+def describe(
+    path: Path, *, target: Path | None = None, dtype: str = "bfloat16", memory: int | None = None
+) -> CheckpointInfo:
+    """target: of which `path` is a draft. memory: bytes of a device, 90% of which are used.
+
+    Raises CheckpointError where there is no directory, or no config.json that can be read.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory; expected one with a checkpoint")
+    fields = read_fields(path / "config.json")
+    names = fields.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else "(none)"
+    algorithm = draft_algorithm(fields)
+    if algorithm is None and target is not None and architecture in architectures():
+        algorithm = "STANDALONE"
+    info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
+    info = _of_target(info, path) if algorithm is None else _of_draft(info, path, fields, target)
+    return info if memory is None else _with_memory(info, memory)
+
+
+def _of_files(
+    path: Path, *, architecture: str, dtype: str, algorithm: str | None
+) -> CheckpointInfo:
+    info = CheckpointInfo(
+        path=str(path),
+        kind="target" if algorithm is None else "draft",
+        architecture=architecture,
+        dtype=dtype,
+        serve="",
+        problems=(),
+        shapes={},
+        stored_bytes={},
+        algorithm=algorithm,
+    )
+    if not has_tensors(path):
+        problem = f"{path}: no weights; expected model.safetensors, pytorch_model.bin or orbax"
+        return replace(info, problems=(problem,))
+    try:
+        with open_tensors(path) as tensors:
+            counted = _count(tensors)
+    except JspecError as error:
+        return replace(info, problems=(str(error),))
+    return replace(info, **counted, weight_bytes=counted["parameters"] * _itemsize(dtype))
+
+
+def _count(tensors: Tensors) -> dict[str, Any]:
+    sizes: Counter[str] = Counter()
+    numbers = 0
+    for name in tensors.sources:
+        count, kind = math.prod(tensors.shape(name)), tensors.dtype(name)
+        sizes[kind] += count * BITS.get(kind, 8) // 8
+        numbers += count
+    stored = dict(sizes.most_common())
+    return {"num_tensors": len(tensors.sources), "parameters": numbers, "stored_bytes": stored}
+
+
+def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
+    try:
+        spec = load_model_spec(path)
+    except JspecError as error:
+        return _with_problem(info, error)
+    parameters = sum(math.prod(param.shape) for param in table_of(spec))
+    info = replace(
+        info,
+        shapes=_shapes(spec),
+        parameters=parameters,
+        weight_bytes=parameters * _itemsize(info.dtype),
+        cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
+    )
+    words = ["jspec serve --model-path", str(path)]
+    if not info.problems:
+        if _brings_draft(path, spec):
+            info = replace(info, algorithm="NEXTN")
+            words.append("--speculative-algorithm NEXTN")
+        try:
+            check_target(path, spec)
+        except JspecError as error:
+            return _with_problem(info, error)
+    return replace(info, serve=" ".join(words))
+
+
+def _brings_draft(path: Path, spec: ModelSpec) -> bool:
+    """Whether layers for multi-token prediction lie in the target's own files."""
+    family = family_named(spec.family)
+    with open_tensors(path) as tensors:
+        return any(family.is_draft(spec, name) for name in tensors.sources)
+
+
+def _of_draft(
+    info: CheckpointInfo, path: Path, fields: Fields, target: Path | None
+) -> CheckpointInfo:
+    named = "TARGET" if target is None else str(target)
+    serve = (
+        f"jspec serve --model-path {named} --speculative-algorithm {info.algorithm} "
+        f"--speculative-draft-model-path {path}"
+    )
+    sizes = ("num_hidden_layers", "hidden_size", "vocab_size", "draft_vocab_size")
+    info = replace(
+        info,
+        serve=serve,
+        shapes={name: fields.get(name) for name in sizes if fields.get(name) is not None},
+    )
+    if target is None:
+        return info
+    args = EngineArgs(
+        model_path=str(target),
+        speculative_algorithm=info.algorithm,
+        speculative_draft_model_path=str(path),
+    )
+    try:
+        spec = load_model_spec(target)
+        request = DraftRequest(
+            args=args,
+            path=path,
+            target=spec,
+            target_path=target,
+            tokenizer=target,
+            shards=1,
+            families=FAMILIES,
+        )
+        source = DRAFTERS[args.algorithm](request)
+    except JspecError as error:
+        return _with_problem(info, error)
+    groups = tuple(g for each in source.specs for g in cache_groups(each, name="draft"))
+    shapes = {**info.shapes, "aux_layer_ids": list(source.aux_layer_ids)}
+    return replace(info, shapes=shapes, cache_bytes_per_token=_cache_bytes(groups, info.dtype))
+
+
+def _shapes(spec: ModelSpec) -> dict[str, Any]:
+    heads = [layer.attention for layer in spec.layers]
+    experts = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    found: dict[str, Any] = {
+        "family": spec.family,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "context_length": spec.max_position,
+        "num_heads": sorted({a.num_heads for a in heads}),
+        "num_kv_heads": sorted({a.num_kv_heads for a in heads}),
+        "head_dim": sorted({a.head_dim for a in heads}),
+        "windows": sorted({a.window for a in heads if a.window is not None}),
+        "eos_token_ids": list(spec.eos_token_ids),
+    }
+    if experts:
+        found["num_experts"] = sorted({ffn.num_experts for ffn in experts})
+    return found
+
+
+def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
+    return kv_bytes_per_token(groups, shards=1, dtype=dtype, ops=Ops())
+
+
+def _with_memory(info: CheckpointInfo, memory: int) -> CheckpointInfo:
+    left = memory * 9 // 10 - info.weight_bytes
+    tokens = max(left, 0) // info.cache_bytes_per_token if info.cache_bytes_per_token else 0
+    fit = MemoryFit(
+        device_bytes=memory, weight_bytes=info.weight_bytes, cache_bytes=max(left, 0), tokens=tokens
+    )
+    return replace(info, memory=fit)
+
+
+def _with_problem(info: CheckpointInfo, error: JspecError) -> CheckpointInfo:
+    said = str(error)
+    known = info.problems if said in info.problems else (*info.problems, said)
+    return replace(info, problems=known, serve="")
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2

@@ -1,0 +1,60 @@
+"""Hidden states of one sequence on their way from steps to chunks.
+
+Those of a round wait for the cut of its ids; those of a prompt come chunk by chunk and wait for the
+first token. A row that is retracted fills its prompt again: what is known already is not taken
+twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jspec.core.plan import RoundResult, StepPlan
+from jspec.core.request import Request
+
+
+class SequenceHidden:
+    """What the last round said, and what of the prompt has not been handed out yet."""
+
+    __slots__ = ("_is_prompt_out", "_is_wanted", "_num_known", "_of_prompt", "_of_round", "_total")
+
+    def __init__(self, request: Request) -> None:
+        self._is_wanted = request.sampling.return_hidden_states
+        self._is_prompt_out = not self._is_wanted
+        self._total = len(request.prompt_ids)
+        self._num_known = 0
+        self._of_prompt: list[np.ndarray] = []
+        self._of_round: tuple[np.ndarray, ...] = ()
+
+    @property
+    def computed_from(self) -> int | None:
+        """The first token that has to be run, and not found in the prefix cache; None: whichever.
+
+        It is the first one whose hidden state is still unknown.
+        """
+        return None if self._is_prompt_out else self._num_known
+
+    def take(self, plan: StepPlan, row: int, result: RoundResult) -> None:
+        """What one round says of the plan's row."""
+        if not self._is_wanted or result.hidden is None:
+            return
+        self._of_round = tuple(result.hidden[row, : int(result.num_emitted[row])].copy())
+        if self._is_prompt_out or not plan.chunks or result.prompt_hidden is None:
+            return
+        chunk = plan.chunks[row]
+        begin, end = self._num_known, min(chunk.start + len(chunk.token_ids), self._total)
+        if begin < end:
+            first = sum(len(other.token_ids) for other in plan.chunks[:row]) - chunk.start
+            self._of_prompt.append(result.prompt_hidden[first + begin : first + end].copy())
+            self._num_known = end
+
+    def of_ids(self, count: int) -> tuple[np.ndarray, ...]:
+        """Of the ids that the cut left of the round, f32[E] each. In the first one's place stand
+        those of the prompt, whose last one chose it: f32[prompt, E]; they come without an id, too.
+        """
+        found, self._of_round = self._of_round[:count], ()
+        if self._is_prompt_out or self._num_known < self._total:
+            return found
+        of_prompt, self._of_prompt = np.concatenate(self._of_prompt), []
+        self._is_prompt_out = True
+        return (of_prompt, *found[1:])

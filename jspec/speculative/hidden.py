@@ -1,0 +1,36 @@
+"""Hidden states of what a step emitted, and of the prompts that it filled.
+
+They are the last ones, after the final norm: what the logits are made of. Of a verification only
+the B x M rows on the accepted path leave the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.batch import Verified
+from jspec.core.hidden_rows import HiddenRows
+
+
+def rows_of(hidden: Float[Array, "*b E"]) -> HiddenRows:
+    """How these travel."""
+    return HiddenRows.of(hidden.shape[-1], hidden.dtype.name)
+
+
+def hidden_bits(hidden: Float[Array, "*b E"]) -> Int[Array, "*b words"]:
+    """The rows as `HiddenRows.floats` reads them."""
+    rows = rows_of(hidden)
+    if not rows.is_half:
+        return jax.lax.bitcast_convert_type(hidden.astype(jnp.float32), jnp.int32)
+    pairs = hidden.reshape(*hidden.shape[:-1], rows.words, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.int32)
+
+
+def without_hidden(verified: Verified) -> Verified:
+    """As a drafter that never asked for hidden states gets it."""
+    nothing = dataclasses.replace(verified.features, hidden=verified.features.hidden[..., :0])
+    return dataclasses.replace(verified, features=nothing)

@@ -1,0 +1,242 @@
+"""Calls whose arguments stand between marks, one by one: Qwen3-Coder's and GLM-4.5's.
+
+    <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
+    <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
+
+Lines may be broken between the marks, and a value may have a line of its own. The values are plain
+text: what they are is told by the tool's schema (`value_of`), and the arguments come out as JSON.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.text.calls.events import CallArguments, CallBegin, Event
+from jspec.text.calls.json_scan import BLANKS
+from jspec.text.calls.machine import CallMachine, num_undecided
+
+NAME = ""  # in a head: some characters that are no part of a mark
+_NAME = re.compile(r"[^<>\n]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XmlMarks:
+    """A format. open: a call. head, key: up to a call's name, and up to a value, with NAME in them.
+
+    value_end, call_end: behind a value, and the arguments. close: what may stand behind those.
+    """
+
+    open: str
+    head: tuple[str, ...]
+    key: tuple[str, ...]
+    value_end: str
+    call_end: str
+    close: str = ""
+
+
+QWEN3_CODER = XmlMarks(
+    open="<tool_call>",
+    head=("<function=", NAME, ">"),
+    key=("<parameter=", NAME, ">"),
+    value_end="</parameter>",
+    call_end="</function>",
+    close="</tool_call>",
+)
+GLM45 = XmlMarks(
+    open="<tool_call>",
+    head=(NAME,),
+    key=("<arg_key>", NAME, "</arg_key>", "<arg_value>"),
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+)
+
+
+class _Place(enum.Enum):
+    OUTSIDE = "outside"
+    HEAD = "before a name"
+    BETWEEN = "between values"
+    VALUE = "in a value"
+    CLOSING = "after a call"
+
+
+class Head(enum.Enum):
+    """What a text is that is no head."""
+
+    UNDECIDED = "undecided"
+    BAD = "bad"
+
+
+def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
+    """Where a head at the beginning of `text` ends, and its name; blanks may part its parts."""
+    at, name = 0, ""
+    for part in parts:
+        at = len(text) - len(text[at:].lstrip(BLANKS))
+        if part == NAME:
+            found = _NAME.match(text, at)
+            if found is None:
+                return Head.UNDECIDED if at == len(text) else Head.BAD
+            at, name = found.end(), found[0].strip(BLANKS)
+            if at == len(text):
+                return Head.UNDECIDED
+        elif text.startswith(part, at):
+            at += len(part)
+        else:
+            return Head.UNDECIDED if part.startswith(text[at:]) else Head.BAD
+    return at, name
+
+
+class XmlCallParser(CallMachine):
+    """See the module. names: of the tools; a mapping has their parameters' schemas beside them."""
+
+    def __init__(self, names: Collection[str], marks: XmlMarks) -> None:
+        super().__init__(names)
+        self._schemas = names if isinstance(names, Mapping) else {}
+        self._marks = marks
+        self._place = _Place.OUTSIDE
+        self._properties: Mapping[str, Any] = {}
+        self._schema: Any = None
+        self._num_values = 0
+        self._is_text = self._is_at_start = False  # of the value
+
+    def _step(self) -> list[Event] | None:
+        match self._place:
+            case _Place.OUTSIDE:
+                found = self._until(self._marks.open)
+                if self._raw:
+                    self._place = _Place.HEAD
+                return found
+            case _Place.HEAD:
+                return self._begin()
+            case _Place.BETWEEN:
+                return self._between()
+            case _Place.VALUE:
+                return self._value()
+        return self._close()
+
+    def _begin(self) -> list[Event] | None:
+        found = read_head(self._rest, self._marks.head)
+        if found is Head.UNDECIDED and self._may_be_name():
+            return None
+        if isinstance(found, Head) or found[1] not in self._names:
+            self._place = _Place.OUTSIDE
+            return self._give_up()
+        end, name = found
+        self._look(end)
+        self._raw = self._blanks = ""
+        self._has_calls = self._is_at_edge = True
+        self._place, self._num_values = _Place.BETWEEN, 0
+        schema = self._schemas.get(name)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        return [CallBegin(name)]
+
+    def _may_be_name(self) -> bool:
+        """Whether what is there of a name begins one of a tool."""
+        mark = self._marks.head[0]
+        begun = self._rest.lstrip(BLANKS).removeprefix(mark).strip(BLANKS)
+        is_mark = mark != NAME and mark.startswith(self._rest.lstrip(BLANKS))
+        return is_mark or any(name.startswith(begun.rstrip(">")) for name in self._names)
+
+    def _between(self) -> list[Event] | None:
+        marks, text = self._marks, self._rest.lstrip(BLANKS)
+        if text.startswith(marks.call_end):
+            self._rest, self._place = text[len(marks.call_end) :], _Place.CLOSING
+            return [CallArguments("}" if self._num_values else "{}")]
+        found = read_head(text, marks.key)
+        if found is Head.UNDECIDED or marks.call_end.startswith(text):
+            return None
+        if isinstance(found, Head):  # what was said of the arguments stays
+            self._place = _Place.OUTSIDE
+            return []
+        end, key = found
+        self._rest = text[end:]
+        self._schema = self._properties.get(key)
+        self._is_text, self._is_at_start = is_text(self._schema), True
+        self._place = _Place.VALUE
+        begin = ", " if self._num_values else "{"
+        self._num_values += 1
+        quote = '"' if self._is_text else ""
+        return [CallArguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: {quote}")]
+
+    def _value(self) -> list[Event] | None:
+        if self._is_at_start:
+            self._rest, self._is_at_start = self._rest.removeprefix("\n"), False
+            return []
+        mark = self._marks.value_end
+        end = self._rest.find(mark)
+        if end >= 0:
+            text, self._rest = self._rest[:end].removesuffix("\n"), self._rest[end + len(mark) :]
+            self._place = _Place.BETWEEN
+            said = f'{escaped(text)}"' if self._is_text else value_of(text, self._schema)
+            return [CallArguments(said)]
+        if not self._is_text:  # what it is shows at its end
+            return None
+        size = len(self._rest) - num_undecided(self._rest, (mark, f"\n{mark}"))
+        text, self._rest = self._rest[:size], self._rest[size:]
+        return [CallArguments(escaped(text))] if text else None
+
+    def _close(self) -> list[Event] | None:
+        text, mark = self._rest.lstrip(BLANKS), self._marks.close
+        if mark.startswith(text) and text != mark:
+            return None
+        self._place = _Place.OUTSIDE
+        self._rest = text.removeprefix(mark) if mark and text.startswith(mark) else self._rest
+        return []
+
+    def flush(self) -> list[Event]:
+        """See AnswerParser; a part of a mark is a mark, and what is there of a value is its."""
+        text, found = self._rest, []
+        marks = (*self._marks.key[:1], self._marks.call_end)
+        if self._place is _Place.VALUE:
+            found = [CallArguments(escaped(text) if self._is_text else text)] if text else []
+            self._rest = ""
+        elif self._place is _Place.BETWEEN:
+            if any(mark.startswith(text.strip(BLANKS)) for mark in marks):
+                self._rest = ""
+        elif self._place is _Place.CLOSING and self._marks.close.startswith(text.strip(BLANKS)):
+            self._rest = ""
+        return [*found, *super().flush()]
+
+    def _call_ended(self, *, is_whole: bool) -> None:
+        """No reader is used: the arguments are no JSON."""
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value of this schema is text, whatever stands there: without a schema it is."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind is None and isinstance(schema, Mapping):
+        return not {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & schema.keys()
+    return kind is None or kind == "string"
+
+
+def value_of(text: str, schema: Any) -> str:
+    """JSON of a value that need not be text: itself where it is JSON, else as text."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    word = text.strip(BLANKS)
+    if word in ("True", "False", "None"):  # the models' templates write Python's
+        word = {"True": "true", "False": "false", "None": "null"}[word]
+    try:
+        value = json.loads(word, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kinds = kind if isinstance(kind, list) else [kind]
+    choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
+    takes_text = "string" in kinds or text in choices
+    if takes_text and isinstance(value, int | float) and not isinstance(value, bool):
+        is_number = {"integer", "number"} & set(kinds)
+        return word if is_number else json.dumps(text, ensure_ascii=False)
+    return word
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def escaped(text: str) -> str:
+    """Text between a JSON string's quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,90 @@
+"""One sequence's place in a grammar, whichever package keeps it: walks a tree and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from jspec.core.grammar import WORD_BITS, Constraint
+
+
+class Matcher(Protocol):
+    """What a package keeps of one sequence."""
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes what may come next, u32[W], of ones before."""
+        ...
+
+    def consume(self, token_ids: list[int]) -> bool:
+        """Goes on behind these tokens; false, and `error`, where it cannot."""
+        ...
+
+    def go_back(self) -> None:
+        """To before the last token."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it knows no further; empty while it does."""
+        ...
+
+
+class CompiledGrammar:
+    """Implements `core.grammar.Grammar`. new_matcher: at the beginning, one for each sequence."""
+
+    def __init__(
+        self, new_matcher: Callable[[], Matcher], *, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._new_matcher = new_matcher
+        self._eos_token_ids = eos_token_ids
+
+    def begin(self) -> Constraint:
+        return GrammarState(self._new_matcher(), self._eos_token_ids)
+
+
+class GrammarState:
+    """Implements `core.grammar.Constraint` by one matcher, which can go back."""
+
+    def __init__(self, matcher: Matcher, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    @property
+    def failed(self) -> str:
+        return self._matcher.error
+
+    def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
+        """As `Constraint.fill`: from the root down, back behind each child."""
+        allowed[:] = 0xFFFFFFFF
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        ids = tokens.tolist()
+        # (node, whether its children are still to come): no recursion, a chain may be deep.
+        todo = [(0, True)]
+        while todo:
+            node, is_new = todo.pop()
+            if not is_new:
+                self._matcher.go_back()
+                continue
+            if node:
+                if not self._goes_on(ids[node], allowed[parents[node]]):
+                    continue
+                todo.append((node, False))
+            self._matcher.fill(allowed[node])
+            if self._matcher.error:
+                allowed[:] = 0xFFFFFFFF
+                return
+            todo += [(child, True) for child in reversed(children.get(node, ()))]
+
+    def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
+        """Moves behind a drafted token if the grammar allows it and does not end by it."""
+        word, bit = divmod(token_id, WORD_BITS)
+        is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
+        return is_allowed and self._matcher.consume([token_id])
+
+    def accept(self, token_ids: tuple[int, ...]) -> None:
+        """As `Constraint.accept`."""
+        self._matcher.consume(list(token_ids))

@@ -1,0 +1,104 @@
+"""`jspec info`: what it says of tiny checkpoints, and of directories that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jspec.cli import main
+from jspec.cli_info import size_of
+from jspec.core.errors import CheckpointError, ConfigError
+from jspec.engine.checkpoint_info import describe
+from jspec.models.convert import Format, convert
+from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def copy_of(source: Path, to: Path) -> Path:
+    to.mkdir()
+    for each in source.iterdir():
+        (to / each.name).write_bytes(each.read_bytes())
+    return to
+
+
+def test_a_target_is_told_by_its_headers(
+    pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["info", str(pair.target_path), "--dtype", "float32", "--memory", "1MB", "--json"]
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    spec = pair.target_config
+    assert (said["kind"], said["architecture"]) == ("target", "LlamaForCausalLM")
+    assert said["shapes"]["num_layers"] == spec.num_layers
+    # K and V of 2 heads of 8 numbers in 3 layers, 4 bytes each.
+    assert said["cache_bytes_per_token"] == 2 * 2 * 8 * 3 * 4
+    assert said["stored_bytes"] == {"F32": said["weight_bytes"]}
+    assert said["parameters"] * 4 == said["weight_bytes"]
+    left = 900_000 - said["weight_bytes"]
+    assert said["memory"]["tokens"] == left // said["cache_bytes_per_token"]
+    assert said["memory"]["fits"]
+    assert said["problems"] == []
+    assert said["serve"] == f"jspec serve --model-path {pair.target_path}"
+    assert main([*words[:2], "--memory", "0.1MB"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_draft_is_read_beside_its_target(pair: TinyPair) -> None:
+    alone = describe(pair.draft_path)
+    assert (alone.kind, alone.algorithm, alone.problems) == ("draft", "EAGLE3", ())
+    info = describe(pair.draft_path, target=pair.target_path)
+    assert info.shapes["aux_layer_ids"] == list(pair.draft_config.aux_layer_ids)
+    assert info.problems == ()
+    assert info.cache_bytes_per_token == 2 * 2 * 8 * 2
+    assert "--speculative-algorithm EAGLE3" in info.serve
+
+
+def test_what_was_converted_to_orbax_is_the_same(pair: TinyPair, tmp_path: Path) -> None:
+    convert(pair.target_path, tmp_path / "orbax", Format("orbax"))
+    info, other = describe(tmp_path / "orbax"), describe(pair.target_path)
+    assert info.problems == ()
+    assert (info.parameters, info.stored_bytes) == (other.parameters, other.stored_bytes)
+
+
+def test_what_is_wrong_is_said_in_the_loaders_words(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is no directory; expected one with a check"):
+        describe(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        describe(tmp_path / "empty")
+    bare = copy_of(pair.target_path, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    (problem,) = describe(bare).problems
+    assert "no weights; expected model.safetensors" in problem
+    cut = copy_of(pair.target_path, tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert main(["info", str(cut)]) == 1
+    assert f"problem: {cut / 'model.safetensors'}" in capsys.readouterr().out
+    other = copy_of(pair.target_path, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    for name, value, message in (
+        ("intermediate_size", 48, "has shape"),
+        ("architectures", ["DeepseekV3ForCausalLM"], "known and not built"),
+    ):
+        (other / "config.json").write_text(json.dumps({**config, name: value}))
+        info = describe(other)
+        assert any(message in problem for problem in info.problems)
+        assert info.serve == ""
+
+
+def test_sizes_of_devices() -> None:
+    assert size_of("--memory", "80GB") == 80 * 10**9
+    assert size_of("--memory", "24 GiB") == 24 * 2**30
+    assert size_of("--memory", "1.5k") == 1500
+    for text in ("much", "0GB", "-1GB", ""):
+        with pytest.raises(ConfigError, match="expected a size such as 80GB"):
+            size_of("--memory", text)

@@ -1,0 +1,90 @@
+"""A grammar behind reasoning: each node of a tree is judged by its own path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jspec.core.grammar import num_words
+from jspec.testing.fake_grammar import FakeGrammar
+from jspec.text.reasoning_first import Mark, ReasoningFirst
+
+V, END = 40, 5
+# The mark is one token (9), or three (1, 2, 3), and 4 glues something else to its end.
+TOKENS = [bytes([65 + i]) for i in range(V)]
+TOKENS[9], TOKENS[1], TOKENS[2], TOKENS[3], TOKENS[4] = b"</t>", b"<", b"/t", b">\n", b">x"
+OPENS = 30
+INNER = FakeGrammar(V, END, least=3, most=9)
+EVERYTHING = set(range(64))
+
+
+def grammar(opens: int | None = None) -> ReasoningFirst:
+    return ReasoningFirst(INNER, Mark("</t>", TOKENS), opens=opens)
+
+
+def masks(state: object, tokens: list[int], parents: list[int]) -> list[set[int]]:
+    allowed = np.zeros((len(tokens), num_words(V)), np.uint32)
+    state.fill(np.array(tokens, np.int32), np.array(parents, np.int32), allowed)  # type: ignore[attr-defined]
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def of_inner(*ids: int) -> set[int]:
+    state = INNER.begin()
+    state.accept(ids)
+    assert not state.failed
+    return masks(state, [0], [-1])[0]
+
+
+def legal(*ids: int) -> int:
+    return min(of_inner(*ids) - {END})
+
+
+@pytest.mark.parametrize("before", [(), (20,), (1, 1), (20, 1, 2, 20)])
+def test_nodes_behind_the_mark_on_their_own_path_are_masked_and_no_others(
+    before: tuple[int, ...],
+) -> None:
+    state = grammar().begin()
+    state.accept(before)
+    a = legal()
+    b = legal(a)
+    # root - 9 - a - b, and 20 - 9; root - 1 - 2 - 3 - a; root - 20
+    tokens = [0, 9, a, b, 20, 9, 1, 2, 3, a, 20]
+    parents = [-1, 0, 1, 2, 0, 4, 0, 6, 7, 8, 0]
+    for _ in range(2):  # and the state is where it was
+        found = masks(state, tokens, parents)
+        assert found[1] == found[5] == found[8] == of_inner()
+        assert found[2] == found[9] == of_inner(a)
+        assert found[3] == of_inner(a, b)
+        assert all(found[node] == EVERYTHING for node in (4, 6, 10))
+        assert found[7] == EVERYTHING - {4}  # "</t" and ">x" would hide the x from the grammar
+
+
+def test_what_is_accepted_crosses_the_mark_anywhere() -> None:
+    a = legal()
+    for ids in ((9, a), (20, 1, 2, 3, a), (1, 1, 2, 3, a)):
+        for cut in range(len(ids) + 1):
+            state = grammar().begin()
+            state.accept(ids[:cut])
+            state.accept(ids[cut:])
+            assert not state.failed
+            assert masks(state, [0], [-1])[0] == of_inner(a)
+    state = grammar().begin()
+    state.accept((9, min(set(range(V)) - of_inner())))
+    assert "not allowed" in state.failed
+
+
+def test_an_answer_may_open_its_reasoning_or_leave_it_out() -> None:
+    a = legal()
+    state = grammar(OPENS).begin()
+    tokens, parents = [0, a, OPENS, 20, 9, a], [-1, 0, 0, 2, 3, 4]
+    found = masks(state, tokens, parents)
+    assert found[0] == of_inner() | {OPENS}
+    assert found[1] == found[5] == of_inner(a)
+    assert found[2] == found[3] == EVERYTHING
+    assert found[4] == of_inner()
+    state.accept((a,))
+    assert masks(state, [0], [-1])[0] == of_inner(a)
+    other = grammar(OPENS).begin()
+    other.accept((OPENS, 20))
+    assert masks(other, [0], [-1])[0] == EVERYTHING
