@@ -129,6 +129,9 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = argument(
         None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
     )
+    speculative_total_nodes_per_row: float | None = argument(
+        None, "Nodes verified a row on average, of all rows the best (N)", _SPECULATION, low=1
+    )
     speculative_draft_rope_theta: float | None = argument(
         None, "Overrides the head's rope theta", _SPECULATION, above=0
     )
@@ -372,14 +375,17 @@ class EngineArgs:
             "speculative_eagle_topk": self.speculative_eagle_topk,
             "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
         }
+        more = {
+            "simulate_acceptance": self.simulate_acceptance,
+            "total_nodes_per_row": self.speculative_total_nodes_per_row,
+        }
         if self.algorithm is Algorithm.NONE:
-            unset = {**given, "simulate_acceptance": self.simulate_acceptance}
-            for name, found in unset.items():
+            for name, found in given.items():
                 if found is not None:
                     raise ConfigError(
                         f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
-            return SpeculativeConfig.plain()
+            return SpeculativeConfig(**more)
         steps, topk, nodes = given.values()
         topk = DEFAULT_SPEC[1] if topk is None else topk
         if steps is None:
@@ -394,5 +400,5 @@ class EngineArgs:
             num_steps=steps,
             topk=topk,
             num_draft_tokens=nodes,
-            simulate_acceptance=self.simulate_acceptance,
+            **more,
         )

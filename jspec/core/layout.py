@@ -71,15 +71,21 @@ class OutputColumns:
         return out
 
 
-def output_columns(max_emitted: int, features: StepFeatures = PLAIN) -> OutputColumns:
-    """Of each row and round. max_emitted: M in a decode, 1 in a prefill.
+def output_columns(
+    max_emitted: int, features: StepFeatures = PLAIN, *, counts_nodes: bool = False
+) -> OutputColumns:
+    """Of each row and round. max_emitted: M in a decode, 1 in a prefill. counts_nodes: whether it
+    says how many drafts of each row were verified; else it was N - 1.
 
     The first num_emitted of a row's emitted_ids count, the others may be anything; so do the first
     ones of what is known of them (float32's bits), which only a program with LOGPROBS says. Its
     prefill has T rows more than the batch, one a packed token, which say this of the prompt token
     that follows and emit nothing.
     """
+    ids: tuple[tuple[str, tuple[int, ...]], ...]
     ids = (("num_emitted", ()), ("emitted_ids", (max_emitted,)))
+    if counts_nodes:
+        ids = (*ids, ("num_proposed", ()))
     if Feature.LOGPROBS not in features:
         return OutputColumns(ids)
     return OutputColumns(

@@ -189,7 +189,11 @@ def unpack_result(
     ValueError for another number of columns than the plan's kind has with them.
     """
     is_decode = plan.kind is StepKind.DECODE
-    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1, features)
+    columns = layout.output_columns(
+        limits.spec.max_emitted if is_decode else 1,
+        features,
+        counts_nodes=is_decode and limits.spec.counts_nodes,
+    )
     num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
@@ -205,6 +209,7 @@ def unpack_result(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
+                num_proposed=fields["num_proposed"][i] if "num_proposed" in fields else None,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
             )

@@ -5,8 +5,9 @@
                          (propose_step, verify_step: cut behind propose, for rows with a grammar)
     speculative_rounds   several such steps, one behind the other, without the host
 
-    propose   the drafter guesses a tree of N - 1 tokens behind the root
-    score     one target forward over all N nodes
+    propose   the drafter guesses a tree of N - 1 tokens behind the root (under a budget, T nodes
+              of all rows are kept: `node_budget`)
+    score     one target forward over all nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
               what was guessed right, and the token behind it is the bonus
     advance   the drafter is told what was emitted, with the target's features
@@ -45,6 +46,7 @@ from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import count_emitted, penalize, see_filled
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
+from jspec.speculative.node_budget import num_drafts, pack_nodes, spend_budget
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
 from jspec.speculative.verify import (
@@ -124,10 +126,12 @@ def verify_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """The state with the rows' new pages, and what the drafter guesses behind their roots."""
+    """The state with the rows' new pages, and what the drafter guesses behind their roots; under a
+    budget, what of it is verified."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows, draft = _rows_in_step(state, batch.slots), take_rows(state.draft, batch.slots)
     draft_kv, tree = program.drafter.propose(params["draft"], state.draft_kv, draft, rows)
+    tree = spend_budget(tree, rows, batch.slots, spec=program.spec)
     return dataclasses.replace(state, draft_kv=draft_kv), tree
 
 
@@ -143,6 +147,7 @@ def verify_tree(
     """score, settle and advance. allowed: what a grammar allows behind each node; None: all."""
     spec, target = program.spec, program.target
     rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
+    packed = pack_nodes(tree, slots, spec=spec)
     kv, logits, features = score(
         target,
         params["target"],
@@ -151,6 +156,7 @@ def verify_tree(
         rows,
         needs=program.drafter.needs,
         spec=spec,
+        packed=packed,
     )
     target_ids = choose_at_nodes(
         target,
@@ -162,10 +168,18 @@ def verify_tree(
         filtered=Feature.FILTERS in program.features,
         seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
         allowed=allowed,
+        packed=packed,
     )
-    groups = target.cache_groups
     kv, verified = settle(
-        tree, target_ids, features, kv, rows, spec=spec, ops=program.ops, groups=groups
+        tree,
+        target_ids,
+        features,
+        kv,
+        rows,
+        spec=spec,
+        ops=program.ops,
+        groups=target.cache_groups,
+        packed=packed,
     )
     emitted = emitted_by(verified, rows)
     draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
@@ -181,9 +195,12 @@ def verify_tree(
         kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, slots, draft), rows=after
     )
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
+    if spec.counts_nodes:
+        output["num_proposed"] = num_drafts(packed, slots, spec=spec)
     if Feature.LOGPROBS in program.features:
-        output |= emitted_logprobs(target, logits, verified, rows.sampling)
-    return next_state, pack_output(output_columns(spec.max_emitted, program.features), output)
+        output |= emitted_logprobs(target, logits, verified, rows.sampling, packed)
+    columns = output_columns(spec.max_emitted, program.features, counts_nodes=spec.counts_nodes)
+    return next_state, pack_output(columns, output)
 
 
 def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
