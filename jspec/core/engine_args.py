@@ -396,9 +396,5 @@ class EngineArgs:
             pool = self.algorithm.drafting.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
         return SpeculativeConfig(
-            algorithm=self.algorithm,
-            num_steps=steps,
-            topk=topk,
-            num_draft_tokens=nodes,
-            **more,
+            algorithm=self.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes, **more
         )
