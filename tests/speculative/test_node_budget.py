@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import math
@@ -35,7 +36,15 @@ from jspec.speculative.node_budget import (
 )
 from jspec.speculative.verify import settle
 from tests.engine.pool_copies import pool_copies
-from tests.speculative.engines import NUM_SLOTS, Compiled, Served, mesh_of, serve
+from tests.speculative.engines import (
+    NUM_SLOTS,
+    Compiled,
+    Served,
+    ViewRunner,
+    mesh_of,
+    serve,
+    serve_view,
+)
 from tests.speculative.law_engines import (
     BUDGET,
     Setting,
@@ -292,26 +301,28 @@ def lowered(compiled: Compiled, spec: SpeculativeConfig) -> jax.stages.Lowered:
     return lower(shape, program, mesh=mesh_of(1), params=compiled.params, state=state)
 
 
-def test_no_node_that_is_not_verified_has_logits_and_all_of_them_is_the_program_without() -> None:
+@pytest.mark.slow
+def test_a_budget_of_all_nodes_is_the_program_without_one() -> None:
     compiled = engine(BUDGET)
-    text = lowered(compiled, compiled.program.spec).as_text()
-    assert "tensor<8x7x320xf32>" not in text
-    assert "tensor<21x1x320xf32>" in text
     everything, unset = (
         lowered(compiled, dataclasses.replace(compiled.program.spec, total_nodes_per_row=total))
         for total in (7.0, None)
     )
     assert everything.as_text() == unset.as_text()
-    assert "tensor<8x7x320xf32>" in unset.as_text()
 
 
-def test_no_pool_is_copied() -> None:
+def test_no_pool_is_copied_and_no_node_that_is_not_verified_has_logits() -> None:
     compiled = engine(BUDGET)
     pools = {pool.shape for pool in compiled.runner().state.kv}
-    for key, executable in compiled.executables.items():
-        if key.kind is StepKind.DECODE:
-            for shape in pools:
-                assert pool_copies(executable.as_text(), shape) == []
+    (text,) = (
+        executable.as_text()
+        for key, executable in compiled.executables.items()
+        if key.kind is StepKind.DECODE
+    )
+    assert "f32[21,1,320]" in text
+    assert "f32[8,7,320]" not in text
+    for shape in pools:
+        assert pool_copies(text, shape) == []
 
 
 def test_simulated_acceptance_takes_no_draft_that_was_not_verified() -> None:
@@ -339,3 +350,47 @@ def test_simulated_acceptance_takes_no_draft_that_was_not_verified() -> None:
             seen = verified.features.aux_hidden[row, : accepted + 1, 0].tolist()
             assert seen == own
         assert verified.features.aux_hidden[row, accepted + 1 :].tolist() == [[0]] * (3 - accepted)
+
+
+# By kind: chains and trees, from the roots alone to all nodes but a few.
+ENGINES = (
+    Setting("eagle3", (3, 1, 4), 16, total=2.0),
+    Setting("eagle3", (3, 1, 4), 1, total=1.0),
+    Setting("eagle3", (3, 4, 16), 4, total=15.8, rounds=2),
+    Setting("eagle1", (2, 2, 7), 4, total=3.5, shards=2),
+    Setting("ngram", (3, 3, 10), 16, total=4.0),
+    Setting("ngram", (5, 1, 6), 4, total=2.5),
+    Setting("standalone", (3, 1, 4), 16, total=2.25),
+    Setting("standalone", (2, 2, 7), 4, total=3.0, shards=2),
+    Setting("multi_layer_not_chained", (3, 1, 4), 64, total=2.5),
+    Setting("multi_layer_not_chained", (3, 2, 11), 4, total=5.0, shards=2),
+    Setting("multi_layer_chained", (3, 1, 4), 16, total=3.0, rounds=3),
+    Setting("recurrent", (2, 2, 7), 16, total=4.5),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("setting", ENGINES, ids=lambda setting: setting.name)
+def test_every_drafter_says_what_plain_decoding_says(setting: Setting) -> None:
+    """In full batches, and in smaller ones whose rows get more."""
+    served = check(setting, mixed(4200))
+    if setting.total and setting.total >= 2:
+        assert served.counters.num_accepted > 0
+    check(setting, mixed(4300)[:5], overlap_depth=2, chunk_size=5)
+
+
+@pytest.mark.slow
+def test_two_devices_choose_the_same_nodes() -> None:
+    """All that a step leaves is equal, bit for bit, on both."""
+    setting = dataclasses.replace(BUDGET, shards=2)
+    requests = mixed(4500)
+    compiled = with_script(engine(setting), scripted(requests, plain_texts(tuple(requests))))
+    view = ViewRunner(compiled.runner(), compiled.limits)
+    served = asyncio.run(serve_view(view, requests))
+    assert list(served.ids) == plain_texts(tuple(requests))
+    rows = view.runner.state.rows
+    for leaf in jax.tree.leaves((rows.root_ids, rows.seq_lens, view.runner.state.draft)):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(copies) == 2
+        np.testing.assert_array_equal(*copies)
