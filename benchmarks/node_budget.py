@@ -2,6 +2,7 @@
 
     python -m benchmarks.node_budget [--out benchmarks/results/node_budget_cpu.json]
     python -m benchmarks.node_budget --shapes 4/4/16 --batches 6
+    python -m benchmarks.node_budget --dial
 
 For each S/K/N three engines live side by side and take turns, batch by batch, so that whatever
 else the machine does hits all of them alike: all N nodes of each row; half as many in total, given
@@ -12,19 +13,33 @@ Tokens a row and step: plain steps, of which no draft was verified, count as wel
 milliseconds a step are of the whole process, prompts left out (a run of one token is taken off):
 other load on the machine moves them less than the clock. Numbers are medians over batches, ratios
 of one batch each.
+
+--dial: tiny engines with the dial drafter instead, which is right at each depth as often as the
+dial says and gives all rows equal scores: what a budget keeps when scores tell no row from another.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
 from jspec import Engine
+from jspec.core.features import PLAIN
+from tests.speculative.engines import (
+    DIAL_ACCEPTANCE,
+    build,
+    dial_for,
+    make_request,
+    plain_ids,
+    serve,
+    spec_of,
+)
 
 SHAPES = ("3/1/4", "5/1/6", "4/4/16")
 BATCH = 8
@@ -39,9 +54,14 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--dial", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/node_budget_cpu.json"))
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if args.dial:
+        rows = [row for shape in args.shapes for row in dialled(shape, args.batches)]
+        write_result(args.out, {"settings": {"dial": DIAL_ACCEPTANCE}, "rows": rows})
+        return
     for shape in args.shapes:
         engines = engines_of(shape)
         prompts = heldout_prompts(
@@ -109,14 +129,12 @@ def compare(
     rows = []
     for name, of_engine in runs.items():
         pairs = list(zip(of_engine, runs["all"], strict=True))
-        row = {
-            key: round(statistics.median(run[key] for run in of_engine), 3) for key in of_engine[0]
-        }
+        row = {key: round(median(run[key] for run in of_engine), 3) for key in of_engine[0]}
         row["tokens_to_all"] = round(
-            statistics.median(a["tokens_a_step"] / b["tokens_a_step"] for a, b in pairs), 3
+            median(a["tokens_a_step"] / b["tokens_a_step"] for a, b in pairs), 3
         )
         row["ms_to_all"] = round(
-            statistics.median(a["cpu_ms_a_step"] / b["cpu_ms_a_step"] for a, b in pairs), 3
+            median(a["cpu_ms_a_step"] / b["cpu_ms_a_step"] for a, b in pairs), 3
         )
         rows.append({"verified": name, **row})
         print(f"T={temperature:g} {name:14} {row}", flush=True)
@@ -166,6 +184,44 @@ def cpu_seconds(
         sampling_params=[{**own, "max_new_tokens": new_tokens} for own in params],
     )
     return time.process_time() - started, results
+
+
+def dialled(shape: str, batches: int) -> list[dict[str, Any]]:
+    """Tokens a row and step of the dial drafter, by what is verified."""
+    steps, topk, nodes = (int(number) for number in shape.split("/"))
+    half = nodes // 2
+    fixed = (half - 1, 1, half) if topk == 1 else (steps, topk, half)
+    kinds = {
+        "all": spec_of(steps, topk, nodes),
+        f"T = {half} B": replace(spec_of(steps, topk, nodes), total_nodes_per_row=nodes / 2),
+        f"fixed {'/'.join(map(str, fixed))}": spec_of(*fixed),
+    }
+    rows = []
+    for name, spec in kinds.items():
+        engine = build(spec, page_size=16, variants=(PLAIN,))
+        found = []
+        for batch in range(batches):
+            requests = [
+                make_request(
+                    i,
+                    prompt_len=12,
+                    seed=100 * batch + i,
+                    temperature=1.0,
+                    max_new_tokens=64,
+                    ignore_eos=True,
+                )
+                for i in range(BATCH)
+            ]
+            texts = [plain_ids(request) for request in requests]
+            served = serve(engine, requests, dial=dial_for(requests, texts))
+            if list(served.ids) != texts:
+                raise AssertionError("the text differs from plain decoding's")
+            full = [n for n in served.accepted_together if len(n) == BATCH]
+            found.append(1 + sum(map(sum, full)) / (BATCH * len(full)))
+        row = {"shape": shape, "verified": name, "tokens_a_step": round(median(found), 3)}
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
