@@ -375,7 +375,7 @@ class EngineArgs:
             "speculative_eagle_topk": self.speculative_eagle_topk,
             "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
         }
-        more = {
+        more: dict[str, Any] = {
             "simulate_acceptance": self.simulate_acceptance,
             "total_nodes_per_row": self.speculative_total_nodes_per_row,
         }
