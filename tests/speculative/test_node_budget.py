@@ -392,5 +392,5 @@ def test_two_devices_choose_the_same_nodes() -> None:
     rows = view.runner.state.rows
     for leaf in jax.tree.leaves((rows.root_ids, rows.seq_lens, view.runner.state.draft)):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert len(copies) == 2
-        np.testing.assert_array_equal(*copies)
+        first, second = copies
+        np.testing.assert_array_equal(first, second)
