@@ -6,6 +6,7 @@ Models are in `core.model_spec`; `models/families/` reads Hugging Face's `config
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from jspec.core import drafting, shapes
@@ -65,6 +66,10 @@ class SpeculativeConfig:
     Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
     every verification emits this many tokens on average, whatever the target chose; the text is
     then not the model's.
+
+    total_nodes_per_row: None verifies all N nodes of each row. Otherwise a step of B rows verifies
+    T = ceil(B * this) nodes in total, and the device gives them to the rows whose drafts score
+    best (`speculative/node_budget.py`); from 1, the roots alone, to N, which is None.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -72,6 +77,7 @@ class SpeculativeConfig:
     topk: int = 1
     num_draft_tokens: int = 1
     simulate_acceptance: float | None = None
+    total_nodes_per_row: float | None = None
 
     def __post_init__(self) -> None:
         spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
@@ -81,6 +87,11 @@ class SpeculativeConfig:
             if self.simulate_acceptance is not None:
                 raise ConfigError(
                     f"simulate_acceptance is {self.simulate_acceptance}, but "
+                    f"speculative_algorithm is NONE; expected it unset"
+                )
+            if self.total_nodes_per_row is not None:
+                raise ConfigError(
+                    f"speculative_total_nodes_per_row is {self.total_nodes_per_row}, but "
                     f"speculative_algorithm is NONE; expected it unset"
                 )
             return
@@ -99,17 +110,31 @@ class SpeculativeConfig:
                 f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
                 f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
             )
+        self._check_total()
         self._check_simulation()
+
+    def _check_total(self) -> None:
+        value, most = self.total_nodes_per_row, self.num_draft_tokens
+        if value is not None and not _is_between(value, 1, most):
+            raise ConfigError(
+                f"speculative_total_nodes_per_row is {value!r}; expected a number from 1 to "
+                f"N = {most}, nodes verified of a row on average, root included"
+            )
 
     def _check_simulation(self) -> None:
         value, most = self.simulate_acceptance, self.max_emitted
         if value is None:
             return
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 1.0 <= value <= most:  # NaN is not
+        if not _is_between(value, 1, most):
             raise ConfigError(
                 f"simulate_acceptance is {value!r}; expected a number from 1 to S + 1 = {most}, "
                 f"tokens emitted a verification, bonus included"
+            )
+        nodes = self.total_nodes_per_row
+        if nodes is not None and value > nodes:
+            raise ConfigError(
+                f"simulate_acceptance is {value}; expected at most "
+                f"speculative_total_nodes_per_row = {nodes}: a row emits no more than it has nodes"
             )
 
     @classmethod
@@ -125,6 +150,22 @@ class SpeculativeConfig:
     def tokens_ahead(self) -> int:
         """What the drafter caches at position i depends on tokens up to i + this."""
         return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
+
+    def total_nodes(self, batch: int) -> int | None:
+        """T: nodes that a step of this many rows verifies; None where that is all N of each.
+
+        In:  2.5 a row, batch 3   Out: 8
+        """
+        if self.total_nodes_per_row is None:
+            return None
+        total = math.ceil(batch * self.total_nodes_per_row)
+        return total if total < batch * self.num_draft_tokens else None
+
+    @property
+    def counts_nodes(self) -> bool:
+        """Whether a step says how many drafts of each row it verified: some N - 1, some fewer."""
+        nodes = self.total_nodes_per_row
+        return nodes is not None and nodes < self.num_draft_tokens
 
     @property
     def max_emitted(self) -> int:
@@ -163,6 +204,11 @@ class SpeculativeConfig:
             num_steps=self.num_steps,
             scratch_rows=self.num_scratch_rows,
         )
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    """Whether it is a number in these bounds; NaN is not."""
+    return isinstance(value, int | float) and value is not True and low <= value <= high
 
 
 @dataclass(frozen=True, slots=True, order=True)

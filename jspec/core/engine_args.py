@@ -127,6 +127,9 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = argument(
         None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
     )
+    speculative_total_nodes_per_row: float | None = argument(
+        None, "Nodes verified a row on average, of all rows the best (N)", _SPECULATION, low=1
+    )
     speculative_draft_rope_theta: float | None = argument(
         None, "Overrides the head's rope theta", _SPECULATION, above=0
     )
@@ -373,14 +376,17 @@ class EngineArgs:
         """S/K/N in force. Raises ConfigError for an impossible one."""
         names = ("num_steps", "eagle_topk", "num_draft_tokens")
         given = {f"speculative_{name}": getattr(self, f"speculative_{name}") for name in names}
+        more: dict[str, Any] = {
+            "simulate_acceptance": self.simulate_acceptance,
+            "total_nodes_per_row": self.speculative_total_nodes_per_row,
+        }
         if self.algorithm is Algorithm.NONE:
-            unset = {**given, "simulate_acceptance": self.simulate_acceptance}
-            for name, found in unset.items():
+            for name, found in given.items():
                 if found is not None:
                     raise ConfigError(
                         f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
-            return SpeculativeConfig.plain()
+            return SpeculativeConfig(**more)
         steps, topk, nodes = given.values()
         topk = DEFAULT_SPEC[1] if topk is None else topk
         if steps is None:
@@ -391,9 +397,5 @@ class EngineArgs:
             pool = self.algorithm.drafting.num_candidates(steps, topk)
             nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
         return SpeculativeConfig(
-            algorithm=self.algorithm,
-            num_steps=steps,
-            topk=topk,
-            num_draft_tokens=nodes,
-            simulate_acceptance=self.simulate_acceptance,
+            algorithm=self.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes, **more
         )

@@ -141,7 +141,9 @@ def compiler_options(
     if platform != "gpu":
         return {}
     is_decode = key.kind in (StepKind.DECODE, *CUT)
-    tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
+    spec, tokens = limits.spec, None
+    if is_decode:
+        tokens = spec.total_nodes(key.bucket) or key.bucket * spec.num_draft_tokens
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
     return {"xla_disable_hlo_passes": passes, **options}

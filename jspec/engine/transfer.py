@@ -184,8 +184,12 @@ def unpack_result(
     """
     is_decode = plan.kind is StepKind.DECODE
     words = 0 if limits.hidden is None else limits.hidden.words
-    max_emitted = limits.spec.max_emitted if is_decode else 1
-    columns = layout.output_columns(max_emitted, features, hidden_words=words)
+    columns = layout.output_columns(
+        limits.spec.max_emitted if is_decode else 1,
+        features,
+        counts_nodes=is_decode and limits.spec.counts_nodes,
+        hidden_words=words,
+    )
     num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
@@ -207,6 +211,7 @@ def unpack_result(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
+                num_proposed=fields["num_proposed"][i] if "num_proposed" in fields else None,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
                 hidden=hidden[i],

@@ -53,6 +53,21 @@ def check_result(
             f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
             f"number from {least.tolist()} on, and at most {most}, for its {len(least)} rows"
         )
+    for of_round in result.rounds:
+        _check_proposed(limits, plan, of_round)
+
+
+def _check_proposed(limits: ServeLimits, plan: StepPlan, of_round: RoundResult) -> None:
+    """A row accepts no more drafts than were verified of it, and has N - 1 at most."""
+    proposed, accepted = of_round.num_proposed, of_round.num_emitted - 1
+    if proposed is None:
+        return
+    most = limits.spec.num_draft_tokens - 1
+    if proposed.shape != accepted.shape or (proposed < accepted).any() or (proposed > most).any():
+        raise InvariantError(
+            f"step {plan.step} verified {proposed.tolist()} drafts; expected from "
+            f"{accepted.tolist()}, those accepted, to {most}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +152,9 @@ class RoundReader:
             is_live &= ~goes_on
         for i in is_live.nonzero()[0].tolist():
             emitted = tuple(ids[i, : counts[i]].tolist())
-            pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan.kind))
+            proposed = None if of_round.num_proposed is None else int(of_round.num_proposed[i])
+            sequence, kind = flight.tenancies[i].sequence, flight.plan.kind
+            pieces.append(self._read_row(sequence, emitted, kind, num_proposed=proposed))
         return pieces
 
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
@@ -158,12 +175,45 @@ class RoundReader:
         lineup = flight.lineup.take(rows)
         self._table.extend(lineup.slots, counts, ids)
         self._totals.num_emitted += int(counts.sum())
+        if of_round.num_proposed is not None:
+            return self._read_counted(lineup, of_round.num_proposed[rows], counts, ids)
         self._totals.tally.add_whole(np.bincount(counts).tolist())
         return Piece.of_whole_rows(
             lineup.transcripts, ids.tolist(), counts.tolist(), lineup.origins
         )
 
-    def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
+    def _read_counted(self, lineup: Lineup, verified: Ints, counts: Ints, ids: Ints) -> list[Piece]:
+        """Rows whose verified drafts the device counted: one of which nothing but the root was
+        verified is a plain one."""
+        of_rows = np.bincount(counts[verified > 0]).tolist()
+        self._totals.tally.add_whole(of_rows, num_proposed=int(verified.sum()))
+        told = zip(
+            lineup.transcripts,
+            ids.tolist(),
+            counts.tolist(),
+            lineup.origins,
+            verified.tolist(),
+            strict=True,
+        )
+        return [
+            Piece(
+                transcript,
+                row[:count],
+                count if of_row else 0,
+                origin,
+                num_proposed=of_row,
+            )
+            for transcript, row, count, origin, of_row in told
+        ]
+
+    def _read_row(
+        self,
+        sequence: Sequence,
+        ids: tuple[int, ...],
+        kind: StepKind,
+        *,
+        num_proposed: int | None = None,
+    ) -> Piece:
         try:
             cut = sequence.absorb(ids)
         except InvariantError:
@@ -172,13 +222,16 @@ class RoundReader:
             return self._end_broken(sequence, error)
         self._totals.num_emitted += len(cut.ids)
         is_verified = kind is StepKind.DECODE and sequence.request.sampling.speculative
+        is_verified &= num_proposed != 0
         num_emitted = len(ids) if is_verified else 0
         if num_emitted:
-            self._totals.tally.add(num_emitted=num_emitted, num_kept=len(cut.ids))
+            self._totals.tally.add(
+                num_emitted=num_emitted, num_kept=len(cut.ids), num_proposed=num_proposed
+            )
         if cut.finish is not None:
             self._totals.num_finished += 1
             self._finish(sequence)
-        return sequence.piece(cut, num_emitted=num_emitted)
+        return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed)
 
     def _end_broken(self, sequence: Sequence, error: Exception) -> Piece:
         LOGGER.error("request %s was ended", sequence.request.request_id, exc_info=error)

@@ -354,8 +354,9 @@ class Sequence:
                 return TextCut(num_ids=num_ids, text=text, matched=cut.matched)
         return TextCut(num_ids=num_ids, text=text)
 
-    def piece(self, cut: Cut, *, num_emitted: int = 0) -> Piece:
-        """What the reader gets of `cut`. num_emitted: ids of the verification, if it was one."""
+    def piece(self, cut: Cut, *, num_emitted: int = 0, num_proposed: int | None = None) -> Piece:
+        """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
+        verification, if it was one."""
         return Piece(
             self.transcript,
             cut.ids,
@@ -367,6 +368,7 @@ class Sequence:
             logprobs=self.logprobs.of_ids(len(cut.ids)),
             prompt_logprobs=self.logprobs.of_prompt(),
             hidden_states=self.hidden.of_ids(len(cut.ids)),
+            num_proposed=num_proposed,
         )
 
     def abort(self, why: str) -> Piece:

@@ -285,7 +285,7 @@ COUNTERS = (
     ),
     _counter(
         *("vllm:spec_decode_num_draft_tokens", "jspec:spec_proposed_drafts"),
-        text="Draft tokens proposed",
+        text="Draft tokens that were verified",
         read=lambda s: s.stats.counters.num_proposed,
     ),
     _counter(

@@ -5,8 +5,9 @@
                          (cut_step.py: the same in three programs, for rows with a grammar)
     speculative_rounds   several such steps, one behind the other, without the host
 
-    propose   the drafter guesses a tree of N - 1 tokens behind the root
-    score     one target forward over all N nodes
+    propose   the drafter guesses a tree of N - 1 tokens behind the root (under a budget, T nodes
+              of all rows are kept: `node_budget`)
+    score     one target forward over all nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
               what was guessed right, and the token behind it is the bonus
     advance   the drafter is told what was emitted, with the target's features
@@ -46,6 +47,7 @@ from jspec.sampling.penalties import count_emitted, penalize, see_filled
 from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
 from jspec.speculative.hidden import hidden_bits, rows_of, without_hidden
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
+from jspec.speculative.node_budget import num_drafts, pack_nodes, spend_budget
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
 from jspec.speculative.verify import (
@@ -104,10 +106,12 @@ def speculative_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """The state with the rows' new pages, and what the drafter guesses behind their roots."""
+    """The state with the rows' new pages, and what the drafter guesses behind their roots; under a
+    budget, what of it is verified."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows, draft = _rows_in_step(state, batch.slots), take_rows(state.draft, batch.slots)
     draft_kv, tree = program.drafter.propose(params["draft"], state.draft_kv, draft, rows)
+    tree = spend_budget(tree, rows, batch.slots, spec=program.spec)
     return dataclasses.replace(state, draft_kv=draft_kv), tree
 
 
@@ -130,6 +134,7 @@ def score_tree(
         _rows_in_step(state, slots),
         needs=needs,
         spec=program.spec,
+        packed=pack_nodes(tree, slots, spec=program.spec),
     )
     return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
 
@@ -147,6 +152,7 @@ def settle_tree(
     """settle and advance. allowed: what a grammar allows behind each node; None: all."""
     spec, target = program.spec, program.target
     rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
+    packed = pack_nodes(tree, slots, spec=spec)
     target_ids = choose_at_nodes(
         target,
         scored.logits,
@@ -157,8 +163,8 @@ def settle_tree(
         filtered=Feature.FILTERS in program.features,
         seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
         allowed=allowed,
+        packed=packed,
     )
-    groups = target.cache_groups
     kv, verified = settle(
         tree,
         target_ids,
@@ -167,7 +173,8 @@ def settle_tree(
         rows,
         spec=spec,
         ops=program.ops,
-        groups=groups,
+        groups=target.cache_groups,
+        packed=packed,
     )
     says_hidden, path_hidden = Feature.HIDDEN in program.features, verified.features.hidden
     if says_hidden and not program.drafter.needs.hidden:
@@ -186,12 +193,16 @@ def settle_tree(
         kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, slots, draft), rows=after
     )
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
+    if spec.counts_nodes:
+        output["num_proposed"] = num_drafts(packed, slots, spec=spec)
     if Feature.LOGPROBS in program.features:
-        output |= emitted_logprobs(target, scored.logits, verified, rows.sampling)
+        output |= emitted_logprobs(target, scored.logits, verified, rows.sampling, packed)
     if says_hidden:
         output["hidden"] = hidden_bits(path_hidden)
     words = rows_of(path_hidden).words if says_hidden else 0
-    columns = output_columns(spec.max_emitted, program.features, hidden_words=words)
+    columns = output_columns(
+        spec.max_emitted, program.features, counts_nodes=spec.counts_nodes, hidden_words=words
+    )
     return next_state, pack_output(columns, output)
 
 

@@ -44,7 +44,7 @@ def draw_plan_rows(
 ) -> AttentionRows:
     width = tail or 1
     prefix = rng.integers(max(width - queries, 0), 300, batch)
-    lens = np.full(batch, queries) if tail else rng.integers(1, queries + 1, batch)
+    lens = rng.integers(1, queries + 1, batch)
     positions = prefix[:, None] + np.arange(queries)
     mask = rng.integers(0, 2**32, (batch * queries, -(-width // 32)), dtype=np.uint32)
     mask[:, -1] &= np.uint32((1 << ((width - 1) % 32 + 1)) - 1)

@@ -37,6 +37,7 @@ class Case:
     sinks: bool = False
     writes: bool = True
     shares_pages: bool = False
+    ragged: bool = False  # trees of fewer nodes than a row has places
 
     @property
     def num_queries(self) -> int:
@@ -82,6 +83,10 @@ CASES = {
         options={"window": 6, "soft_cap": 3.0},
     ),
     "tree, narrow K and V": Case(page_size=4, batch=1, queries=5, tail=5, widths=(8, 6, 12)),
+    "trees of unequal size": Case(page_size=4, batch=5, queries=6, tail=6, ragged=True),
+    "trees of unequal size, window, two words": Case(
+        page_size=16, batch=3, queries=40, tail=40, ragged=True, options={"window": 9}
+    ),
     "nothing written": Case(page_size=4, batch=2, queries=3, writes=False),
 }
 
@@ -96,6 +101,7 @@ class Row:
     q_positions: np.ndarray  # i64[rows]
     tail_mask: np.ndarray | None  # bool[rows, W]
     tail_positions: np.ndarray | None  # i64[W]
+    tail_start: int  # its first slot
     pages: list[int]
 
 
@@ -114,9 +120,10 @@ def draw_row(rng: np.random.Generator, case: Case, *, num_rows: int, prefix: int
     mask = tail_positions = None
     if case.tail is not None:
         mask = rng.random((num_rows, case.tail)) < 0.4
-        own = case.tail - num_rows + np.arange(num_rows)
+        own = case.tail - case.queries + np.arange(num_rows)
         mask[np.arange(num_rows), own] = True
-        start = prefix + num_rows - case.tail
+        mask[:, case.tail - case.queries + num_rows :] = False  # nobody wrote there
+        start = prefix + case.queries - case.tail
         tail_positions = start + np.sort(rng.integers(0, case.tail, case.tail))
         positions = tail_positions[own]
     return Row(
@@ -126,6 +133,7 @@ def draw_row(rng: np.random.Generator, case: Case, *, num_rows: int, prefix: int
         q_positions=positions,
         tail_mask=mask,
         tail_positions=tail_positions,
+        tail_start=0 if case.tail is None else prefix + case.queries - case.tail,
         pages=[],
     )
 
@@ -143,7 +151,7 @@ def attend_densely(
         for slot in range(len(keys)):
             position, sees = slot, slot <= num_prefix + j
             if row.tail_mask is not None and row.tail_positions is not None:
-                w = slot - (len(keys) - row.tail_mask.shape[1])
+                w = slot - row.tail_start
                 sees = w < 0 or bool(row.tail_mask[j, w])
                 position = slot if w < 0 else int(row.tail_positions[w])
             if window is not None and row.q_positions[j] - position >= window:
@@ -163,6 +171,8 @@ def attend_densely(
 
 def row_lengths(rng: np.random.Generator, case: Case) -> list[int]:
     """Queries of each row: ragged, and with padding behind them wherever padding is allowed."""
+    if case.tail is not None and case.ragged:
+        return [int(n) for n in rng.permutation(np.linspace(0, case.queries, case.batch))]
     if case.tail is not None:
         return [case.queries] * case.batch
     if not case.packed:
@@ -297,6 +307,7 @@ def test_rows_without_queries_and_padding_rows_change_nothing(ops: str) -> None:
         q_positions=rows[2].q_positions,
         tail_mask=rows[2].tail_mask,
         tail_positions=rows[2].tail_positions,
+        tail_start=rows[2].tail_start,
         pages=[0, 0],
     )
     out, pool = call(case, rows, ops=ops, sinks=None)

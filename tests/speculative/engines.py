@@ -265,7 +265,8 @@ class Served:
     """What came out of one run.
 
     accepted[i]: num_accepted of each verification of request i, those behind its end included.
-    accepted_together: num_accepted of all rows of each round.
+    accepted_together: num_accepted of all rows of each round. proposed_together: drafts of each
+    that were verified, where the engine says so.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -280,6 +281,7 @@ class Served:
     num_retractions: int
     accepted: tuple[tuple[int, ...], ...]
     accepted_together: tuple[tuple[int, ...], ...]
+    proposed_together: tuple[tuple[int, ...], ...]
     trace: tuple[TraceEvent, ...]
 
 
@@ -342,6 +344,12 @@ async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
             tuple(len(emitted) - 1 for emitted in of_round.emitted_ids)
             for _, result in decodes
             for of_round in result.rounds
+        ),
+        proposed_together=tuple(
+            tuple(of_round.num_proposed.tolist())
+            for _, result in decodes
+            for of_round in result.rounds
+            if of_round.num_proposed is not None
         ),
         ids=tuple(tuple(completion.output_ids) for completion in drained),
         logprobs=tuple(tuple(completion.logprobs) for completion in drained),

@@ -39,11 +39,13 @@ class Setting:
     page_size: int
     rounds: int = 1
     shards: int = 1
+    total: float | None = None  # nodes a row on average
 
     @property
     def name(self) -> str:
         s, k, n = self.shape
-        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
+        budget = "" if self.total is None else f"_t{self.total:g}"
+        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}{budget}"
 
 
 # One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
@@ -64,11 +66,13 @@ REST = (
     Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
     Setting("recurrent", (2, 2, 7), 16, shards=2),
 )
+# One whose steps verify some of the nodes.
+BUDGET = Setting("eagle3", (3, 2, 7), 4, total=2.6)
 
 
 def engine(setting: Setting) -> Compiled:
     """With a drafter on a script, and one decode variant, which serves all."""
-    return _engine(setting) if setting in FAST else _last_engine(setting)
+    return _engine(setting) if setting in (*FAST, BUDGET) else _last_engine(setting)
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,7 +83,7 @@ def _last_engine(setting: Setting) -> Compiled:
 @functools.cache
 def _engine(setting: Setting) -> Compiled:
     kind = KINDS[setting.kind]
-    spec = kind.spec(setting.shape)
+    spec = dataclasses.replace(kind.spec(setting.shape), total_nodes_per_row=setting.total)
     target, own = laid_out(setting, tiny_params()[0], kind.params())
     return build(
         spec,

@@ -6,6 +6,8 @@ gathering of what is emitted, with the kernels' own pool layout.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jspec.core.features import StepFeatures
@@ -17,15 +19,21 @@ PROMPT_LENS = (37, 1, 18)  # several chunks, none but a root's, across a page
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 4), (2, 2, 4)])
-def test_interpreted_tpu_kernels_equal_plain_decoding(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "total"),
+    [((0, 1, 1), None), ((3, 1, 4), None), ((2, 2, 4), None), ((2, 2, 4), 1.2)],
+)
+def test_interpreted_tpu_kernels_equal_plain_decoding(
+    shape: tuple[int, int, int], total: float | None
+) -> None:
     requests = [
         make_request(i, prompt_len=n, seed=40 + i, max_new_tokens=9, temperature=float(i % 2))
         for i, n in enumerate(PROMPT_LENS)
     ]
     expected = [plain_ids(request) for request in requests]
     ops = OPS["tpu_interpret"]
-    compiled = build(spec_of(*shape), page_size=16, variants=(StepFeatures(),), ops=ops)
+    spec = dataclasses.replace(spec_of(*shape), total_nodes_per_row=total)
+    compiled = build(spec, page_size=16, variants=(StepFeatures(),), ops=ops)
     dial = dial_for(requests, expected) if shape[0] else None
     served = serve(compiled, requests, num_slots=4, dial=dial)
     assert list(served.ids) == expected

@@ -11,6 +11,8 @@ Which keys query j of row b sees:
   - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);
   - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and of the tail, which is the last W
     slots through this call's last new row, those w whose bit w is set (W from tail_positions).
+    With `queries_per_row` through the row's last place, also where the row is shorter (a tree that
+    a step's budget has cut): bits of places that nobody wrote are 0.
   - window w: only keys with q_position - key_position < w; a tail key's position is
     tail_positions[b, w], any other key's position is its slot.
 
