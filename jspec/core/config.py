@@ -13,6 +13,8 @@ from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 
 MAX_RECALL = 4096
+# W: tokens of a row whose features wait while its steps are plain ones (speculative/deferred.py).
+DEFERRED_TOKENS = 16
 
 
 class Algorithm(enum.Enum):
@@ -116,6 +118,26 @@ class SpeculativeConfig:
         return cls()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted: a tree of one node."""
+        return self.algorithm is Algorithm.NONE
+
+    def __str__(self) -> str:
+        """S/K/N."""
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+
+    def fits_within(self, other: SpeculativeConfig) -> bool:
+        """Whether a drafter and the pages for `other` do for this one as well: it is plain, or of
+        the same drafter and no larger in any of S, K and N."""
+        return self.is_plain or (
+            self.algorithm is other.algorithm
+            and self.num_steps <= other.num_steps
+            and self.topk <= other.topk
+            and self.num_draft_tokens <= other.num_draft_tokens
+            and self.simulate_acceptance == other.simulate_acceptance
+        )
+
+    @property
     def pool_size(self) -> int:
         """Candidates of the draft tree."""
         return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
@@ -155,7 +177,7 @@ class SpeculativeConfig:
         return shapes.num_pages(self.num_scratch_rows - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
-        """Positions that a row must own for its next round (see core.shapes)."""
+        """Positions that a row must own for its next round behind unread ones of this shape."""
         return shapes.reserved_tokens(
             committed,
             unread_rounds=unread_rounds,
@@ -196,6 +218,8 @@ class ServeLimits:
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
+    shapes: what a decode step may be, `spec` among them, which is the largest: a plan names one.
+    Without any it is `spec` alone. Scratch is reserved for `spec`, so that it does for each.
     """
 
     spec: SpeculativeConfig
@@ -215,9 +239,16 @@ class ServeLimits:
     prefix_cache: bool = False
     logprobs: bool = False
     vocab_size: int = 0
+    shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
+        object.__setattr__(self, "shapes", self.shapes or (self.spec,))
+        if self.spec not in self.shapes or not all(s.fits_within(self.spec) for s in self.shapes):
+            raise ConfigError(
+                f"shapes are {', '.join(map(str, self.shapes))}; expected {self.spec} and others "
+                f"no larger than it"
+            )
         if not 0 <= self.overlap_depth <= 2:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:
@@ -262,6 +293,12 @@ class ServeLimits:
     def caches_prefixes(self) -> bool:
         """Whether rows may begin behind cached pages. A window's are gone when its row ends."""
         return self.prefix_cache and not self.windows
+
+    @property
+    def deferred_tokens(self) -> int:
+        """W: most tokens of a row that its drafter has not been told of. 0: it is told at once."""
+        is_off = any(shape.is_plain for shape in self.shapes) and not self.spec.is_plain
+        return max(DEFERRED_TOKENS, self.num_rounds) if is_off else 0
 
     @property
     def recall_size(self) -> int:

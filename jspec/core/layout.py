@@ -99,6 +99,11 @@ def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> Packe
     return PackedLayout((("slots", (batch,)), grants, *_window_grants(num_windows, num_grants)))
 
 
+def catch_up_layout(*, batch: int) -> PackedLayout:
+    """A CatchUpBatch's."""
+    return PackedLayout((("slots", (batch,)), ("counts", (batch,))))
+
+
 def verify_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
     """A VerifyBatch's; `core.batch.verify_batch` makes one of the fields. words: W of a mask."""
     of_nodes = ((name, (batch, nodes)) for name in ("tokens", "parents", "depths"))

@@ -25,7 +25,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, PartitionSpec
 
 from jspec.core import sharding
-from jspec.core.batch import DecodeBatch, RecallBatch, prefill_batch, verify_batch
+from jspec.core.batch import (
+    CatchUpBatch,
+    DecodeBatch,
+    RecallBatch,
+    prefill_batch,
+    verify_batch,
+)
 from jspec.core.config import ServeLimits
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
@@ -35,6 +41,7 @@ from jspec.engine.programs import ProgramKey, program_keys
 from jspec.engine.transfer import layout_of
 from jspec.models import placement
 from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.deferred import catch_up_step
 from jspec.speculative.recall import recall_step
 from jspec.speculative.step import (
     StepProgram,
@@ -95,11 +102,18 @@ def _verify_entry(
     return verify_step(program, params, state, verify_batch(packed.unpack(flat)))
 
 
+def _catch_up_entry(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return catch_up_step(program.drafter, params, state, CatchUpBatch(**packed.unpack(flat)))
+
+
 ENTRIES: dict[StepKind, Callable[..., Any]] = {
     StepKind.PREFILL: _prefill_entry,
     StepKind.RECALL: _recall_entry,
     StepKind.PROPOSE: _propose_entry,
     StepKind.VERIFY: _verify_entry,
+    StepKind.CATCH_UP: _catch_up_entry,
 }
 
 
@@ -177,7 +191,8 @@ def compiler_options(
     if platform != "gpu":
         return {}
     is_decode = key.kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.VERIFY)
-    tokens = key.bucket * limits.spec.num_draft_tokens if is_decode else None
+    spec = key.shape or limits.spec
+    tokens = key.bucket * spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
     return {"xla_disable_hlo_passes": passes, **options}
@@ -222,7 +237,8 @@ class Recipe:
         """Shape, static program and compiler's options of one program."""
         platform = mesh.devices.flat[0].platform
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
-        variant = dataclasses.replace(self.program, features=key.features)
+        spec = key.shape or self.program.spec
+        variant = dataclasses.replace(self.program, features=key.features, spec=spec)
         return ProgramShape.of(key, self.limits), variant, options
 
     def paths(

@@ -21,19 +21,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.core import sharding
 from jspec.core.cache_groups import CacheGroup
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import ConfigError, EngineClosedError
-from jspec.core.features import PLAIN
+from jspec.core.features import PLAIN, StepFeatures
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.state import EngineState, empty_rows
 from jspec.engine.compilation import Progress, compile_all
 from jspec.engine.program_growth import Maker, ProgramGrowth
 from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey, nearest_program, needed_program, recall_programs
-from jspec.engine.transfer import pack, pack_recalls, unpack_result
+from jspec.engine.programs import (
+    ProgramKey,
+    nearest_program,
+    needed_program,
+    ready_shapes,
+    recall_programs,
+)
+from jspec.engine.transfer import pack, pack_catch_up, pack_recalls, unpack_result
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.deferred import empty_deferred
 from jspec.speculative.step import StepProgram
 
 
@@ -44,6 +51,9 @@ class ReadyPrograms:
 
     executables: Mapping[ProgramKey, Any]
     _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
+    _shapes: dict[tuple[int, StepFeatures], tuple[SpeculativeConfig, ...]] = field(
+        default_factory=dict
+    )
 
     def nearest(self, needed: ProgramKey) -> ProgramKey:
         """As nearest_program, searched for once a size and set of features."""
@@ -51,6 +61,17 @@ class ReadyPrograms:
         if found is None:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
         return found
+
+    def shapes(
+        self, limits: ServeLimits, num_rows: int, features: StepFeatures
+    ) -> tuple[SpeculativeConfig, ...]:
+        """As ready_shapes, searched for once a number of rows and set of features."""
+        asked = num_rows, features
+        if asked not in self._shapes:
+            self._shapes[asked] = ready_shapes(
+                limits, self.executables, num_rows=num_rows, features=features
+            )
+        return self._shapes[asked]
 
     def with_program(self, key: ProgramKey, executable: Any) -> ReadyPrograms:
         return ReadyPrograms({**self.executables, key: executable})
@@ -134,6 +155,10 @@ class DeviceRunner:
         """What can be dispatched now; none after close()."""
         return tuple(self._programs.executables)
 
+    def ready_shapes(self, num_rows: int, features: StepFeatures) -> tuple[SpeculativeConfig, ...]:
+        """What a decode of so many rows can be now; from any thread."""
+        return self._programs.shapes(self._limits, num_rows, features)
+
     @property
     def num_programs(self) -> int:
         """How many are there, or were before close()."""
@@ -213,6 +238,8 @@ class DeviceRunner:
         programs = self._programs
         if plan.admissions:
             state = self._recall(plan, state)
+        if plan.owed:
+            self._catch_up(plan)
         needed, tree = needed_program(plan), None
         if plan.constraints and plan.kind is StepKind.DECODE:
             tree = self._propose(plan)
@@ -234,6 +261,13 @@ class DeviceRunner:
         pages by it all the same."""
         key = self._programs.nearest(ProgramKey(StepKind.PROPOSE, len(plan.rows), PLAIN))
         return np.asarray(self._enqueue(plan, key, None))
+
+    def _catch_up(self, plan: StepPlan) -> None:
+        """Tells the drafter what plain steps did not."""
+        key = self._programs.nearest(ProgramKey(StepKind.CATCH_UP, len(plan.rows), PLAIN))
+        flat = pack_catch_up(plan, key, self._limits)
+        batch = jax.device_put(flat, self._replicated)
+        self._state, _ = self._programs.executables[key](self._params, self.state, batch)
 
     def _recall(self, plan: StepPlan, state: EngineState) -> EngineState:
         """The state once rows with a cached prefix know its ids, as far as they use them."""
@@ -280,6 +314,13 @@ def init_state(
         kv=pools(target.cache_groups),
         draft_kv=pools(drafter.cache_groups),
         draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
+        deferred=empty_deferred(
+            num_slots,
+            limits.deferred_tokens,
+            needs=drafter.needs,
+            hidden_size=target.hidden_size,
+            dtype=kv_dtype,
+        ),
         rows=empty_rows(
             num_slots,
             pages_per_row=limits.pages_per_row,

@@ -29,10 +29,12 @@ def layout_of(
     key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
 ) -> PackedLayout:
     """The packed layout of a program's batch."""
-    kind, bucket, features = key
+    kind, bucket, features, _ = key
     num_windows = len(limits.windows)
     if kind is StepKind.RECALL:
         return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
+    if kind is StepKind.CATCH_UP:
+        return layout.catch_up_layout(batch=bucket)
     words = num_words(limits.vocab_size) if Feature.GRAMMAR in features else 0
     if kind is StepKind.VERIFY:
         nodes = limits.spec.num_draft_tokens
@@ -72,6 +74,15 @@ def pack(
         return packed.pack(fields)
     fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)
+    return packed.pack(fields)
+
+
+def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
+    """What is sent before a plan with `owed`, i32[layout size]."""
+    packed = layout_of(key, limits)
+    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
+    fields["counts"][: len(plan.rows)] = plan.owed
     return packed.pack(fields)
 
 
@@ -189,7 +200,8 @@ def unpack_result(
     ValueError for another number of columns than the plan's kind has with them.
     """
     is_decode = plan.kind is StepKind.DECODE
-    columns = layout.output_columns(limits.spec.max_emitted if is_decode else 1, features)
+    spec = plan.spec(limits)
+    columns = layout.output_columns(spec.max_emitted if is_decode else 1, features)
     num_rounds = plan.num_rounds(limits)
     rows = output.reshape(num_rounds, -1, output.shape[1])
     fields = columns.unpack(rows[:, : len(plan.row_refs)])
@@ -199,12 +211,17 @@ def unpack_result(
         first, num_tokens = limits.prefill_rows, sum(len(c.token_ids) for c in plan.chunks)
         of_prompts = _logprobs(columns.unpack(rows[:, first : first + num_tokens]), round_idx=0)
     of_rounds = zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
+    # What counts a verification assumes the engine's own shape unless it is told otherwise.
+    proposed = None
+    if plan.shape is not None:
+        proposed = np.full(len(plan.rows), spec.num_draft_tokens - 1, np.int32)
     return StepResult(
         step=plan.step,
         rounds=tuple(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
+                num_proposed=proposed,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
             )

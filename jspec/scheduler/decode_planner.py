@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import PLAIN, Feature
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
@@ -19,12 +19,13 @@ from jspec.scheduler.pages import FullPages
 from jspec.scheduler.results import Flight
 from jspec.scheduler.row_table import Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
+from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.scheduler.windows import WindowPages
 
 
 class DecodePlanner:
     """Reads the scheduler's `running` sequences, in order of arrival, and `tenancies`, all that
-    hold a slot; `retract` takes a sequence's slot away."""
+    hold a slot; `retract` takes a sequence's slot away; `shapes` says what shape a decode has."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class DecodePlanner:
         running: Mapping[str, Sequence],
         tenancies: Mapping[RowRef, Tenancy],
         retract: Callable[[Sequence], None],
+        shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
         self._table = table
@@ -44,6 +46,7 @@ class DecodePlanner:
         self._running = running
         self._tenancies = tenancies
         self._retract = retract
+        self._shapes = shapes
         self._lineup: tuple[Ints, tuple[Tenancy, ...]] | None = None  # None: to be found out
 
     def changed(self) -> None:
@@ -75,6 +78,9 @@ class DecodePlanner:
         features = PLAIN
         if self._table.is_featured[slots].any():
             features = PLAIN.union(tenancy.sequence.features for tenancy in decoding)
+        shape = self._limits.spec
+        if Feature.GRAMMAR not in features:  # its programs are of one shape
+            shape = self._shapes.choose(num_rows=len(decoding), features=features)
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,
@@ -82,8 +88,17 @@ class DecodePlanner:
             rows=tuple([tenancy.row for tenancy in decoding]),
             grants=tuple(grants),
             constraints=constraints_of(decoding) if Feature.GRAMMAR in features else (),
+            shape=None if shape == self._limits.spec else shape,
+            owed=self._owed(slots, shape),
         )
         return Flight(plan, slots, tuple(decoding))
+
+    def _owed(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
+        """What the drafter must be told of before a decode of this shape: all that it was not, if
+        it is to draft, or where a plain one would leave more than W tokens waiting."""
+        owed = self._table.owed[slots]
+        room = self._limits.deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
+        return tuple(owed.tolist()) if self._limits.deferred_tokens and owed.max() > room else ()
 
     def _rows(self) -> tuple[Ints, tuple[Tenancy, ...]]:
         """Slots and tenancies of what runs, oldest first."""

@@ -34,7 +34,7 @@ def check_result(
         )
     is_decode = plan.kind is StepKind.DECODE
     num_rounds = plan.num_rounds(limits)
-    most = limits.spec.max_emitted if is_decode else 1
+    most = plan.spec(limits).max_emitted if is_decode else 1
     least = np.array([chunk.is_final for chunk in plan.chunks] or [True] * len(plan.rows), np.int64)
     if len(result.rounds) != num_rounds or not all(
         of_round.num_emitted.shape == least.shape
@@ -46,6 +46,21 @@ def check_result(
         raise InvariantError(
             f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
             f"number from {least.tolist()} on, and at most {most}, for its {len(least)} rows"
+        )
+    for of_round in result.rounds:
+        _check_proposed(limits, plan, of_round)
+
+
+def _check_proposed(limits: ServeLimits, plan: StepPlan, of_round: RoundResult) -> None:
+    """A row accepts no more drafts than were verified of it, and has N - 1 at most."""
+    proposed, accepted = of_round.num_proposed, of_round.num_emitted - 1
+    if proposed is None:
+        return
+    most = plan.spec(limits).num_draft_tokens - 1
+    if proposed.shape != accepted.shape or (proposed < accepted).any() or (proposed > most).any():
+        raise InvariantError(
+            f"step {plan.step} verified {proposed.tolist()} drafts; expected from "
+            f"{accepted.tolist()}, those accepted, to {most}"
         )
 
 
@@ -83,7 +98,9 @@ class RoundReader:
             is_live &= ~goes_on
         for i in np.flatnonzero(is_live).tolist():
             emitted = tuple(ids[i, : counts[i]].tolist())
-            pieces.append(self._read_row(flight.tenancies[i].sequence, emitted, flight.plan.kind))
+            proposed = None if of_round.num_proposed is None else int(of_round.num_proposed[i])
+            sequence, kind = flight.tenancies[i].sequence, flight.plan.kind
+            pieces.append(self._read_row(sequence, emitted, kind, num_proposed=proposed))
         return pieces
 
     def _read_whole(self, flight: Flight, of_round: RoundResult, rows: Ints) -> list[Piece]:
@@ -91,23 +108,43 @@ class RoundReader:
         counts, ids = of_round.num_emitted[rows], of_round.ids[rows]
         self._table.extend(flight.slots[rows], counts, ids)
         self._totals.num_emitted += int(counts.sum())
-        self._totals.tally.add_whole(np.bincount(counts).tolist())
         pieces = []
-        for i, count, row in zip(rows.tolist(), counts.tolist(), ids.tolist(), strict=True):
+        if of_round.num_proposed is None:
+            self._totals.tally.add_whole(np.bincount(counts).tolist())
+            proposed: list[int | None] = [None] * len(rows)
+        else:  # a row of which nothing but the root was verified is a plain one
+            verified = of_round.num_proposed[rows]
+            of_rows = np.bincount(counts[verified > 0]).tolist()
+            self._totals.tally.add_whole(of_rows, num_proposed=int(verified.sum()))
+            proposed = verified.tolist()
+        told = zip(rows.tolist(), counts.tolist(), ids.tolist(), proposed, strict=True)
+        for i, count, row, of_row in told:
             sequence = flight.tenancies[i].sequence
             retractions, cached = sequence.num_retractions, sequence.cached_tokens
             origin = (retractions, cached, sequence.weight_version)
-            pieces.append(Piece(sequence.transcript, row[:count], count, None, None, None, *origin))
+            num_emitted = 0 if of_row == 0 else count
+            piece = Piece(sequence.transcript, row[:count], num_emitted, None, None, None, *origin)
+            pieces.append(piece if of_row is None else piece._replace(num_proposed=of_row))
         return pieces
 
-    def _read_row(self, sequence: Sequence, ids: tuple[int, ...], kind: StepKind) -> Piece:
+    def _read_row(
+        self,
+        sequence: Sequence,
+        ids: tuple[int, ...],
+        kind: StepKind,
+        *,
+        num_proposed: int | None = None,
+    ) -> Piece:
         cut = sequence.absorb(ids)
         self._totals.num_emitted += len(cut.ids)
         is_verified = kind is StepKind.DECODE and sequence.request.sampling.speculative
+        is_verified &= num_proposed != 0
         num_emitted = len(ids) if is_verified else 0
         if num_emitted:
-            self._totals.tally.add(num_emitted=num_emitted, num_kept=len(cut.ids))
+            self._totals.tally.add(
+                num_emitted=num_emitted, num_kept=len(cut.ids), num_proposed=num_proposed
+            )
         if cut.finish is not None:
             self._totals.num_finished += 1
             self._finish(sequence)
-        return sequence.piece(cut, num_emitted=num_emitted)
+        return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed)

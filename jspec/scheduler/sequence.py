@@ -91,6 +91,17 @@ class Tenancy:
         return int(self.table.rounds[self.row.slot])
 
     @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that those rounds can emit."""
+        return int(self.table.ahead[self.row.slot])
+
+    @property
+    def drafted_len(self) -> int:
+        """Of known_len, the tokens that the drafter has been told of as well."""
+        told = self.known_len - int(self.table.owed[self.row.slot])
+        return max(told, min(self.known_len, len(self.fill_ids)))
+
+    @property
     def ended(self) -> bool:
         return bool(self.table.ended[self.row.slot])
 
@@ -333,8 +344,9 @@ class Sequence:
                 return TextCut(num_ids=num_ids, text=text, matched=cut.matched)
         return TextCut(num_ids=num_ids, text=text)
 
-    def piece(self, cut: Cut, *, num_emitted: int = 0) -> Piece:
-        """What the reader gets of `cut`. num_emitted: ids of the verification, if it was one."""
+    def piece(self, cut: Cut, *, num_emitted: int = 0, num_proposed: int | None = None) -> Piece:
+        """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
+        verification, if it was one."""
         return Piece(
             self.transcript,
             cut.ids,
@@ -347,6 +359,7 @@ class Sequence:
             weight_version=self.weight_version,
             logprobs=self.logprobs.of_ids(len(cut.ids)),
             prompt_logprobs=self.logprobs.of_prompt(),
+            num_proposed=num_proposed,
         )
 
     def abort(self, why: str) -> Piece:

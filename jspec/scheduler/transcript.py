@@ -27,7 +27,8 @@ from jspec.core.request import (
 class Piece(NamedTuple):
     """What one round added to one sequence; `chunk` must be called in order, once for each.
 
-    ids: after the cut. num_emitted: before it, 0 if this was no verification. text: made already,
+    ids: after the cut. num_emitted: before it, 0 if this was no verification. num_proposed: drafts
+    that were verified, None: N - 1. text: made already,
     or None: to be made of the first num_shown ids (None: all) and, if there is a finish, of what
     was held back.
     """
@@ -43,6 +44,7 @@ class Piece(NamedTuple):
     weight_version: str = DEFAULT_VERSION
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
+    num_proposed: int | None = None
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -70,7 +72,9 @@ class Transcript:
         num_accepted = 0
         if piece.num_emitted:
             num_accepted = surviving_drafts(piece.num_emitted, len(ids))
-            self._tally.add(num_emitted=piece.num_emitted, num_kept=len(ids))
+            self._tally.add(
+                num_emitted=piece.num_emitted, num_kept=len(ids), num_proposed=piece.num_proposed
+            )
         return StreamChunk(
             request_id=self.request_id,
             new_ids=ids,
@@ -107,21 +111,33 @@ class Tally:
         self._is_plain = spec.algorithm is Algorithm.NONE
         self._num_drafts = spec.num_draft_tokens - 1
         self._histogram = [0] * (spec.num_steps + 1)
-        self._verify_ct = self._num_accepted = 0
+        self._verify_ct = self._num_accepted = self._num_proposed = 0
         self._full_verify_ct = self._full_num_emitted = 0
 
-    def add(self, *, num_emitted: int, num_kept: int) -> None:
-        """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`."""
+    def add(self, *, num_emitted: int, num_kept: int, num_proposed: int | None = None) -> None:
+        """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`.
+
+        num_proposed: drafts that it verified; None: N - 1.
+        """
         num_accepted = surviving_drafts(num_emitted, num_kept)
         self._histogram[num_accepted] += 1
         self._verify_ct += 1
         self._num_accepted += num_accepted
+        self._num_proposed += self._num_drafts if num_proposed is None else num_proposed
         if num_kept == num_emitted:
             self._full_verify_ct += 1
             self._full_num_emitted += num_emitted
 
-    def add_whole(self, num_verifications: Ordered[int]) -> None:
-        """num_verifications[n] that emitted n ids each, none of them cut; n up to M."""
+    def add_whole(
+        self, num_verifications: Ordered[int], *, num_proposed: int | None = None
+    ) -> None:
+        """num_verifications[n] that emitted n ids each, none of them cut; n up to M.
+
+        num_proposed: drafts that they verified together; None: N - 1 each.
+        """
+        if num_proposed is None:
+            num_proposed = sum(num_verifications) * self._num_drafts
+        self._num_proposed += num_proposed
         for num_emitted, count in enumerate(num_verifications):
             if count:
                 self._histogram[num_emitted - 1] += count
@@ -138,7 +154,7 @@ class Tally:
         return SpecCounters(
             verify_ct=self._verify_ct,
             num_accepted=self._num_accepted,
-            num_proposed=self._verify_ct * self._num_drafts,
+            num_proposed=self._num_proposed,
             accept_histogram=tuple(self._histogram),
             full_verify_ct=self._full_verify_ct,
             full_num_emitted=self._full_num_emitted,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
 from jspec.core.plan import StepKind
@@ -36,7 +36,9 @@ SUBSETS = [
     for members in itertools.combinations(ALL, n)
 ]
 KINDS = st.sampled_from([StepKind.PREFILL, StepKind.DECODE])  # of plans
-KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS))
+SMALL = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=1, topk=1, num_draft_tokens=2)
+SHAPES = st.sampled_from([None, None, SpeculativeConfig.plain(), SMALL])
+KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS), SHAPES)
 
 
 def decode(bucket: int, features: StepFeatures) -> ProgramKey:
@@ -46,6 +48,7 @@ def decode(bucket: int, features: StepFeatures) -> ProgramKey:
 def can_run(key: ProgramKey, needed: ProgramKey) -> bool:
     return (
         key.kind is needed.kind
+        and key.shape == needed.shape
         and key.bucket >= needed.bucket
         and set(key.features) >= set(needed.features)
     )

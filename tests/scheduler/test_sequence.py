@@ -255,6 +255,15 @@ def test_whole_verifications_count_as_one_by_one() -> None:
     assert at_once.counters == one_by_one.counters
 
 
+def test_a_step_may_say_how_many_drafts_it_verified() -> None:
+    one_by_one, at_once = Tally(CHAIN), Tally(CHAIN)
+    for num_emitted, num_proposed in ((1, 1), (3, 2), (2, 3)):
+        one_by_one.add(num_emitted=num_emitted, num_kept=num_emitted, num_proposed=num_proposed)
+    at_once.add_whole([0, 1, 1, 1], num_proposed=6)
+    assert at_once.counters == one_by_one.counters
+    assert at_once.counters.num_proposed == 6
+
+
 def test_the_chunk_reports_the_cut() -> None:
     sequence = make_sequence(SamplingParams(max_new_tokens=3))
     chunk = sequence.piece(sequence.absorb(ids_of("abcd")), num_emitted=4).chunk()

@@ -32,13 +32,14 @@ ACCEPTANCE = 0.8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an engine is compiled for."""
+    """What an engine is compiled for. others: shapes beside its own; 0/1/1 is a plain step."""
 
     kind: str
     shape: tuple[int, int, int]
     page_size: int
     rounds: int = 1
     shards: int = 1
+    others: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,6 +93,7 @@ def _engine(setting: Setting) -> Compiled:
             kind.make(spec, ops, shard), spec, TARGET.vocab_size
         ),
         aux_layer_ids=kind.aux_layer_ids,
+        shapes=tuple(kind.spec(other) for other in setting.others),
     )
 
 

@@ -134,7 +134,7 @@ def some(values: Iterable[Any], *, every: int) -> list[Any]:
 @pytest.mark.parametrize("number", some(range(len(ARRAY)), every=5))
 def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
     case = ARRAY[number]
-    names = [field.name for field in dataclasses.fields(Setting)]
+    names = [field.name for field in dataclasses.fields(Setting) if field.name in case]
     setting = Setting(**{name: case[name] for name in names})
     check_identity(setting, {name: case[name] for name in RUN_FACTORS}, num_tokens=60)
 
