@@ -6,8 +6,6 @@ out drafting for one step or for more than may wait.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from jspec.core.plan import StepKind
@@ -68,28 +66,38 @@ def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
 
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 def test_the_text_depends_on_no_shape(setting: Setting) -> None:
+    check_identity(setting, depth=1, batch=4, num_tokens=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_the_text_depends_on_no_shape_at_any_depth(setting: Setting, depth: int) -> None:
+    check_identity(setting, depth=depth, batch=3, num_tokens=90)
+
+
+def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int) -> None:
     compiled = engine(setting)
-    for depth, batch in ((1, 5), (2, 3), (0, 2)):
-        requests = requests_of(batch, num_tokens=70, seed=40 + batch, temperature=1.0, top_p=0.9)
-        expected = plain_texts(tuple(requests))
-        shapes = RandomShapes(compiled.limits, seed=depth)
-        scripted_engine = with_script(compiled, scripted(requests, expected))
-        served = serve(
-            scripted_engine, requests, overlap_depth=depth, num_slots=batch, shapes=shapes
-        )
-        assert list(served.ids) == expected
-        assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
-        assert all(shapes.used.values()), shapes.used
-        told, own = told_by_plans(compiled, served), served.counters
-        # Rows run on behind their end in steps that were in flight: nobody counts those.
-        assert 0 < own.verify_ct <= told.verify_ct
-        assert own.verify_ct == sum(own.accept_histogram)
-        assert own.num_proposed <= told.num_proposed
-        by_request = [counters.num_proposed for counters in served.per_request]
-        assert own.num_proposed == sum(by_request)
-        if depth == 0 and setting.rounds == 1:  # nothing runs on; the last of each row may be cut
-            assert own.verify_ct == told.verify_ct
-            assert own.num_proposed == told.num_proposed
+    requests = requests_of(
+        batch, num_tokens=num_tokens, seed=40 + batch, temperature=1.0, top_p=0.9
+    )
+    expected = plain_texts(tuple(requests))
+    shapes = RandomShapes(compiled.limits, seed=depth)
+    scripted_engine = with_script(compiled, scripted(requests, expected))
+    served = serve(scripted_engine, requests, overlap_depth=depth, num_slots=batch, shapes=shapes)
+    assert list(served.ids) == expected
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    assert all(shapes.used.values()), shapes.used
+    told, own = told_by_plans(compiled, served), served.counters
+    # Rows run on behind their end in steps that were in flight: nobody counts those.
+    assert 0 < own.verify_ct <= told.verify_ct
+    assert own.verify_ct == sum(own.accept_histogram)
+    assert own.num_proposed <= told.num_proposed
+    assert own.num_proposed == sum(counters.num_proposed for counters in served.per_request)
+    if depth == 0 and setting.rounds == 1:  # nothing runs on
+        assert own.verify_ct == told.verify_ct
+        assert own.num_proposed == told.num_proposed
 
 
 @pytest.mark.parametrize("setting", EVERY_SETTING)
@@ -101,19 +109,15 @@ def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Set
     own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])
     target, own = laid_out(setting, kind.right_target(), own)
     compiled = with_script(engine(setting), no_script(), own=own, target=target)
+    owed: set[int] = set()
     for seed, depth in ((3, 1), (4, 2)):
         shapes = RandomShapes(compiled.limits, seed=seed)
         served = serve(compiled, requests, overlap_depth=depth, shapes=shapes)
         assert list(served.ids) == texts
-        owed = [max(plan.owed) for plan, _ in served.steps if plan.owed]
-        assert max(owed) == compiled.limits.deferred_tokens
-        assert min(owed) < compiled.limits.deferred_tokens
-        for counters, request in zip(served.per_request, requests, strict=True):
-            full = counters.full_num_emitted
-            assert full > 0
-            histogram = counters.accept_histogram
-            assert sum(histogram[1:]) >= sum(histogram) - 1, (request.request_id, histogram)
+        owed |= {max(plan.owed) for plan, _ in served.steps if plan.owed}
         check_all_accepted(compiled, served)
+    assert max(owed) <= compiled.limits.deferred_tokens
+    assert len(owed) > 1, owed  # as many as may wait, and fewer
 
 
 def check_all_accepted(compiled: Compiled, served: Served) -> None:
@@ -137,9 +141,3 @@ def check_all_accepted(compiled: Compiled, served: Served) -> None:
                 if lengths[row] + most <= ends[row]:
                     assert count == most, (plan.step, plan.shape, row, lengths[row])
                 lengths[row] += count
-
-
-def test_an_engine_of_one_shape_keeps_nothing_for_later() -> None:
-    setting = dataclasses.replace(SETTINGS[0], others=())
-    assert setting.others == ()
-    assert engine(SETTINGS[0]).runner().state.deferred is not None
