@@ -30,10 +30,10 @@ import numpy as np
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.features import PLAIN
 from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.core.shape_sets import shapes_for
 from jspec.core.shapes import powers_of_two
 from jspec.scheduler.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
-from jspec.scheduler.shape_policy import shapes_for
 from jspec.testing.dial_drafter import dial_rank
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
@@ -119,9 +119,8 @@ def run(
     for step in range(num_steps):
         shape = chooser.choose(num_rows=rows, features=PLAIN)
         used[str(shape)] = used.get(str(shape), 0) + 1
-        told = (
-            owed if owed + shape.is_plain > (limits.deferred_tokens if shape.is_plain else 0) else 0
-        )
+        room = limits.deferred_tokens - 1 if shape.is_plain else 0
+        told = owed if owed > room else 0
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,

@@ -1,9 +1,9 @@
 """The chooser of an adaptive engine: takes what is worth most by late statistics, and looks around.
 
 Two things can only be known by trying. What a shape costs at a bucket: each shape is tried a few
-times where a bucket is new, and rarely again. What a deeper shape would accept: while the steps are
-plain or shallow, one in PROBE_STEPS is of the largest shape, whose verifications say how far drafts
-would get. What is tried is rare enough to cost less than 1%.
+times in a row where a bucket is new, and rarely again. What a deeper shape would accept: while the
+steps are plain or shallow, one in PROBE_STEPS is of the largest shape, whose verifications say how
+far drafts would get. What is tried is rare enough to cost about 1%.
 
 The statistics are the engine's: all rows of a step share its shape. It decides nothing about rows.
 """
@@ -17,11 +17,20 @@ from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.features import StepFeatures
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.scheduler.shape_choice import ReadyShapes
-from jspec.scheduler.shape_policy import Costs, ShapeTotals, Survival, best_shape, family
+from jspec.scheduler.shape_policy import (
+    ENOUGH_SAMPLES,
+    Costs,
+    ShapeTotals,
+    Survival,
+    best_shape,
+    family,
+)
 
 PROBE_STEPS = 64  # one of so many looks at depths that nothing else shows
+SOON_STEPS = 16  # ... where what is seen at depth 1 says that they might pay
 FIRST_STEPS = 8  # one of so many tries a shape whose cost is unknown
 REFRESH_STEPS = 2048  # one of so many measures a known cost again
+TRY_STEPS = ENOUGH_SAMPLES + 1  # in a row: the first may tell the drafter what it missed
 
 
 class AdaptiveShapes:
@@ -40,6 +49,7 @@ class AdaptiveShapes:
         self._num_chosen = 0
         self._last_probe = self._last_try = 0
         self._measured_at: dict[tuple[SpeculativeConfig, int], int] = {}
+        self._trying, self._num_tries_left = limits.spec, 0
         self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
 
     @property
@@ -76,10 +86,12 @@ class AdaptiveShapes:
     ) -> SpeculativeConfig | None:
         """Another shape than the current one, if it is time to look at it."""
         now, others = self._num_chosen, [shape for shape in ready if shape != self._current]
+        if self._num_tries_left and self._trying in ready:
+            self._num_tries_left -= 1
+            return self._trying
         unknown = [shape for shape in others if known[shape] is None]
         if known[self._current] is not None and unknown and now - self._last_try >= FIRST_STEPS:
-            self._last_try = now
-            return unknown[0]
+            return self._try(unknown[0])
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         hidden = [
             shape
@@ -87,14 +99,31 @@ class AdaptiveShapes:
             if not shape.is_plain
             and (key != family(self._current) or shape.num_steps > self._current.num_steps)
         ]
-        if hidden and now - self._last_probe >= PROBE_STEPS:
+        might_pay = any(self._might_pay(shape, known) for shape in hidden)
+        if hidden and now - self._last_probe >= (SOON_STEPS if might_pay else PROBE_STEPS):
             self._last_probe = now
             return min(hidden, key=lambda shape: self._seen_at[family(shape)])
         for shape in others:
             if now - self._measured_at.get((shape, bucket), now) >= REFRESH_STEPS:
                 self._measured_at[shape, bucket] = now
-                return shape
+                return self._try(shape)
         return None
+
+    def _try(self, shape: SpeculativeConfig) -> SpeculativeConfig:
+        self._last_try = self._num_chosen
+        self._trying, self._num_tries_left = shape, TRY_STEPS - 1
+        return shape
+
+    def _might_pay(
+        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    ) -> bool:
+        """Whether it would be best if every depth accepted as the first one does."""
+        current, cost, own = self._current, known[shape], known[self._current]
+        if current.is_plain or cost is None or own is None or family(shape) != family(current):
+            return False
+        rate = self._survival[family(current)].expected(1) - 1
+        hoped = sum(rate**depth for depth in range(shape.num_steps + 1))
+        return hoped / cost > self.expected_tokens(current) / own
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
         """See ShapeChooser."""

@@ -34,7 +34,7 @@ from jspec.scheduler.mailbox import Mailbox, Waiting, wake
 from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.stats import SchedulerStats
-from jspec.scheduler.trace import BusyClock
+from jspec.scheduler.trace import BusyClock, StepClock
 from jspec.scheduler.trace import TraceEvent as TraceEvent
 from jspec.scheduler.trace import TraceKind as TraceKind
 from jspec.scheduler.transcript import Piece
@@ -84,6 +84,7 @@ class EngineLoop:
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
+        self._steps = StepClock()
         self._released: Future[None] | None = None
 
     @property
@@ -278,7 +279,9 @@ class EngineLoop:
         self._publish()
         result = await turn
         if result is not None:
-            self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
+            plan = self._in_flight.popleft()
+            self._scheduler.timed(plan, self._steps.seconds(plan.step))
+            self._unpublished += self._scheduler.read(plan, result)
             if self._first_tokens is not None:
                 self._first_tokens.committed(result.step, time.monotonic())
 
@@ -299,11 +302,13 @@ class EngineLoop:
         if plan is not None:
             started = time.monotonic()
             self._runner.dispatch(plan)
+            self._steps.dispatched(plan.step, started)
             self._record(TraceKind.DISPATCH, plan.step, started)
         if not collects:
             return None
         started = time.monotonic()
         result = self._runner.collect()
+        self._steps.collected(result.step, time.monotonic())
         self._record(TraceKind.COLLECT, result.step, started)
         return result
 

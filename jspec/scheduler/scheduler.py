@@ -103,6 +103,7 @@ class Scheduler:
             num_free_window_pages=self._windows.num_free,
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
+            shapes=self._shapes.totals,
             **self._totals.by_name(),
         )
 
@@ -304,6 +305,10 @@ class Scheduler:
                 if not tenancy.ended:
                     self._windows.trim(tenancy)
         return pieces
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """How long the device took for a step that is about to be read."""
+        self._shapes.timed(plan, seconds)
 
     # Tenancies: admit, end, release.
 

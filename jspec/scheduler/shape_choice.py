@@ -12,6 +12,7 @@ from typing import Protocol
 from jspec.core.config import SpeculativeConfig
 from jspec.core.features import StepFeatures
 from jspec.core.plan import StepPlan, StepResult
+from jspec.scheduler.shape_policy import ShapeTotals
 
 # The shapes that a decode of so many rows with these features can have now: programs are there.
 # The engine's own is always one of them.
@@ -20,6 +21,11 @@ ReadyShapes = Callable[[int, StepFeatures], tuple[SpeculativeConfig, ...]]
 
 class ShapeChooser(Protocol):
     """Asked once for each decode that is planned; told of each that was read, in order."""
+
+    @property
+    def totals(self) -> ShapeTotals:
+        """What it expected and what came; from any thread."""
+        ...
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         """One of the engine's shapes for the next decode, of programs that are there."""
@@ -39,6 +45,10 @@ class FixedShape:
 
     def __init__(self, shape: SpeculativeConfig) -> None:
         self._shape = shape
+
+    @property
+    def totals(self) -> ShapeTotals:
+        return ShapeTotals()
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         del num_rows, features

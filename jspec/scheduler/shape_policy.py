@@ -98,45 +98,11 @@ def best_shape(
     return best if is_worth_it else current
 
 
-def shapes_for(
-    spec: SpeculativeConfig, *, steps: Sequence[int] | None = None
-) -> tuple[SpeculativeConfig, ...]:
-    """The shapes of an adaptive engine whose largest is `spec`, smallest first.
-
-    Plain, one level, half of four or more, and `spec`; for trees also the chain as deep as they
-    are. steps: the levels instead, 0 is plain; those beyond S are left out.
-
-    In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
-         3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/16
-    """
-    most = spec.num_steps
-    levels = steps if steps is not None else (0, 1, *((most // 2,) if most >= 4 else ()))
-    found = [_of_levels(spec, level) for level in sorted({*levels, most}) if level <= most]
-    if spec.topk > 1 and steps is None and spec.num_draft_tokens > most + 1:
-        found.insert(-1, _shaped(spec, most, 1, most + 1))
-    return tuple(dict.fromkeys(found))
-
-
-def _of_levels(spec: SpeculativeConfig, levels: int) -> SpeculativeConfig:
-    if levels == 0:
-        return SpeculativeConfig.plain()
-    if levels == spec.num_steps:
-        return spec
-    most = 1 + spec.algorithm.drafting.num_candidates(levels, spec.topk)
-    nodes = levels + 1 if spec.topk == 1 else min(most, spec.num_draft_tokens)
-    return _shaped(spec, levels, spec.topk, nodes)
-
-
-def _shaped(spec: SpeculativeConfig, steps: int, topk: int, nodes: int) -> SpeculativeConfig:
-    return SpeculativeConfig(
-        algorithm=spec.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTotals:
     """What a chooser expected of the decodes that were read, and what came: tokens of all rows and
-    seconds of those steps of which both are known. num_changes: of shape, rows or not."""
+    seconds of those steps of which both are known. num_changes: of the shape that is worth most.
+    num_probes: steps of another one."""
 
     num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
     expected_tokens: float = 0.0
@@ -145,3 +111,10 @@ class ShapeTotals:
     measured_seconds: float = 0.0
     num_changes: int = 0
     num_probes: int = 0
+
+    def steps_now(self, spec: SpeculativeConfig) -> int:
+        """S of the shape that is chosen now; spec's where none is."""
+        return spec.num_steps if self.num_steps is None else self.num_steps
+
+
+NO_SHAPES = ShapeTotals()

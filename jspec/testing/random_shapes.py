@@ -7,6 +7,7 @@ import random
 from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.features import StepFeatures
 from jspec.core.plan import StepPlan, StepResult
+from jspec.scheduler.shape_policy import ShapeTotals
 
 LONGEST_RUN = 24  # beyond what may wait for a drafter (core.config.DEFERRED_TOKENS)
 
@@ -20,6 +21,10 @@ class RandomShapes:
         self._deck: list[SpeculativeConfig] = []
         self._shape, self._num_left = limits.spec, 0
         self.used = dict.fromkeys(limits.shapes, 0)
+
+    @property
+    def totals(self) -> ShapeTotals:
+        return ShapeTotals()
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         del num_rows, features
