@@ -25,17 +25,21 @@ from tests.speculative.law_engines import (
 )
 
 OFF = (0, 1, 1)
+# The first is of the fast suite. A chain's drafts are all right where the drafter is; of a tree that
+# is cut to N nodes the right path may be left out.
 SETTINGS = (
-    Setting("eagle3", (2, 2, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("multi_layer_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
-    Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
-    Setting("multi_layer_not_chained", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
+    Setting("multi_layer_not_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("standalone", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("eagle1", (2, 1, 3), 16, others=(OFF, (1, 1, 2))),
-    Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
     Setting("recurrent", (2, 1, 3), 4, others=(OFF, (1, 1, 2))),
-    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
     Setting("eagle3", (3, 1, 4), 4, rounds=3, others=(OFF, (1, 1, 2))),
-    Setting("eagle3", (2, 2, 7), 4, shards=2, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (2, 1, 3), 4, shards=2, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
+    Setting("multi_layer_not_chained", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
+    Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
+    Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
 )
 EVERY_SETTING = [
     pytest.param(setting, id=setting.name, marks=() if i < 1 else pytest.mark.slow)
@@ -100,7 +104,7 @@ def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int)
         assert own.num_proposed == told.num_proposed
 
 
-@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize("setting", EVERY_SETTING[:8])
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
     """Its caches and state are those of a row that was never off: every draft is accepted."""
     kind = KINDS[setting.kind]
