@@ -25,8 +25,8 @@ from tests.speculative.law_engines import (
 )
 
 OFF = (0, 1, 1)
-# The first is of the fast suite. A chain's drafts are all right where the drafter is; of a tree that
-# is cut to N nodes the right path may be left out.
+# The first is of the fast suite. A chain's drafts are all right where the drafter is; of a tree
+# that is cut to N nodes the right path may be left out.
 SETTINGS = (
     Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
     Setting("multi_layer_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
