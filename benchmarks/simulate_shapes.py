@@ -88,7 +88,7 @@ def dial_hits(acceptance: float, rows: int) -> np.ndarray:
 def limits_of() -> ServeLimits:
     return ServeLimits(
         spec=CHAIN,
-        shapes=shapes_for(CHAIN),
+        other_shapes=shapes_for(CHAIN)[:-1],
         num_slots=64,
         num_pages=4096,
         page_size=64,

@@ -218,8 +218,8 @@ class ServeLimits:
     prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
-    shapes: what a decode step may be, `spec` among them, which is the largest: a plan names one.
-    Without any it is `spec` alone. Scratch is reserved for `spec`, so that it does for each.
+    other_shapes: what a decode step may be beside `spec`, which is the largest (`shapes`): a plan
+    names one. Scratch is reserved for `spec`, so that it does for each.
     """
 
     spec: SpeculativeConfig
@@ -239,16 +239,16 @@ class ServeLimits:
     prefix_cache: bool = False
     logprobs: bool = False
     vocab_size: int = 0
-    shapes: tuple[SpeculativeConfig, ...] = ()
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
-        object.__setattr__(self, "shapes", self.shapes or (self.spec,))
-        if self.spec not in self.shapes or not all(s.fits_within(self.spec) for s in self.shapes):
-            raise ConfigError(
-                f"shapes are {', '.join(map(str, self.shapes))}; expected {self.spec} and others "
-                f"no larger than it"
-            )
+        for shape in self.other_shapes:
+            if shape == self.spec or not shape.fits_within(self.spec):
+                raise ConfigError(
+                    f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
+                    f"than {self.spec}, and not that one again"
+                )
         if not 0 <= self.overlap_depth <= 2:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:
@@ -293,6 +293,11 @@ class ServeLimits:
     def caches_prefixes(self) -> bool:
         """Whether rows may begin behind cached pages. A window's are gone when its row ends."""
         return self.prefix_cache and not self.windows
+
+    @property
+    def shapes(self) -> tuple[SpeculativeConfig, ...]:
+        """What a decode step may be; `spec` is the last."""
+        return (*self.other_shapes, self.spec)
 
     @property
     def deferred_tokens(self) -> int:

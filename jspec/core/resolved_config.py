@@ -25,7 +25,7 @@ class ResolvedConfig(EngineArgs):
     kernels: the bundle's name in `pallas_kernels.choose.OPS`. by_columns: whether weights lie by
         columns where its kernels can read them so.
     decode_buckets, prefill_buckets: B and T of the programs, ascending. prefill_rows: most rows of
-        a prefill step. shapes: what a decode step may be, beside its own if any.
+        a prefill step. other_shapes: what a decode step may be beside S/K/N.
     """
 
     model_path: str
@@ -46,7 +46,7 @@ class ResolvedConfig(EngineArgs):
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
-    shapes: tuple[SpeculativeConfig, ...] = ()
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         """What it is made from was checked as EngineArgs; S/K/N is 0/1/1 without a drafter."""
@@ -74,4 +74,4 @@ class ResolvedConfig(EngineArgs):
     def values(self) -> dict[str, Any]:
         """Every field by its name, for /server_info and the log."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "shapes": tuple(map(str, self.shapes))}
+        return {**found, "other_shapes": tuple(map(str, self.other_shapes))}

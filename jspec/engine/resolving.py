@@ -107,7 +107,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
-        shapes=_shapes(args, checkpoint),
+        other_shapes=_other_shapes(args, checkpoint),
     )
     if config.compile_at_start != "auto":
         return config
@@ -115,7 +115,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     return replace(config, compile_at_start="all" if are_few else "first")
 
 
-def _shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeConfig, ...]:
+def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeConfig, ...]:
     """Those of an adaptive engine; nothing of another one."""
     if not args.speculative_adaptive:
         if args.speculative_adaptive_config is not None:
@@ -133,7 +133,8 @@ def _shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeC
         )
     path = args.speculative_adaptive_config
     steps = None if path is None else read_candidate_steps(Path(path))
-    return shapes_for(replace(spec, algorithm=checkpoint.algorithm or spec.algorithm), steps=steps)
+    largest = replace(spec, algorithm=checkpoint.algorithm or spec.algorithm)
+    return tuple(shape for shape in shapes_for(largest, steps=steps) if shape != largest)
 
 
 def ops_of(config: ResolvedConfig) -> Ops:

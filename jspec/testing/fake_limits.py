@@ -44,7 +44,7 @@ def small_limits(
         max_queued_requests=max_queued_requests,
         windows=windows,
         prefix_cache=prefix_cache,
-        shapes=(*(_shape(spec, other) for other in shapes), spec),
+        other_shapes=tuple(_shape(spec, other) for other in shapes),
     )
 
 

@@ -2,7 +2,8 @@
 
 One engine for each shape, all checks against it: plain, chain, tree, and NGRAM. The same on a tiny
 pair are in the fast tests of this folder. Elsewhere or not here: C16 and C17 are grammars', C18
-hidden states, C19 optional, C23 adaptive shapes (tests/scheduler/test_adaptive_shapes.py), C24 tests/speculative/test_distribution.
+hidden states, C19 optional, C23 tests/scheduler/test_adaptive_shapes, C24
+tests/speculative/test_distribution.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def build(
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
-    limits = dataclasses.replace(limits, logprobs=ALL in variants, shapes=(*shapes, spec))
+    limits = dataclasses.replace(limits, logprobs=ALL in variants, other_shapes=shapes)
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
     executables = compile_all(
