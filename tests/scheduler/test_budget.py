@@ -157,6 +157,7 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
 ) -> None:
     limits = small_limits(**knobs)
     most, size = limits.spec.max_emitted, limits.page_size
+    ahead = unread * most
     owned = size * budget.pages_for_decode(limits, committed, unread_tokens=ahead, last=last)
     for later in range(limits.num_rounds):
         start = committed + (unread + later) * most
