@@ -325,7 +325,9 @@ class FakeRunner:
             found = tuple(row.owed for row in rows)
             require(plan.owed == found, f"owed are {plan.owed}; expected {found}")
         for row in rows:
-            row.owed = 0 if plan.owed else row.owed
+            if plan.owed and row.owed:  # the drafter reads and writes from there on
+                self._windows.check(row, first=row.seq_len - row.owed, end=row.seq_len)
+                row.owed = 0
             if limits.deferred_tokens and plan.spec(limits).is_plain:
                 row.owed += plan.num_rounds(limits)
                 require(row.owed <= limits.deferred_tokens, f"{row.owed} tokens wait")
