@@ -12,17 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jspec.core.arguments import (
-    SGLANG_ATTENTION,
-    Shorthand,
-    argument,
-    check_arguments,
-    unset_error,
-)
+from jspec.core.arguments import SGLANG_ATTENTION, Shorthand, argument, check_arguments, unset_error
 from jspec.core.config import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
+_NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 
@@ -131,9 +126,7 @@ class EngineArgs:
         None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
     )
     speculative_adaptive: bool = argument(
-        False,
-        "Chooses S/K/N of each step by what it accepts and costs; those given are the most",
-        _SPECULATION,
+        False, "Chooses each step's shape by what it accepts and costs, S/K/N at most", _SPECULATION
     )
     speculative_adaptive_config: str | None = argument(
         None,
@@ -307,14 +300,13 @@ class EngineArgs:
         if token_map is not None and algorithm is not Algorithm.EAGLE:
             hint = " (an EAGLE-3 head has a map of its own)" * (algorithm is Algorithm.EAGLE3)
             raise unset_error("speculative_token_map", token_map, algorithm.value, hint=hint)
-        name = "speculative_ngram_min_match_window_size"
+        name = f"{_NGRAM}_min_match_window_size"
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
         if not 1 <= shortest <= longest:
             raise ConfigError(f"{name} is {shortest!r}; expected an integer from 1 to {longest}")
         corpus = self.speculative_ngram_external_corpus_path
         if corpus is not None and algorithm is not Algorithm.NGRAM:
-            name = "speculative_ngram_external_corpus_path"
-            raise unset_error(name, corpus, algorithm.value)
+            raise unset_error(f"{_NGRAM}_external_corpus_path", corpus, algorithm.value)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:

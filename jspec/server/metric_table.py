@@ -231,6 +231,18 @@ GAUGES = (
         read=lambda s: s.stats.num_leaked_pages,
     ),
 )
+
+
+def _of_shapes(name: str) -> Callable[[Snapshot], Value]:
+    """Reads one of what a chooser of shapes counts."""
+
+    def read(snapshot: Snapshot) -> Value:
+        found: float = getattr(snapshot.stats.shapes, name)
+        return found
+
+    return read
+
+
 SHAPES = (
     ("expected_tokens", "Tokens expected of the decodes whose shape --speculative-adaptive chose"),
     ("emitted_tokens", "Tokens that they emitted"),
@@ -240,14 +252,7 @@ SHAPES = (
     ("num_probes", "Decodes of another shape, to see what it costs or accepts"),
 )
 COUNTERS = (
-    *(
-        _counter(
-            f"jspec:shape_{name}",
-            text=text,
-            read=lambda s, name=name: getattr(s.stats.shapes, name),
-        )
-        for name, text in SHAPES
-    ),
+    *(_counter(f"jspec:shape_{name}", text=text, read=_of_shapes(name)) for name, text in SHAPES),
     _counter(
         *("sglang:prompt_tokens", "vllm:prompt_tokens", "vllm:prefix_cache_queries"),
         text="Prompt tokens, cached ones included",
