@@ -27,7 +27,7 @@ DRAFTED = dataclasses.replace(PLAIN, draft_path="/d")
 CPU, TPU = DeviceFacts(platform="cpu"), DeviceFacts(platform="tpu", bytes_limit=16 * 10**9)
 H200 = DeviceFacts(platform="gpu", compute_capability="9.0", bytes_limit=140 * 10**9)
 A100 = DeviceFacts(platform="gpu", compute_capability="8.0", bytes_limit=80 * 10**9)
-EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"}
+EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"}
 
 
 def resolved(
