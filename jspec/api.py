@@ -38,11 +38,13 @@ from jspec.engine.programs import programs_on_demand
 from jspec.engine.runner import DeviceRunner
 from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
+from jspec.scheduler.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.engine_calls import EngineCalls
 from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.grammars import Grammars
@@ -116,7 +118,9 @@ class Engine(EngineCalls):
         )
         self._asked, self._asking = PLAIN, threading.Lock()
         self._scheduler = Scheduler(
-            runner.limits, make_stream=functools.partial(stream_of, self._tokenizer)
+            runner.limits,
+            make_stream=functools.partial(stream_of, self._tokenizer),
+            shapes=self._shapes(runner),
         )
 
     def _start_runner(self, progress: Progress | None) -> PlanRunner:
@@ -141,6 +145,12 @@ class Engine(EngineCalls):
         """Takes profiles of the process that has the devices."""
         runner = self._runner
         return ProcessProfiler(runner) if isinstance(runner, ProcessRunner) else Profiler()
+
+    def _shapes(self, runner: PlanRunner) -> ShapeChooser | None:
+        """Who chooses the shape of each decode; None: it is fixed. Another one may be put here."""
+        if not self.config.speculative_adaptive:
+            return None
+        return AdaptiveShapes(runner.limits, ready=runner.ready_shapes)
 
     def _build_runner(
         self, progress: Progress | None

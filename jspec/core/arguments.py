@@ -18,6 +18,12 @@ from jspec.core.errors import ConfigError
 _METADATA = "argument"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
+SGLANG_ATTENTION = (  # its names of kernels
+    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
+    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
+    *("trtllm_mla", "wave"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shorthand:
@@ -127,3 +133,10 @@ def _bounds(kind: str, says: Argument) -> str:
     if says.high is None:
         return f"{noun} of at least {says.low}"
     return f"{noun} from {says.low} to {says.high}"
+
+
+def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:
+    """For what another algorithm would have a use for."""
+    return ConfigError(
+        f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset{hint}"
+    )

@@ -57,6 +57,14 @@ class PrefillBatch:
 
 
 @pytree
+class CatchUpBatch:
+    """B rows of which a drafter is told what plain steps left out."""
+
+    slots: jax.Array  # i32[B], 0 = padding
+    counts: jax.Array  # i32[B], the last so many committed tokens of each
+
+
+@pytree
 class RecallBatch:
     """Ids of R rows that stand in cached pages, packed into T ids; at most one piece a row."""
 

@@ -6,209 +6,17 @@ Models are in `core.model_spec`; `models/families/` reads Hugging Face's `config
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
-from jspec.core import drafting, shapes
-from jspec.core.drafting import Drafting
+from jspec.core import shapes
 from jspec.core.errors import ConfigError
 from jspec.core.hidden_rows import HiddenRows
+from jspec.core.speculation import Algorithm as Algorithm
+from jspec.core.speculation import SpeculativeConfig as SpeculativeConfig
 
 MAX_RECALL = 4096
-
-
-class Algorithm(enum.Enum):
-    """How drafts are made; the values are SGLang's `speculative_algorithm`."""
-
-    NONE = "NONE"
-    EAGLE = "EAGLE"
-    EAGLE3 = "EAGLE3"
-    NGRAM = "NGRAM"
-    STANDALONE = "STANDALONE"
-    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run again for every level
-    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one a level; no flag's name: the
-    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, is
-
-    @property
-    def drafting(self) -> Drafting:
-        """What the host must know of it."""
-        return _DRAFTING[self]
-
-    @property
-    def bundled_draft(self) -> str | None:
-        """The folder of the draft that the bundled target brings for this, if any."""
-        return _BUNDLED_DRAFTS.get(self)
-
-
-_BUNDLED_DRAFTS = {
-    Algorithm.EAGLE3: "draft",
-    Algorithm.EAGLE: "draft_eagle1",
-    Algorithm.NEXTN: "draft_mtp",
-    Algorithm.MULTI_LAYER_EAGLE: "draft_mtp",
-    Algorithm.STANDALONE: "draft_lm",
-}
-
-_DRAFTING = {
-    Algorithm.NONE: drafting.NO_DRAFTING,
-    Algorithm.EAGLE: drafting.EAGLE,
-    Algorithm.EAGLE3: drafting.EAGLE,
-    Algorithm.NGRAM: drafting.NGRAM,
-    Algorithm.STANDALONE: drafting.STANDALONE,
-    Algorithm.NEXTN: drafting.NEXTN,
-    Algorithm.MULTI_LAYER_EAGLE: drafting.MULTI_LAYER,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """S/K/N: num_steps levels, topk branches a level, num_draft_tokens nodes, root included.
-
-    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
-    every verification emits this many tokens on average, whatever the target chose; the text is
-    then not the model's.
-
-    total_nodes_per_row: None verifies all N nodes of each row. Otherwise a step of B rows verifies
-    T = ceil(B * this) nodes in total, and the device gives them to the rows whose drafts score
-    best (`speculative/node_budget.py`); from 1, the roots alone, to N, which is None.
-    """
-
-    algorithm: Algorithm = Algorithm.NONE
-    num_steps: int = 0
-    topk: int = 1
-    num_draft_tokens: int = 1
-    simulate_acceptance: float | None = None
-    total_nodes_per_row: float | None = None
-
-    def __post_init__(self) -> None:
-        spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
-        if self.algorithm is Algorithm.NONE:
-            if (self.num_steps, self.topk, self.num_draft_tokens) != (0, 1, 1):
-                raise ConfigError(f"{spec} without a draft model; expected 0/1/1")
-            if self.simulate_acceptance is not None:
-                raise ConfigError(
-                    f"simulate_acceptance is {self.simulate_acceptance}, but "
-                    f"speculative_algorithm is NONE; expected it unset"
-                )
-            if self.total_nodes_per_row is not None:
-                raise ConfigError(
-                    f"speculative_total_nodes_per_row is {self.total_nodes_per_row}, but "
-                    f"speculative_algorithm is NONE; expected it unset"
-                )
-            return
-        if self.num_steps < 1:
-            raise ConfigError(f"speculative_num_steps is {self.num_steps}; expected at least 1")
-        if self.topk < 1:
-            raise ConfigError(f"speculative_eagle_topk is {self.topk}; expected at least 1")
-        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
-            raise ConfigError(
-                f"{spec}: a chain (K = 1) verifies its S drafts and the root, so "
-                f"speculative_num_draft_tokens must be {self.num_steps + 1}"
-            )
-        most = 1 + self.pool_size
-        if not 2 <= self.num_draft_tokens <= most:
-            raise ConfigError(
-                f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
-                f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
-            )
-        self._check_total()
-        self._check_simulation()
-
-    def _check_total(self) -> None:
-        value, most = self.total_nodes_per_row, self.num_draft_tokens
-        if value is not None and not _is_between(value, 1, most):
-            raise ConfigError(
-                f"speculative_total_nodes_per_row is {value!r}; expected a number from 1 to "
-                f"N = {most}, nodes verified of a row on average, root included"
-            )
-
-    def _check_simulation(self) -> None:
-        value, most = self.simulate_acceptance, self.max_emitted
-        if value is None:
-            return
-        if not _is_between(value, 1, most):
-            raise ConfigError(
-                f"simulate_acceptance is {value!r}; expected a number from 1 to S + 1 = {most}, "
-                f"tokens emitted a verification, bonus included"
-            )
-        nodes = self.total_nodes_per_row
-        if nodes is not None and value > nodes:
-            raise ConfigError(
-                f"simulate_acceptance is {value}; expected at most "
-                f"speculative_total_nodes_per_row = {nodes}: a row emits no more than it has nodes"
-            )
-
-    @classmethod
-    def plain(cls) -> SpeculativeConfig:
-        return cls()
-
-    @property
-    def pool_size(self) -> int:
-        """Candidates of the draft tree."""
-        return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
-
-    @property
-    def tokens_ahead(self) -> int:
-        """What the drafter caches at position i depends on tokens up to i + this."""
-        return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
-
-    def total_nodes(self, batch: int) -> int | None:
-        """T: nodes that a step of this many rows verifies; None where that is all N of each.
-
-        In:  2.5 a row, batch 3   Out: 8
-        """
-        if self.total_nodes_per_row is None:
-            return None
-        total = math.ceil(batch * self.total_nodes_per_row)
-        return total if total < batch * self.num_draft_tokens else None
-
-    @property
-    def counts_nodes(self) -> bool:
-        """Whether a step says how many drafts of each row it verified: some N - 1, some fewer."""
-        nodes = self.total_nodes_per_row
-        return nodes is not None and nodes < self.num_draft_tokens
-
-    @property
-    def max_emitted(self) -> int:
-        """M = S + 1."""
-        return shapes.max_emitted(self.num_steps)
-
-    @property
-    def num_scratch_rows(self) -> int:
-        """Rows behind L that one step may write."""
-        drafting = self.algorithm.drafting
-        return shapes.num_scratch_rows(
-            self.num_draft_tokens,
-            propose_rows=drafting.propose_rows(self.num_steps, self.topk),
-            advance_rows=drafting.advance_rows(self.num_steps, self.topk),
-        )
-
-    @property
-    def num_root_rows(self) -> int:
-        """Rows that a drafter writes behind a prompt: 1 where it keeps the root's own."""
-        rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
-        return max(rows - self.max_emitted, 0)
-
-    def num_scratch_pages(self, page_size: int) -> int:
-        """Pages that a pool has beside those of its tokens, so that scratch costs no token.
-
-        They hold what a row writes behind its last token: all scratch but the root's row, which is
-        that token's own. None for plain decoding.
-        """
-        return shapes.num_pages(self.num_scratch_rows - 1, page_size)
-
-    def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
-        """Positions that a row must own for its next round (see core.shapes)."""
-        return shapes.reserved_tokens(
-            committed,
-            unread_rounds=unread_rounds,
-            num_steps=self.num_steps,
-            scratch_rows=self.num_scratch_rows,
-        )
-
-
-def _is_between(value: object, low: float, high: float) -> bool:
-    """Whether it is a number in these bounds; NaN is not."""
-    return isinstance(value, int | float) and value is not True and low <= value <= high
+# W: tokens of a row whose features wait while its steps are plain ones (speculative/deferred.py).
+DEFERRED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -244,6 +52,8 @@ class ServeLimits:
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
     hidden: how hidden states travel; None: nobody may ask for them.
+    other_shapes: what a decode step may be beside `spec`, which is the largest (`shapes`): a plan
+    names one. Scratch is reserved for `spec`, so that it does for each.
     """
 
     spec: SpeculativeConfig
@@ -264,9 +74,16 @@ class ServeLimits:
     logprobs: bool = False
     vocab_size: int = 0
     hidden: HiddenRows | None = None
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
+        for shape in self.other_shapes:
+            if shape == self.spec or not shape.fits_within(self.spec):
+                raise ConfigError(
+                    f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
+                    f"than {self.spec}, and not that one again"
+                )
         if not 0 <= self.overlap_depth <= 2:
             raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
         if self.page_size < 1:
@@ -313,6 +130,17 @@ class ServeLimits:
         return self.prefix_cache and not self.windows
 
     @property
+    def shapes(self) -> tuple[SpeculativeConfig, ...]:
+        """What a decode step may be; `spec` is the last."""
+        return (*self.other_shapes, self.spec)
+
+    @property
+    def deferred_tokens(self) -> int:
+        """W: most tokens of a row that its drafter has not been told of. 0: it is told at once."""
+        is_off = any(shape.is_plain for shape in self.shapes) and not self.spec.is_plain
+        return max(DEFERRED_TOKENS, self.num_rounds) if is_off else 0
+
+    @property
     def recall_size(self) -> int:
         """Most ids that one recall step tells of cached tokens."""
         return min(self.context_length, MAX_RECALL)
@@ -348,11 +176,12 @@ class ServeLimits:
         """Most pages of a window space that a row holds between two plans, however long it is.
 
         From the oldest key that its next query sees to the end of what is reserved for it: window
-        - 1 tokens before the committed length and the reserved ones behind it, wherever pages end.
+        - 1 tokens before the committed length, or before what its drafter was told of, and the
+        reserved ones behind it, wherever pages end.
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
         """
-        span = window - 1 + self.reserved_tokens_at_most(0)
+        span = window - 1 + self.deferred_tokens + self.reserved_tokens_at_most(0)
         return shapes.num_pages(span - 1, self.page_size) + 1
 
     def pages_of_chunks(self, num_tokens: int) -> int:

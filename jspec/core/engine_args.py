@@ -12,19 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jspec.core.arguments import Shorthand, argument, check_arguments
+from jspec.core.arguments import SGLANG_ATTENTION, Shorthand, argument, check_arguments, unset_error
 from jspec.core.config import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
 DEFAULT_SPEC = (3, 1, 4)
+_NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 _CHECKPOINT = {"is_local": True, "is_model": True, "is_fetched": True}
-_SGLANG_ATTENTION = (
-    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
-    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
-    *("trtllm_mla", "wave"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +125,15 @@ class EngineArgs:
     )
     speculative_total_nodes_per_row: float | None = argument(
         None, "Nodes verified a row on average, of all rows the best (N)", _SPECULATION, low=1
+    )
+    speculative_adaptive: bool = argument(
+        False, "Chooses each step's shape by what it accepts and costs, S/K/N at most", _SPECULATION
+    )
+    speculative_adaptive_config: str | None = argument(
+        None,
+        'What it chooses from: a JSON file, {"candidate_steps": [0, 1, 3]}; 0 is plain decoding',
+        _SPECULATION,
+        is_local=True,
     )
     speculative_draft_rope_theta: float | None = argument(
         None, "Overrides the head's rope theta", _SPECULATION, above=0
@@ -269,7 +274,7 @@ class EngineArgs:
         "where they serve model and dtype; SGLang's names mean auto",
         _MEMORY,
         choices=("auto", "xla", "pallas"),
-        translated=dict.fromkeys(_SGLANG_ATTENTION, "auto"),
+        translated=dict.fromkeys(SGLANG_ATTENTION, "auto"),
     )
     grammar_backend: str = argument(
         "llguidance", "what compiles grammars", _MODEL, choices=("llguidance", "xgrammar", "none")
@@ -297,27 +302,18 @@ class EngineArgs:
                     f"{'speculative_' * (needed != 'model_path')}{needed} too"
                 )
         elif path is not None:
-            because = f"speculative_algorithm is {algorithm.value}"
-            raise ConfigError(
-                f"speculative_draft_model_path is {path!r}, but {because}; expected it unset"
-            )
+            raise unset_error("speculative_draft_model_path", path, algorithm.value)
         token_map = self.speculative_token_map
         if token_map is not None and algorithm is not Algorithm.EAGLE:
-            because = " (an EAGLE-3 head has a map of its own)"
-            raise ConfigError(
-                f"speculative_token_map is {token_map!r}, but speculative_algorithm is "
-                f"{algorithm.value}; expected it unset{because * (algorithm is Algorithm.EAGLE3)}"
-            )
-        name = "speculative_ngram_min_match_window_size"
+            hint = " (an EAGLE-3 head has a map of its own)" * (algorithm is Algorithm.EAGLE3)
+            raise unset_error("speculative_token_map", token_map, algorithm.value, hint=hint)
+        name = f"{_NGRAM}_min_match_window_size"
         shortest, longest = getattr(self, name), self.speculative_ngram_max_match_window_size
         if not 1 <= shortest <= longest:
             raise ConfigError(f"{name} is {shortest!r}; expected an integer from 1 to {longest}")
         corpus = self.speculative_ngram_external_corpus_path
         if corpus is not None and algorithm is not Algorithm.NGRAM:
-            raise ConfigError(
-                f"speculative_ngram_external_corpus_path is {corpus!r}, but speculative_algorithm "
-                f"is {algorithm.value}; expected it unset"
-            )
+            raise unset_error(f"{_NGRAM}_external_corpus_path", corpus, algorithm.value)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:

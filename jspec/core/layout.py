@@ -119,6 +119,11 @@ def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:
     return PackedLayout((("slots", (batch,)), ("allowed", (batch, nodes, words))))
 
 
+def catch_up_layout(*, batch: int) -> PackedLayout:
+    """A CatchUpBatch's."""
+    return PackedLayout((("slots", (batch,)), ("counts", (batch,))))
+
+
 def prefill_layout(
     *,
     tokens: int,

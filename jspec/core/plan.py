@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.features import StepFeatures
 from jspec.core.grammar import Constraint
 from jspec.core.request import Request, SamplingParams, TokenLogprob
@@ -77,8 +77,9 @@ class PageGrant:
 
 
 class StepKind(enum.Enum):
-    """The last four are no plan's. The runner puts RECALL before a prefill whose rows need it, and
-    runs PROPOSE, SCORE and SETTLE for a decode in which a row follows a grammar."""
+    """The last five are no plan's. The runner puts RECALL before a prefill whose rows need it,
+    CATCH_UP before a decode that says so, and runs PROPOSE, SCORE and SETTLE for a decode in which
+    a row follows a grammar."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -86,6 +87,7 @@ class StepKind(enum.Enum):
     PROPOSE = "propose"
     SCORE = "score"
     SETTLE = "settle"
+    CATCH_UP = "catch up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,9 @@ class StepPlan:
     features: what the rows need, all of them together. grants: of all spaces in a decode; of the
     window spaces in a prefill, whose admissions bring the pages of the full space. constraints: of
     `row_refs`, or empty where no row follows a grammar; such rows have nothing unread.
+    shape: of a decode, one of the engine's; None: its own, `ServeLimits.spec`. owed: tokens of each
+    row that its drafter is told of right before this decode, because plain steps left that out;
+    empty: nothing is told now.
     """
 
     step: int
@@ -105,6 +110,16 @@ class StepPlan:
     rows: tuple[RowRef, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     constraints: tuple[Constraint | None, ...] = ()
+    shape: SpeculativeConfig | None = None
+    owed: tuple[int, ...] = ()
+
+    def spec(self, limits: ServeLimits) -> SpeculativeConfig:
+        """S/K/N of a decode."""
+        return limits.spec if self.shape is None else self.shape
+
+    def most_emitted(self, limits: ServeLimits) -> int:
+        """Tokens that a row of a decode can emit in all its rounds."""
+        return self.num_rounds(limits) * self.spec(limits).max_emitted
 
     def num_rounds(self, limits: ServeLimits) -> int:
         """Verifications of a decode: one where the host must look at every tree. A prefill is 1."""

@@ -26,7 +26,7 @@ class ResolvedConfig(EngineArgs):
     kernels: the bundle's name in `pallas_kernels.choose.OPS`. by_columns: whether weights lie by
         columns where its kernels can read them so.
     decode_buckets, prefill_buckets: B and T of the programs, ascending. prefill_rows: most rows of
-        a prefill step.
+        a prefill step. other_shapes: what a decode step may be beside S/K/N.
     """
 
     model_path: str
@@ -47,6 +47,7 @@ class ResolvedConfig(EngineArgs):
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         """What it is made from was checked as EngineArgs; S/K/N is 0/1/1 without a drafter."""
@@ -74,4 +75,5 @@ class ResolvedConfig(EngineArgs):
 
     def values(self) -> dict[str, Any]:
         """Every field by its name, for /server_info and the log."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "other_shapes": tuple(map(str, self.other_shapes))}

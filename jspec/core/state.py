@@ -68,12 +68,14 @@ class RowState:
 
 @pytree
 class EngineState:
-    """Everything a step reads and replaces. `draft` is whatever pytree the drafter chose."""
+    """Everything a step reads and replaces. `draft` is whatever pytree the drafter chose;
+    `deferred` is speculative.deferred's, None where no step of a drafting engine is a plain one."""
 
     kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]
     draft_kv: tuple[jax.Array, ...]
     draft: Any
     rows: RowState
+    deferred: Any = None
 
 
 def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:

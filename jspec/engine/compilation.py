@@ -141,7 +141,7 @@ def compiler_options(
     if platform != "gpu":
         return {}
     is_decode = key.kind in (StepKind.DECODE, *CUT)
-    spec, tokens = limits.spec, None
+    spec, tokens = key.shape or limits.spec, None
     if is_decode:
         tokens = spec.total_nodes(key.bucket) or key.bucket * spec.num_draft_tokens
     options = ops.compiler_options(decode_tokens=tokens)
@@ -188,7 +188,8 @@ class Recipe:
         """Shape, static program and compiler's options of one program."""
         platform = mesh.devices.flat[0].platform
         options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
-        variant = dataclasses.replace(self.program, features=key.features)
+        spec = key.shape or self.program.spec
+        variant = dataclasses.replace(self.program, features=key.features, spec=spec)
         return ProgramShape.of(key, self.limits), variant, options
 
     def paths(

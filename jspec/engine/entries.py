@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jspec.core import sharding
 from jspec.core.batch import (
+    CatchUpBatch,
     DecodeBatch,
     Features,
     RecallBatch,
@@ -25,6 +26,7 @@ from jspec.core.batch import (
 from jspec.core.layout import PackedLayout
 from jspec.core.plan import StepKind
 from jspec.speculative.cut_step import propose_step, score_step, settle_step
+from jspec.speculative.deferred import catch_up_step
 from jspec.speculative.recall import recall_step
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 
@@ -83,6 +85,12 @@ def _settle(
     return settle_step(program, params, state, settle_batch(packed.unpack(flat)), tree, scored)
 
 
+def _catch_up(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return catch_up_step(program.drafter, params, state, CatchUpBatch(**packed.unpack(flat)))
+
+
 ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
     StepKind.DECODE: _decode,
     StepKind.PREFILL: _prefill,
@@ -90,6 +98,7 @@ ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
     StepKind.PROPOSE: _propose,
     StepKind.SCORE: _score,
     StepKind.SETTLE: _settle,
+    StepKind.CATCH_UP: _catch_up,
 }
 
 REPLICATED = PartitionSpec()

@@ -71,6 +71,7 @@ def size_pool(
         priority_order=config.priority_order,
         prefix_cache=not config.disable_radix_cache,
         logprobs=config.logprobs,
+        other_shapes=config.other_shapes,
     )
     dtype = jnp.dtype(config.dtype)
     of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)

@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.config import ServeLimits
-from jspec.core.features import PLAIN
+from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.features import PLAIN, StepFeatures
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.engine.programs import (
     ProgramKey,
     nearest_program,
     needed_program,
+    ready_shapes,
     recall_programs,
     scored_for,
 )
-from jspec.engine.transfer import pack, pack_recalls, unpack_result
+from jspec.engine.transfer import pack, pack_catch_up, pack_recalls, unpack_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ class ReadyPrograms:
 
     executables: Mapping[ProgramKey, Any]
     _nearest: dict[ProgramKey, ProgramKey] = field(default_factory=dict)
+    _shapes: dict[tuple[int, StepFeatures], tuple[SpeculativeConfig, ...]] = field(
+        default_factory=dict
+    )
 
     def nearest(self, needed: ProgramKey) -> ProgramKey:
         """As nearest_program, searched for once a size and set of features."""
@@ -41,6 +45,17 @@ class ReadyPrograms:
         if found is None:
             found = self._nearest[needed] = nearest_program(needed, self.executables)
         return found
+
+    def shapes(
+        self, limits: ServeLimits, num_rows: int, features: StepFeatures
+    ) -> tuple[SpeculativeConfig, ...]:
+        """As ready_shapes, searched for once a number of rows and set of features."""
+        asked = num_rows, features
+        if asked not in self._shapes:
+            self._shapes[asked] = ready_shapes(
+                limits, self.executables, num_rows=num_rows, features=features
+            )
+        return self._shapes[asked]
 
     def with_program(self, key: ProgramKey, executable: Any) -> ReadyPrograms:
         return ReadyPrograms({**self.executables, key: executable})
@@ -69,6 +84,10 @@ class PlanRunner(ABC):
     def ready_programs(self) -> tuple[ProgramKey, ...]:
         """What can be dispatched now; none after close()."""
         return tuple(self._programs.executables)
+
+    def ready_shapes(self, num_rows: int, features: StepFeatures) -> tuple[SpeculativeConfig, ...]:
+        """What a decode of so many rows can be now; from any thread."""
+        return self._programs.shapes(self._limits, num_rows, features)
 
     @property
     @abstractmethod
@@ -139,6 +158,8 @@ class PlanRunner(ABC):
         programs = self._programs
         if plan.admissions:
             self._recall(plan)
+        if plan.owed:
+            self._catch_up(plan)
         if plan.constraints and plan.kind is StepKind.DECODE:
             key, output = self._run_cut(plan)
         else:
@@ -169,6 +190,11 @@ class PlanRunner(ABC):
         for flat in pack_recalls(plan, self._limits):
             (key,) = recall_programs(self._limits)
             self._enqueue(key, flat, is_read=False)
+
+    def _catch_up(self, plan: StepPlan) -> None:
+        """Tells the drafter what plain steps did not."""
+        key = self._programs.nearest(ProgramKey(StepKind.CATCH_UP, len(plan.rows), PLAIN))
+        self._enqueue(key, pack_catch_up(plan, key, self._limits), is_read=False)
 
     def collect(self) -> StepResult:
         """Waits for the oldest dispatched step. Raises IndexError if none is in flight."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.core.plan import StepKind, StepPlan
@@ -18,16 +18,19 @@ CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class ProgramKey(NamedTuple):
-    """A compiled program. bucket: B rows of a decode, T tokens of a prefill or ids of a recall."""
+    """A compiled program. bucket: B rows of a decode, T tokens of a prefill or ids of a recall.
+    shape: of a decode, None: the engine's own."""
 
     kind: StepKind
     bucket: int
     features: StepFeatures
+    shape: SpeculativeConfig | None = None
 
     def __str__(self) -> str:
         size = "T" if self.kind in (StepKind.PREFILL, StepKind.RECALL) else "B"
         features = "" if self.features == PLAIN else f" {self.features}"
-        return f"{self.kind.value} {size}={self.bucket}{features}"
+        shape = "" if self.shape is None else f" {self.shape}"
+        return f"{self.kind.value} {size}={self.bucket}{shape}{features}"
 
 
 class HasBuckets(Protocol):
@@ -45,7 +48,24 @@ class HasBuckets(Protocol):
 
 def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """All that an engine wants."""
-    return (*step_programs(limits), *recall_programs(limits))
+    return (*step_programs(limits), *recall_programs(limits), *shape_programs(limits))
+
+
+def shape_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """Decodes of the shapes beside the engine's own, which serves until they are there. Catching
+    up comes first: without it no step may be a plain one."""
+    sizes = limits.decode_buckets
+    catch_up = sizes if limits.deferred_tokens else ()
+    return (
+        *(ProgramKey(StepKind.CATCH_UP, batch, PLAIN) for batch in catch_up),
+        *(
+            ProgramKey(StepKind.DECODE, batch, features, shape)
+            for features in (PLAIN, SAMPLING)
+            for shape in limits.shapes
+            if shape != limits.spec
+            for batch in sizes
+        ),
+    )
 
 
 def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
@@ -139,17 +159,22 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
     """What is compiled before an engine serves. when: "all" or "first"."""
-    return program_keys(limits) if when == "all" else first_programs(limits)
+    if when == "all":  # of the engine's own shape
+        return (*step_programs(limits), *recall_programs(limits))
+    return first_programs(limits)
 
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
-    """What is still to be made beside `ready`: decode without features, prefill, then the rest.
+    """What is still to be made beside `ready`: decode without features, prefill, then the rest,
+    and other shapes behind all of it.
 
     Prefill by powers of two first: with each of those a prompt pads no more than it has tokens.
     """
     missing = set(program_keys(limits)).difference(ready)
 
     def turn(key: ProgramKey) -> int:
+        if key.shape is not None or key.kind is StepKind.CATCH_UP:
+            return 4
         if key.kind is StepKind.PREFILL:
             return 1 if key.bucket.bit_count() == 1 else 2
         return 0 if key.features == PLAIN else 3
@@ -162,26 +187,59 @@ def needed_program(plan: StepPlan) -> ProgramKey:
     size = len(plan.rows)
     if plan.kind is StepKind.PREFILL:
         size = sum(len(chunk.token_ids) for chunk in plan.chunks)
-    return ProgramKey(plan.kind, size, plan.features)
+    return ProgramKey(plan.kind, size, plan.features, plan.shape)
 
 
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
     """The cheapest ready program that can do what is needed: smallest bucket, fewest features.
 
-    It is of the same kind, its bucket is not below the needed one and its features cover the
-    needed ones. Between equals the first of `ready`. Raises InvariantError if there is none.
+    It is of the same kind and shape, its bucket is not below the needed one and its features cover
+    the needed ones. Between equals the first of `ready`. Raises InvariantError if there is none.
     """
     ready = tuple(ready)
-    fit = [
-        key
-        for key in ready
-        if key.kind is needed.kind
-        and key.bucket >= needed.bucket
-        and key.features.covers(needed.features)
-    ]
+    fit = [key for key in ready if _serves(key, needed)]
     if not fit:
         raise InvariantError(
-            f"no program is ready for {needed}; expected one of its kind that is as large and has "
-            f"its features among {[str(key) for key in ready]}"
+            f"no program is ready for {needed}; expected one of its kind and shape that is as "
+            f"large and has its features among {[str(key) for key in ready]}"
         )
     return min(fit, key=lambda key: (key.bucket, len(key.features)))
+
+
+def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
+    """Whether that program can do what is needed."""
+    return (
+        key.kind is needed.kind
+        and key.shape == needed.shape
+        and key.bucket >= needed.bucket
+        and key.features.covers(needed.features)
+    )
+
+
+def ready_shapes(
+    limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, features: StepFeatures
+) -> tuple[SpeculativeConfig, ...]:
+    """The shapes that a decode of so many rows can have now, in the order of `limits.shapes`.
+
+    The engine's own always, another one where its program pads no more rows than that one's does;
+    a plain one only if the drafter can be told later, which pads no more either.
+    """
+    ready = tuple(ready)
+
+    def bucket(kind: StepKind, shape: SpeculativeConfig | None, needs: StepFeatures) -> int | None:
+        needed = ProgramKey(kind, num_rows, needs, shape)
+        found = [key.bucket for key in ready if _serves(key, needed)]
+        return min(found, default=None)
+
+    own = bucket(StepKind.DECODE, None, features)
+    told = bucket(StepKind.CATCH_UP, None, PLAIN)
+
+    def is_ready(shape: SpeculativeConfig) -> bool:
+        if shape == limits.spec:
+            return True
+        found = bucket(StepKind.DECODE, shape, features)
+        if found is None or own is None or found > own:
+            return False
+        return not shape.is_plain or (told is not None and told <= own)
+
+    return tuple(shape for shape in limits.shapes if is_ready(shape))

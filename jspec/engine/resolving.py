@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from jspec.core import shapes
-from jspec.core.config import Algorithm
+from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
 from jspec.core.resolved_config import ResolvedConfig
+from jspec.core.shape_sets import read_candidate_steps, shapes_for
 from jspec.engine.programs import FEW_PROGRAMS, step_programs
 from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
 from jspec.pallas_kernels.ops import Ops
@@ -105,11 +107,34 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
+        other_shapes=_other_shapes(args, checkpoint),
     )
     if config.compile_at_start != "auto":
         return config
     are_few = len(step_programs(config)) <= FEW_PROGRAMS
     return replace(config, compile_at_start="all" if are_few else "first")
+
+
+def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeConfig, ...]:
+    """Those of an adaptive engine; nothing of another one."""
+    if not args.speculative_adaptive:
+        if args.speculative_adaptive_config is not None:
+            raise ConfigError(
+                f"speculative_adaptive_config is {args.speculative_adaptive_config!r}, but "
+                f"speculative_adaptive is False; expected it unset"
+            )
+        return ()
+    spec = args.speculative
+    if spec.is_plain or spec.simulate_acceptance is not None:
+        found = "speculative_algorithm is NONE" if spec.is_plain else "simulate_acceptance is set"
+        raise ConfigError(
+            f"speculative_adaptive is True, but {found}; expected drafts whose acceptance says "
+            f"something"
+        )
+    path = args.speculative_adaptive_config
+    steps = None if path is None else read_candidate_steps(Path(path))
+    largest = replace(spec, algorithm=checkpoint.algorithm or spec.algorithm)
+    return tuple(shape for shape in shapes_for(largest, steps=steps) if shape != largest)
 
 
 def ops_of(config: ResolvedConfig) -> Ops:

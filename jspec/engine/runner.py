@@ -31,6 +31,7 @@ from jspec.engine.programs import ProgramKey
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.deferred import empty_deferred
 from jspec.speculative.step import StepProgram
 
 
@@ -265,6 +266,13 @@ def init_state(
         kv=pools(target.cache_groups),
         draft_kv=pools(drafter.cache_groups),
         draft=drafter.init_state(num_slots, context_length=limits.context_length, dtype=kv_dtype),
+        deferred=empty_deferred(
+            num_slots,
+            limits.deferred_tokens,
+            needs=drafter.needs,
+            hidden_size=target.hidden_size,
+            dtype=kv_dtype,
+        ),
         rows=empty_rows(
             num_slots,
             pages_per_row=limits.pages_per_row,

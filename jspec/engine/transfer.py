@@ -29,10 +29,12 @@ def layout_of(
     key: ProgramKey, limits: ServeLimits, *, table: SamplingTable = SAMPLING_FIELDS
 ) -> PackedLayout:
     """The packed layout of a program's batch."""
-    kind, bucket, features = key
+    kind, bucket, features, _ = key
     num_windows = len(limits.windows)
     if kind is StepKind.RECALL:
         return layout.recall_layout(tokens=bucket, rows=limits.prefill_rows)
+    if kind is StepKind.CATCH_UP:
+        return layout.catch_up_layout(batch=bucket)
     words = num_words(limits.vocab_size) if Feature.GRAMMAR in features else 0
     if kind is StepKind.SETTLE:
         nodes = limits.spec.num_draft_tokens
@@ -72,6 +74,15 @@ def pack(
         return packed.pack(fields)
     fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)
+    return packed.pack(fields)
+
+
+def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
+    """What is sent before a plan with `owed`, i32[layout size]."""
+    packed = layout_of(key, limits)
+    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+    fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
+    fields["counts"][: len(plan.rows)] = plan.owed
     return packed.pack(fields)
 
 
@@ -183,11 +194,12 @@ def unpack_result(
     that ran. Raises ValueError for another number of columns than the plan's kind has with them.
     """
     is_decode = plan.kind is StepKind.DECODE
+    spec = plan.spec(limits)
     words = 0 if limits.hidden is None else limits.hidden.words
     columns = layout.output_columns(
-        limits.spec.max_emitted if is_decode else 1,
+        spec.max_emitted if is_decode else 1,
         features,
-        counts_nodes=is_decode and limits.spec.counts_nodes,
+        counts_nodes=is_decode and spec.counts_nodes,
         hidden_words=words,
     )
     num_rounds = plan.num_rounds(limits)
@@ -205,13 +217,17 @@ def unpack_result(
         if asks_hidden is not None:
             prompt_hidden = asks_hidden.floats(of_tokens["hidden"][0, :, 0])
     of_rounds = zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
+    # What counts a verification assumes the engine's own shape unless it is told otherwise.
+    proposed = None
+    if plan.shape is not None:
+        proposed = np.full(len(plan.rows), spec.num_draft_tokens - 1, np.int32)
     return StepResult(
         step=plan.step,
         rounds=tuple(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
-                num_proposed=fields["num_proposed"][i] if "num_proposed" in fields else None,
+                num_proposed=fields["num_proposed"][i] if "num_proposed" in fields else proposed,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
                 hidden=hidden[i],

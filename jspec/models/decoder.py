@@ -167,6 +167,10 @@ class Decoder:
         return self.spec.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    @property
     def table(self) -> ParamTable:
         return table_of(self.spec) if self.declared is None else self.declared
 

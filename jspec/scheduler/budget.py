@@ -26,14 +26,16 @@ from jspec.core.request import DEFAULT_NEW_TOKENS, Request
 HEADROOM_ROUNDS = 8
 
 
-def pages_for_decode(limits: ServeLimits, committed: int, *, unread_rounds: int, last: int) -> int:
-    """Pages that a row must own before a decode step with `unread_rounds` unread rounds of it.
+def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int, last: int) -> int:
+    """Pages that a row must own before a decode step, whatever its shape.
+
+    unread_tokens: what its unread rounds can have emitted, the sum of their M.
 
     For the first round of the step, and for those behind it that can start at `last`
     (`last_committed`) or before. A round that starts behind `last` emits nothing that is kept: it
     gets no pages, and what it writes is written to page 0.
     """
-    first = committed + unread_rounds * limits.spec.max_emitted
+    first = committed + unread_tokens
     final = first + (limits.num_rounds - 1) * limits.spec.max_emitted
     start = max(first, min(final, last))
     positions = limits.spec.reserved_tokens(start, unread_rounds=0)
@@ -48,7 +50,7 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
     if num_tokens_left <= 1:
         return shapes.num_pages(fill_len, limits.page_size)
     last = fill_len + num_tokens_left - 2
-    return pages_for_decode(limits, fill_len, unread_rounds=0, last=last)
+    return pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
 
 
 def last_committed(prompt_len: int, max_new_tokens: int) -> int:

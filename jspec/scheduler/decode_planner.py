@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import PLAIN, Feature
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.scheduler import policy
 from jspec.scheduler.pages import FullPages
 from jspec.scheduler.results import Flight, Lineup
-from jspec.scheduler.row_table import RowTable
+from jspec.scheduler.row_table import Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
+from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.scheduler.windows import WindowPages
 
 
 class DecodePlanner:
     """Reads the scheduler's `running` sequences, in order of arrival, and `tenancies`, all that
-    hold a slot; `retract` takes a sequence's slot away."""
+    hold a slot; `retract` takes a sequence's slot away; `shapes` says what shape a decode has."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class DecodePlanner:
         running: Mapping[str, Sequence],
         tenancies: Mapping[RowRef, Tenancy],
         retract: Callable[[Sequence], None],
+        shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
         self._table = table
@@ -42,6 +44,7 @@ class DecodePlanner:
         self._running = running
         self._tenancies = tenancies
         self._retract = retract
+        self._shapes = shapes
         self._lineup: Lineup | None = None  # None: to be found out
 
     def changed(self) -> None:
@@ -72,6 +75,9 @@ class DecodePlanner:
         features, tenancies = PLAIN, lineup.tenancies
         if self._table.is_featured[lineup.slots].any():
             features = PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
+        shape = self._limits.spec
+        if Feature.GRAMMAR not in features:  # its programs are of one shape
+            shape = self._shapes.choose(num_rows=len(tenancies), features=features)
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,
@@ -79,8 +85,19 @@ class DecodePlanner:
             rows=lineup.rows,
             grants=tuple(grants),
             constraints=constraints_of(tenancies) if Feature.GRAMMAR in features else (),
+            shape=None if shape == self._limits.spec else shape,
+            owed=self._owed(lineup.slots, shape),
         )
         return Flight(plan, lineup)
+
+    def _owed(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
+        """What the drafter must be told of before a decode of this shape: all that it was not, if
+        it is to draft, or where a plain one would leave more than W tokens waiting."""
+        if not self._limits.deferred_tokens:
+            return ()
+        owed = self._table.owed[slots]
+        room = self._limits.deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
+        return tuple(owed.tolist()) if owed.max() > room else ()
 
     def _running_rows(self) -> Lineup:
         """What runs, oldest first."""

@@ -327,7 +327,9 @@ class EngineLoop:
         self._publish()
         result = await turn
         if result is not None:
-            self._unpublished += self._scheduler.read(self._in_flight.popleft(), result)
+            plan = self._in_flight.popleft()
+            self._scheduler.timed(plan, self._calls.steps.seconds(plan.step))
+            self._unpublished += self._scheduler.read(plan, result)
             if self._calls.first_tokens is not None:
                 self._calls.first_tokens.committed(result.step, time.monotonic())
 

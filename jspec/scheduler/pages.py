@@ -187,7 +187,7 @@ class FullPages:
             last,
             tenancy.sequence.fill_ids,
             tenancy.page_ids,
-            known=tenancy.known_len,
+            known=tenancy.drafted_len,
             writer=step,
             beside=True,
         )

@@ -147,7 +147,7 @@ def pages_missing(limits: ServeLimits, sequence: Sequence) -> int:
     needed = budget.pages_for_decode(
         limits,
         tenancy.committed_len,
-        unread_rounds=tenancy.rounds_in_flight,
+        unread_tokens=tenancy.tokens_in_flight,
         last=_last_committed(sequence),
     )
     return max(needed - len(tenancy.page_ids), 0)

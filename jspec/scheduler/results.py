@@ -37,7 +37,7 @@ def check_result(
         )
     is_decode = plan.kind is StepKind.DECODE
     num_rounds = plan.num_rounds(limits)
-    most = limits.spec.max_emitted if is_decode else 1
+    most = plan.spec(limits).max_emitted if is_decode else 1
     if is_decode:
         least = np.ones(len(plan.rows), np.int64)
     else:
@@ -62,7 +62,7 @@ def _check_proposed(limits: ServeLimits, plan: StepPlan, of_round: RoundResult) 
     proposed, accepted = of_round.num_proposed, of_round.num_emitted - 1
     if proposed is None:
         return
-    most = limits.spec.num_draft_tokens - 1
+    most = plan.spec(limits).num_draft_tokens - 1
     if proposed.shape != accepted.shape or (proposed < accepted).any() or (proposed > most).any():
         raise InvariantError(
             f"step {plan.step} verified {proposed.tolist()} drafts; expected from "

@@ -30,7 +30,9 @@ class RowTable:
     """Columns of one engine; `seat` begins a row, and nothing has to be done when it ends.
 
     left: tokens to emit. last: largest useful L (`budget.last_committed`). pages: page ids held.
-    steps, rounds: in flight. decodes: its final chunk is dispatched and it has not ended.
+    steps, rounds: in flight. ahead: tokens that those rounds can emit. owed: tokens of which plain
+    rounds did not tell its drafter, those in flight included.
+    decodes: its final chunk is dispatched and it has not ended.
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
     is_watched: and these must be shown to its StopWatch.
     is_featured: its steps need features. is_constrained: by a grammar, which must have
@@ -44,6 +46,8 @@ class RowTable:
     pages: Ints
     steps: Ints
     rounds: Ints
+    ahead: Ints
+    owed: Ints
     decodes: Bools
     ended: Bools
     is_plain: Bools
@@ -59,7 +63,7 @@ class RowTable:
         rows = limits.num_slots + 1
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
-        counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds")
+        counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds", "ahead", "owed")
         flags = (*("decodes", "ended", "is_plain", "is_watched", "is_featured", "is_constrained"),)
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
@@ -87,6 +91,7 @@ class RowTable:
         self.is_featured[slot], self.is_constrained[slot] = is_featured, is_constrained
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
+        self.ahead[slot] = self.owed[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
         self.is_plain[slot] = not is_cut and len(stop_ids) <= MAX_STOP_IDS
         self.is_watched[slot] = is_watched and self.is_plain[slot]
@@ -111,7 +116,7 @@ class RowTable:
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""
         spec = limits.spec
-        first = self.committed(slots) + self.rounds[slots] * spec.max_emitted
+        first = self.committed(slots) + self.ahead[slots]
         final = first + (limits.num_rounds - 1) * spec.max_emitted
         start = np.maximum(first, np.minimum(final, self.last[slots]))
         positions = start + spec.num_scratch_rows

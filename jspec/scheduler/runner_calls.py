@@ -11,7 +11,7 @@ from jspec.core.errors import InvariantError, RunnerError
 from jspec.core.plan import StepPlan, StepResult
 from jspec.core.protocols import Runner
 from jspec.scheduler.request_trace import FirstTokens
-from jspec.scheduler.trace import TraceEvent, TraceKind
+from jspec.scheduler.trace import StepClock, TraceEvent, TraceKind
 
 
 class RunnerCalls:
@@ -21,6 +21,7 @@ class RunnerCalls:
         self._runner = runner
         self._trace = trace
         self.first_tokens: FirstTokens | None = None
+        self.steps = StepClock()
 
     def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
         """Dispatches `plan`, then waits for the oldest step, if told to.
@@ -38,11 +39,13 @@ class RunnerCalls:
         if plan is not None:
             started = time.monotonic()
             self._runner.dispatch(plan)
+            self.steps.dispatched(plan.step, started)
             self._record(TraceKind.DISPATCH, plan.step, started)
         if not collects:
             return None
         started = time.monotonic()
         result = self._runner.collect()
+        self.steps.collected(result.step, time.monotonic())
         self._record(TraceKind.COLLECT, result.step, started)
         return result
 

@@ -37,6 +37,7 @@ from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
+from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
@@ -44,12 +45,18 @@ from jspec.scheduler.windows import WindowPages
 
 
 class Scheduler:
-    """Plans steps within `limits`; `make_stream` gives each request its text."""
+    """Plans steps within `limits`; `make_stream` gives each request its text, `shapes` each decode
+    its shape (None: always the engine's own)."""
 
     def __init__(
-        self, limits: ServeLimits, *, make_stream: Callable[[Request], TextStream]
+        self,
+        limits: ServeLimits,
+        *,
+        make_stream: Callable[[Request], TextStream],
+        shapes: ShapeChooser | None = None,
     ) -> None:
         self._limits = limits
+        self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
         self._pages = FullPages(limits)
         self._windows = WindowPages(limits)
@@ -73,6 +80,7 @@ class Scheduler:
             running=self._running,
             tenancies=self._tenancies,
             retract=self._retract,
+            shapes=self._shapes,
         )
 
     @property
@@ -93,6 +101,7 @@ class Scheduler:
             num_free_window_pages=self._windows.num_free,
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
+            shapes=self._shapes.totals,
             **self._totals.by_name(),
         )
 
@@ -158,7 +167,7 @@ class Scheduler:
         if self._in_flight:
             self._pages.withdraw(self._in_flight[0].plan.step)
         self._in_flight.clear()
-        self._table.steps[:] = self._table.rounds[:] = 0
+        self._table.steps[:] = self._table.rounds[:] = self._table.ahead[:] = 0
         for tenancy in tuple(self._tenancies.values()):
             if tenancy.ended:
                 self._release(tenancy)
@@ -270,7 +279,13 @@ class Scheduler:
             self._pages.publish(tenancy, step=plan.step)
             table.decodes[chunk.row.slot] = chunk.is_final
         if plan.kind is StepKind.DECODE:
-            table.rounds[flight.slots] += plan.num_rounds(self._limits)
+            num_rounds = plan.num_rounds(self._limits)
+            table.rounds[flight.slots] += num_rounds
+            table.ahead[flight.slots] += plan.most_emitted(self._limits)
+            if plan.owed:
+                table.owed[flight.slots] = 0
+            if self._limits.deferred_tokens and plan.spec(self._limits).is_plain:
+                table.owed[flight.slots] += num_rounds
         table.steps[flight.slots] += 1
 
     # Results in.
@@ -292,6 +307,8 @@ class Scheduler:
         table.steps[flight.slots] -= 1
         if plan.kind is StepKind.DECODE:
             table.rounds[flight.slots] -= plan.num_rounds(self._limits)
+            table.ahead[flight.slots] -= plan.most_emitted(self._limits)
+            self._shapes.read(plan, result)
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
                 self._release(flight.tenancies[i])
@@ -303,6 +320,10 @@ class Scheduler:
                 if not tenancy.ended:
                     self._windows.trim(tenancy)
         return pieces
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """How long the device took for a step that is about to be read."""
+        self._shapes.timed(plan, seconds)
 
     # Tenancies: admit, end, release.
 

@@ -11,7 +11,7 @@ counters all derive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from jspec.cache.prefix_cache import CachedPage
@@ -23,6 +23,7 @@ from jspec.core.plan import Admission, RowRef
 from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
+from jspec.scheduler.cut import Cut, first_stop
 from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
@@ -94,6 +95,17 @@ class Tenancy:
         return int(self.table.rounds[self.row.slot])
 
     @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that those rounds can emit."""
+        return int(self.table.ahead[self.row.slot])
+
+    @property
+    def drafted_len(self) -> int:
+        """Of known_len, the tokens that the drafter has been told of as well."""
+        told = self.known_len - int(self.table.owed[self.row.slot])
+        return max(told, min(self.known_len, len(self.fill_ids)))
+
+    @property
     def ended(self) -> bool:
         return bool(self.table.ended[self.row.slot])
 
@@ -146,19 +158,6 @@ class Tenancy:
         """What is unread and emits at least one token each: rounds and the final chunk."""
         awaits_root = self.is_prefill_dispatched and not self.is_prefill_read
         return self.rounds_in_flight + awaits_root
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """What is left of one round's ids, and why the sequence ends, if so.
-
-    num_shown: of the ids, those that have text. text: theirs, None if the reader makes it.
-    """
-
-    ids: tuple[int, ...]
-    text: str | None
-    num_shown: int
-    finish: FinishReason | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -388,15 +387,3 @@ def constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...
     """Of a plan's rows, in their order; nothing where none follows a grammar."""
     found = tuple(tenancy.sequence.constraint for tenancy in tenancies)
     return found if any(constraint is not None for constraint in found) else ()
-
-
-def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
-    """Index of the first stop id at or after `begin`; len(ids) without one.
-
-    Worked example: min_new_tokens 3 with 2 tokens out gives begin = 1, since ids[0] is the third
-    token and ids[1] the first one that may end the text.
-    """
-    for index in range(max(begin, 0), len(ids)):
-        if is_stop(ids[index]):
-            return index
-    return len(ids)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.request import SpecCounters
+from jspec.scheduler.shape_policy import NO_SHAPES, ShapeTotals
 from jspec.scheduler.transcript import Tally
 
 
@@ -19,7 +20,7 @@ class SchedulerStats:
     idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
     tokens found in the prefix cache. counters: sums over all sequences.
     num_slow_readers: of num_aborted, those whose chunks nobody read.
-    num_restarts: times that the runner failed and was to be begun anew.
+    num_restarts: times that the runner failed and was to be begun anew. shapes: if they are chosen.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
 
@@ -42,6 +43,7 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_slow_readers: int = 0
     num_restarts: int = 0
+    shapes: ShapeTotals = NO_SHAPES
 
     @property
     def cache_hit_rate(self) -> float:
@@ -55,7 +57,13 @@ class SchedulerStats:
             "num_running_reqs": self.num_running,
             "num_queue_reqs": self.num_queued,
             "num_leaked_pages": self.num_leaked_pages,
+            **self._shape_now(),
         }
+
+    def _shape_now(self) -> dict[str, Any]:
+        """S of the moment, where it is chosen: SGLang's name for it is the argument's."""
+        now = self.shapes.num_steps
+        return {} if now is None else {"speculative_num_steps": now}
 
 
 @dataclass(slots=True, kw_only=True)

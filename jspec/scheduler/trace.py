@@ -22,6 +22,26 @@ class TraceEvent:
     ended: float
 
 
+class StepClock:
+    """How long each step took the device: from its dispatch, or from when the step before it was
+    there, to its result. On the engine's thread; `seconds` once for each step, in order."""
+
+    def __init__(self) -> None:
+        self._dispatched: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
+        self._last = 0.0
+
+    def dispatched(self, step: int, now: float) -> None:
+        self._dispatched[step] = now
+
+    def collected(self, step: int, now: float) -> None:
+        self._seconds[step] = now - max(self._dispatched.pop(step), self._last)
+        self._last = now
+
+    def seconds(self, step: int) -> float:
+        return self._seconds.pop(step)
+
+
 class BusyClock:
     """Seconds during which it ran, the current run included. Readable from any thread."""
 

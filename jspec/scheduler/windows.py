@@ -100,9 +100,10 @@ class WindowPages:
         return grants
 
     def trim(self, tenancy: Tenancy) -> None:
-        """Takes back the pages that no query from `tenancy.known_len` on can see."""
+        """Takes back the pages that no query from `tenancy.known_len` on can see, nor one of a
+        drafter that is told of earlier tokens later (`drafted_len`)."""
         for space, (pool, held) in zip(self._limits.windows, self._spaces(tenancy), strict=True):
-            first_seen = max(tenancy.known_len - (space.window - 1), 0)
+            first_seen = max(tenancy.drafted_len - (space.window - 1), 0)
             while held.pages and (held.first + 1) * self._limits.page_size <= first_seen:
                 pool.release((held.pages.popleft(),))
                 held.first += 1

@@ -145,8 +145,6 @@ _OTHER_SPECULATIVE = (
     ),
     _refused("--speculative-draft-window-size", _INT, "the draft attends to the whole context"),
     _refused("--speculative-draft-sink-size", _INT, "the draft attends to the whole context"),
-    _refused("--speculative-adaptive", _SWITCH, "S/K/N are fixed at start"),
-    _refused("--speculative-adaptive-config", _TEXT, "S/K/N are fixed at start"),
     _warns("--speculative-ngram-min-bfs-breadth", _INT, _NGRAM_TREE),
     _warns("--speculative-ngram-max-bfs-breadth", _INT, _NGRAM_TREE),
     _refused(

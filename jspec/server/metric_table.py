@@ -217,8 +217,8 @@ GAUGES = (
     ),
     _gauge(
         "sglang:spec_num_steps",
-        text="S: draft levels",
-        read=lambda s: s.limits.spec.num_steps,
+        text="S: draft levels; with --speculative-adaptive those chosen last",
+        read=lambda s: s.stats.shapes.steps_now(s.limits.spec),
     ),
     _gauge(
         "sglang:spec_num_draft_tokens",
@@ -231,7 +231,28 @@ GAUGES = (
         read=lambda s: s.stats.num_leaked_pages,
     ),
 )
+
+
+def _of_shapes(name: str) -> Callable[[Snapshot], Value]:
+    """Reads one of what a chooser of shapes counts."""
+
+    def read(snapshot: Snapshot) -> Value:
+        found: float = getattr(snapshot.stats.shapes, name)
+        return found
+
+    return read
+
+
+SHAPES = (
+    ("expected_tokens", "Tokens expected of the decodes whose shape --speculative-adaptive chose"),
+    ("emitted_tokens", "Tokens that they emitted"),
+    ("expected_seconds", "Seconds expected of those of known cost"),
+    ("measured_seconds", "Seconds that they took"),
+    ("num_changes", "Changes of the shape that is worth most"),
+    ("num_probes", "Decodes of another shape, to see what it costs or accepts"),
+)
 COUNTERS = (
+    *(_counter(f"jspec:shape_{name}", text=text, read=_of_shapes(name)) for name, text in SHAPES),
     _counter(
         *("sglang:prompt_tokens", "vllm:prompt_tokens", "vllm:prefix_cache_queries"),
         text="Prompt tokens, cached ones included",

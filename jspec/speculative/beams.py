@@ -51,6 +51,13 @@ class LevelOne:
     scores: jax.Array  # f32[B, K], path scores, <= 0
     carried: Any  # pytree of [B, K, .] arrays: what each beam has of its parent; () for nothing
 
+    def best(self, topk: int) -> LevelOne:
+        """The first of them: a tree may have fewer branches than the last advance left."""
+        if topk == self.ids.shape[1]:
+            return self
+        best: LevelOne = jax.tree.map(lambda x: x[:, :topk], self)
+        return best
+
 
 @pytree
 class BeamRows:
@@ -100,6 +107,7 @@ def grow_tree(
     layout: BeamLayout,
 ) -> tuple[KVPool, DraftTree]:
     """S - 1 draft forwards, then the tree. Returns the caches with the scratch rows written."""
+    first = first.best(spec.topk)
     batch, topk = first.ids.shape
     levels = [Level(ids=first.ids, scores=first.scores, parents=jnp.full_like(first.ids, -1))]
     first_of_level = 0

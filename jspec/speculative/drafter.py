@@ -22,6 +22,7 @@ from jaxtyping import Array, Int
 from jspec.core import drafting, shapes
 from jspec.core.batch import DraftTree, Features, Verified
 from jspec.core.cache_groups import CacheGroup
+from jspec.core.config import SpeculativeConfig
 from jspec.core.drafting import Drafting
 from jspec.core.pytree import pytree, static
 from jspec.core.state import SamplingRows
@@ -218,6 +219,10 @@ class Drafter(Protocol):
         """A pytree with one row per slot, the dummy slot 0 included."""
         ...
 
+    def of_shape(self, spec: SpeculativeConfig) -> Drafter:
+        """The same, proposing trees of a shape no larger, from the state that this one keeps."""
+        ...
+
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
@@ -254,6 +259,10 @@ class NoDrafter:
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> tuple[()]:
         del num_slots, context_length, dtype
         return ()
+
+    def of_shape(self, spec: SpeculativeConfig) -> NoDrafter:
+        del spec
+        return self
 
     def propose(
         self, params: Params, caches: KVPool, state: tuple[()], rows: RowsInStep

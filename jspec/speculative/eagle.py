@@ -7,7 +7,7 @@ from the last advance. How the tree grows from them is `beams`, how candidates a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -155,6 +155,9 @@ class EagleDrafter:
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.head.shard,
         )
+
+    def of_shape(self, spec: SpeculativeConfig) -> EagleDrafter:
+        return replace(self, spec=spec)
 
     def propose(
         self, params: Params, caches: KVPool, state: EagleState, rows: RowsInStep

@@ -23,7 +23,7 @@ With K > 1 every beam has rows of its own for its whole path: s * K rows in laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -145,6 +145,9 @@ class MultiLayerDrafter:
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.head.shard,
         )
+
+    def of_shape(self, spec: SpeculativeConfig) -> MultiLayerDrafter:
+        return replace(self, spec=spec)
 
     def propose(
         self, params: Params, caches: KVPool, state: MultiLayerState, rows: RowsInStep

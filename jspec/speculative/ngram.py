@@ -12,7 +12,7 @@ match is filled with token 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,9 @@ class NgramDrafter:
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> NgramState:
         del dtype
         return NgramState(history=jnp.full((num_slots, context_length), UNKNOWN, jnp.int32))
+
+    def of_shape(self, spec: SpeculativeConfig) -> NgramDrafter:
+        return replace(self, spec=spec)
 
     def propose(
         self, params: Params, caches: KVPool, state: NgramState, rows: RowsInStep

@@ -65,10 +65,7 @@ def recall_step(
         own = take_rows(draft, batch.slots)
         draft_kv, own = program.drafter.advance(params["draft"], draft_kv, own, emitted)
         draft = put_rows(draft, batch.slots, own)
-    after = EngineState(
-        kv=state.kv,
-        draft_kv=draft_kv,
-        draft=draft,
-        rows=dataclasses.replace(rows, seen=seen),
+    after = dataclasses.replace(
+        state, draft_kv=draft_kv, draft=draft, rows=dataclasses.replace(rows, seen=seen)
     )
     return after, jnp.zeros((1, 1), jnp.int32)

@@ -16,7 +16,7 @@ row is scratch: it lies at slot L', and the next advance writes the same numbers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -111,6 +111,9 @@ class StandaloneDrafter:
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.model.shard,
         )
+
+    def of_shape(self, spec: SpeculativeConfig) -> StandaloneDrafter:
+        return replace(self, spec=spec)
 
     def propose(
         self, params: Params, caches: KVPool, state: StandaloneState, rows: RowsInStep

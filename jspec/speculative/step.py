@@ -10,7 +10,8 @@
     score     one target forward over all nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
               what was guessed right, and the token behind it is the bonus
-    advance   the drafter is told what was emitted, with the target's features
+    advance   the drafter is told what was emitted, with the target's features; a plain step of an
+              engine that drafts leaves out the first and puts off the last (`deferred`)
 
 All are pure: (program, params, state, batch) -> (state', output). A chain is a tree with K = 1,
 plain decoding a tree of one node, greedy is temperature 0: there is no other path through here.
@@ -28,32 +29,37 @@ from jaxtyping import Array, Int, UInt32
 
 from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, pack_output
 from jspec.core.config import SpeculativeConfig
+from jspec.core.drafting import NO_DRAFTING
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.layout import output_columns
 from jspec.core.state import (
     EngineState,
-    SamplingRows,
-    Seen,
     put_rows,
     take_rows,
 )
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
-from jspec.sampling.choose import choose
-from jspec.sampling.grammar import restrict
-from jspec.sampling.penalties import count_emitted, penalize, see_filled
-from jspec.speculative.drafter import Drafter, Emitted, RowsInStep, emitted_by, following_ids
+from jspec.sampling.penalties import count_emitted
+from jspec.speculative.deferred import defer
+from jspec.speculative.drafter import (
+    Drafter,
+    Emitted,
+    NoDrafter,
+    RowsInStep,
+    emitted_by,
+    following_ids,
+)
 from jspec.speculative.hidden import hidden_bits, rows_of, without_hidden
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
 from jspec.speculative.node_budget import num_drafts, pack_nodes, spend_budget
+from jspec.speculative.roots import sample_roots, see_chunks
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
 from jspec.speculative.verify import (
     choose_at_nodes,
     features_of,
-    no_tree,
     score,
     settle,
 )
@@ -61,7 +67,8 @@ from jspec.speculative.verify import (
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """Everything static about a step. features: what is compiled in."""
+    """Everything static about a step. features: what is compiled in. spec: its shape, which may be
+    smaller than the one that the drafter keeps its state for, or plain."""
 
     target: Target
     drafter: Drafter
@@ -77,8 +84,18 @@ class StepProgram:
         """The weights that the program's params hold."""
         return {"target": self.target.table, "draft": self.drafter.table}
 
+    @property
+    def proposer(self) -> Drafter:
+        """The drafter as it proposes in this shape."""
+        return NoDrafter() if self.is_deferring else self.drafter.of_shape(self.spec)
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether it is a plain step of an engine that drafts: its drafter is told later."""
+        return self.spec.is_plain and self.drafter.drafting != NO_DRAFTING
+
     def __post_init__(self) -> None:
-        if self.drafter.drafting != self.spec.algorithm.drafting:
+        if not self.is_deferring and self.drafter.drafting != self.spec.algorithm.drafting:
             raise ConfigError(
                 f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.value}; expected "
                 f"the drafter whose writes the host reserves for"
@@ -110,7 +127,7 @@ def propose_tree(
     budget, what of it is verified."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows, draft = _rows_in_step(state, batch.slots), take_rows(state.draft, batch.slots)
-    draft_kv, tree = program.drafter.propose(params["draft"], state.draft_kv, draft, rows)
+    draft_kv, tree = program.proposer.propose(params["draft"], state.draft_kv, draft, rows)
     tree = spend_budget(tree, rows, batch.slots, spec=program.spec)
     return dataclasses.replace(state, draft_kv=draft_kv), tree
 
@@ -179,8 +196,13 @@ def settle_tree(
     says_hidden, path_hidden = Feature.HIDDEN in program.features, verified.features.hidden
     if says_hidden and not program.drafter.needs.hidden:
         verified = without_hidden(verified)
-    emitted = emitted_by(verified, rows)
-    draft_kv, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
+    if program.is_deferring:
+        state = dataclasses.replace(state, deferred=defer(state.deferred, slots, verified, rows))
+    else:
+        emitted = emitted_by(verified, rows)
+        kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
+        draft = put_rows(state.draft, slots, draft)
+        state = dataclasses.replace(state, draft_kv=kept, draft=draft)
     is_counted = Feature.PENALTIES in program.features
     after = advance_rows(
         state.rows,
@@ -189,9 +211,7 @@ def settle_tree(
         seq_lens=rows.seq_lens,
         counted_from=target.token_ids()[0] if is_counted else None,
     )
-    next_state = EngineState(
-        kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, slots, draft), rows=after
-    )
+    next_state = dataclasses.replace(state, kv=kv, rows=after)
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
     if spec.counts_nodes:
         output["num_proposed"] = num_drafts(packed, slots, spec=spec)
@@ -263,10 +283,10 @@ def prefill_step(
     )
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
-    seen = _see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
+    seen = see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
     final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
     logits = target.logits(params["target"], final)[:, None]
-    roots = _sample_roots(
+    roots = sample_roots(
         target,
         logits,
         sampling,
@@ -295,9 +315,8 @@ def prefill_step(
     counts = count_emitted(seen.output_counts, batch.slots, roots, is_final, first_id=first_id)
     seen = dataclasses.replace(seen, output_counts=counts)
     after = start_rows(state.rows, batch.slots, roots=roots, ends=ends, seen=seen)
-    next_state = EngineState(
-        kv=kv, draft_kv=draft_kv, draft=put_rows(state.draft, batch.slots, draft), rows=after
-    )
+    draft = put_rows(state.draft, batch.slots, draft)
+    next_state = dataclasses.replace(state, kv=kv, draft_kv=draft_kv, draft=draft, rows=after)
     output = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
     words = rows_of(hidden).words if Feature.HIDDEN in says else 0
     columns = output_columns(1, program.features, hidden_words=words)
@@ -339,67 +358,8 @@ def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, Att
     )
 
 
-def _see_chunks(
-    target: Target,
-    state: EngineState,
-    batch: PrefillBatch,
-    rows: AttentionRows,
-    *,
-    prompt_lens: jax.Array,
-) -> Seen:
-    """`seen` with the chunks' tokens; those behind the prompt are of a row that was retracted."""
-    index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
-    slots = jnp.take(batch.slots, index.row_idx, mode="clip")
-    prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
-    return see_filled(
-        state.rows.seen,
-        slots,
-        batch.token_ids,
-        index.valid,
-        is_prompt=rows.q_positions < prompt,
-        first_id=target.token_ids()[0],
-    )
-
-
 def _is_first(drafter: Drafter, batch: PrefillBatch) -> jax.Array:
     """Rows of whose tenancy the drafter was told nothing yet: recall_step tells one that keeps ids
     of a cached prefix."""
     is_new = batch.admitted > 0
     return is_new & (batch.starts == 0) if drafter.drafting.keeps_ids else is_new
-
-
-def _sample_roots(
-    target: Target,
-    logits: jax.Array,
-    sampling: SamplingRows,
-    *,
-    seen: Seen,
-    prompt_lens: jax.Array,
-    ends: jax.Array,
-    features: StepFeatures,
-    allowed: jax.Array | None,
-) -> jax.Array:
-    """The token behind each chunk, i32[R]: position `ends`, with that position's noise."""
-    token_ids, raw = target.token_ids(), logits
-    if Feature.PENALTIES in features:
-        logits = penalize(
-            logits,
-            sampling,
-            token_ids=token_ids,
-            seen=seen,
-            tokens_on_path=no_tree(sampling),
-            num_output=(ends - prompt_lens)[:, None],
-        )
-    if allowed is not None:
-        allowed = allowed[:, None]
-        logits = restrict(logits, raw, allowed, token_ids=token_ids, shard=target.shard)
-    chosen = choose(
-        logits,
-        sampling,
-        positions=ends[:, None],
-        token_ids=token_ids,
-        filtered=Feature.FILTERS in features,
-        shard=target.shard,
-        ops=Ops(),
-    )
-    return chosen[:, 0]

@@ -30,6 +30,11 @@ class Target(Protocol):
         ...
 
     @property
+    def hidden_size(self) -> int:
+        """E."""
+        ...
+
+    @property
     def shard(self) -> Shard:
         """Which part of every split weight this device holds."""
         ...

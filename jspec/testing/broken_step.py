@@ -7,6 +7,7 @@ a device's error does.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ def _corrupted(state: EngineState, slot: int) -> EngineState:
         page_size = pages.shape[1]
         at = (rows.page_table[slot, last // page_size], last % page_size)
         kv.append(pages.at[at].set(-2 * jnp.flip(pages[at], axis=0), mode="drop"))
-    return EngineState(kv=tuple(kv), draft_kv=state.draft_kv, draft=state.draft, rows=rows)
+    return dataclasses.replace(state, kv=tuple(kv))
 
 
 class CorruptingEngine(Engine):

@@ -36,6 +36,8 @@ class FakeRow:
     read_len: int = 0  # L as of the collected steps
     num_read: int = 0
     unread_rounds: int = 0
+    unread_tokens: int = 0  # at most, of those rounds
+    owed: int = 0  # tokens of which the drafter was not told
     steps_in_flight: int = 0
     window_pages: list[dict[int, int]] = field(default_factory=list)
     text: list[int] = field(default_factory=list)

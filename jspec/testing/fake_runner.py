@@ -12,13 +12,16 @@ cover is listed at `FakeRunner`.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+import numpy as np
+
+from jspec.core.config import ServeLimits
 from jspec.core.errors import EngineClosedError
 from jspec.core.features import PLAIN
 from jspec.core.plan import (
@@ -33,8 +36,8 @@ from jspec.core.plan import (
 )
 from jspec.core.request import Request
 from jspec.core.seeds import MAX_SEED
-from jspec.core.shapes import powers_of_two
 from jspec.scheduler import budget
+from jspec.testing.fake_limits import small_limits as small_limits
 from jspec.testing.fake_pages import FakePages
 from jspec.testing.fake_rows import FakeRow, FakeWindows, require
 from jspec.testing.fake_text import VOCAB_SIZE
@@ -89,44 +92,6 @@ def _mix(seed: int, position: int) -> int:
     return x ^ (x >> 31)
 
 
-def small_limits(
-    *,
-    steps_topk_nodes: tuple[int, int, int] = (3, 1, 4),
-    num_slots: int = 4,
-    num_pages: int = 64,
-    page_size: int = 4,
-    context_length: int = 128,
-    chunk_size: int = 16,
-    prefill_rows: int = 2,
-    overlap_depth: int = 1,
-    num_rounds: int = 1,
-    max_queued_requests: int = 8,
-    windows: tuple[WindowSpace, ...] = (),
-    prefix_cache: bool = False,
-) -> ServeLimits:
-    """ServeLimits of a toy engine; 0/1/1 is plain decoding."""
-    num_steps, topk, nodes = steps_topk_nodes
-    algorithm = Algorithm.EAGLE3 if num_steps else Algorithm.NONE
-    spec = SpeculativeConfig(
-        algorithm=algorithm, num_steps=num_steps, topk=topk, num_draft_tokens=nodes
-    )
-    return ServeLimits(
-        spec=spec,
-        num_slots=num_slots,
-        num_pages=num_pages,
-        page_size=page_size,
-        context_length=context_length,
-        decode_buckets=powers_of_two(1, num_slots),
-        prefill_buckets=powers_of_two(1, chunk_size),
-        prefill_rows=prefill_rows,
-        overlap_depth=overlap_depth,
-        num_rounds=num_rounds,
-        max_queued_requests=max_queued_requests,
-        windows=windows,
-        prefix_cache=prefix_cache,
-    )
-
-
 class FakeRunner:
     """Runner for tests; raises PlanError unless every dispatched plan obeys these rules.
 
@@ -141,10 +106,11 @@ class FakeRunner:
     - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
       contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
       that the request would really emit.
-    - Decode: the final chunk is dispatched; some token is left to emit; for each round that may be
-      of use, the reservation holds for what the host can have read, and the device's true length
-      stays within it; rounds behind a row's end stay within the table; no page is granted that is
-      not needed.
+    - Decode: its shape is one of the engine's; at most W tokens of a row wait for its drafter, none
+      when it drafts; the final chunk is dispatched; some token is left to emit; for each round
+      that may be of use, the reservation holds for what the host can have read, and the device's
+      true length stays within it; rounds behind a row's end stay within the table; no page is
+      granted that is not needed.
     """
 
     def __init__(
@@ -189,11 +155,12 @@ class FakeRunner:
         else:
             self._grant(plan)
             self._grant_windows(plan)
-            by_row = [self._decode(row) for row in plan.rows]
+            self._tell(plan)
+            by_row = [self._decode(row, plan) for row in plan.rows]
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        rounds = tuple(RoundResult.of(ids) for ids in zip(*by_row, strict=True))
+        rounds = tuple(self._round(plan, ids) for ids in zip(*by_row, strict=True))
         self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
 
@@ -211,6 +178,7 @@ class FakeRunner:
                 row.num_read += len(ids)
                 if plan.kind is StepKind.DECODE:
                     row.unread_rounds -= 1
+                    row.unread_tokens -= plan.spec(self._limits).max_emitted
                     row.read_len += len(ids)
         return result
 
@@ -339,7 +307,7 @@ class FakeRunner:
     def _needed(self, row: FakeRow) -> int:
         """Positions that the rounds of the next step may write to any purpose."""
         spec = self._limits.spec
-        first = row.read_len + row.unread_rounds * spec.max_emitted
+        first = row.read_len + row.unread_tokens
         final = first + (self._limits.num_rounds - 1) * spec.max_emitted
         return max(first, min(final, self._last(row))) + spec.num_scratch_rows
 
@@ -351,24 +319,49 @@ class FakeRunner:
         )
         return budget.last_committed(admission.prompt_len, most)
 
-    def _decode(self, ref: RowRef) -> tuple[tuple[int, ...], ...]:
+    def _tell(self, plan: StepPlan) -> None:
+        """What a drafter was not told waits by row; nothing does where no step can be plain."""
+        limits, rows = self._limits, [self._row(ref) for ref in plan.rows]
+        require(plan.spec(limits) in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
+        if plan.owed:
+            found = tuple(row.owed for row in rows)
+            require(plan.owed == found, f"owed are {plan.owed}; expected {found}")
+        for row in rows:
+            if plan.owed and row.owed:  # the drafter reads and writes from there on
+                self._windows.check(row, first=row.seq_len - row.owed, end=row.seq_len)
+                row.owed = 0
+            if limits.deferred_tokens and plan.spec(limits).is_plain:
+                row.owed += plan.num_rounds(limits)
+                require(row.owed <= limits.deferred_tokens, f"{row.owed} tokens wait")
+            else:
+                require(row.owed == 0, f"a row drafts while {row.owed} tokens wait")
+
+    def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
+        of_round = RoundResult.of(ids)
+        if plan.shape is None:
+            return of_round
+        proposed = np.full(len(ids), plan.shape.num_draft_tokens - 1, np.int32)
+        return dataclasses.replace(of_round, num_proposed=proposed)
+
+    def _decode(self, ref: RowRef, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The row's ids, round by round."""
         row = self._row(ref)
         require(row.is_filled, f"{ref} decodes before its final chunk")
-        reserved = row.read_len + row.unread_rounds * self._limits.spec.max_emitted
+        reserved = row.read_len + row.unread_tokens
         reserved += self._limits.spec.num_scratch_rows
         owned = self._num_owned(row)
         require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
         require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
         self._check_tokens_left(row)
-        return tuple(self._run_round(row) for _ in range(self._limits.num_rounds))
+        return tuple(self._run_round(row, plan) for _ in range(self._limits.num_rounds))
 
-    def _run_round(self, row: FakeRow) -> tuple[int, ...]:
+    def _run_round(self, row: FakeRow, plan: StepPlan) -> tuple[int, ...]:
+        shape = plan.spec(self._limits)
         spec, ref, request = self._limits.spec, row.admission.row, row.admission.request
         last, owned = self._last(row), self._num_owned(row)
         written = row.seq_len + spec.num_scratch_rows
         if row.seq_len <= last:
-            start = min(row.read_len + row.unread_rounds * spec.max_emitted, last)
+            start = min(row.read_len + row.unread_tokens, last)
             reserved = start + spec.num_scratch_rows
             require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
             require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
@@ -378,6 +371,7 @@ class FakeRunner:
         is_drafting = request.sampling.speculative
         num_accepted = self._accepted_at(request, row.seq_len) if is_drafting else 0
         require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
+        num_accepted = min(num_accepted, shape.num_steps)
         first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
         emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
         start, end = row.seq_len, row.seq_len + len(emitted)
@@ -386,6 +380,7 @@ class FakeRunner:
         row.seq_len = end
         row.num_emitted += len(emitted)
         row.unread_rounds += 1
+        row.unread_tokens += shape.max_emitted
         return emitted
 
     def _check_tokens_left(self, row: FakeRow) -> None:

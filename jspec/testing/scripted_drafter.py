@@ -10,7 +10,7 @@ the first), or is told garbage: ids of no token among those of others, scores th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,9 @@ class ScriptedDrafter:
 
     def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> Any:
         return self.inner.init_state(num_slots, context_length=context_length, dtype=dtype)
+
+    def of_shape(self, spec: SpeculativeConfig) -> ScriptedDrafter:
+        return replace(self, inner=self.inner.of_shape(spec), spec=spec)
 
     def propose(
         self, params: Params, caches: KVPool, state: Any, rows: RowsInStep

@@ -397,5 +397,4 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 
 def _tokens_by_id(path: Path) -> dict[int, str]:
-    vocabulary = _load_backend(path).get_vocab(with_added_tokens=True)
-    return {i: token for token, i in vocabulary.items()}
+    return {i: token for token, i in _load_backend(path).get_vocab(with_added_tokens=True).items()}

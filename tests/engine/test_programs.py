@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import ServeLimits, SpeculativeConfig
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
 from jspec.core.plan import StepKind
@@ -24,6 +25,7 @@ from jspec.engine.programs import (
     nearest_program,
     program_keys,
     programs_at_start,
+    ready_shapes,
     step_programs,
 )
 from jspec.engine.resolving import prefill_buckets
@@ -36,7 +38,9 @@ SUBSETS = [
     for members in itertools.combinations(ALL, n)
 ]
 KINDS = st.sampled_from([StepKind.PREFILL, StepKind.DECODE])  # of plans
-KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS))
+SMALL = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=1, topk=1, num_draft_tokens=2)
+SHAPES = st.sampled_from([None, None, SpeculativeConfig.plain(), SMALL])
+KEYS = st.builds(ProgramKey, KINDS, st.integers(1, 9), st.sampled_from(SUBSETS), SHAPES)
 
 
 def decode(bucket: int, features: StepFeatures) -> ProgramKey:
@@ -46,6 +50,7 @@ def decode(bucket: int, features: StepFeatures) -> ProgramKey:
 def can_run(key: ProgramKey, needed: ProgramKey) -> bool:
     return (
         key.kind is needed.kind
+        and key.shape == needed.shape
         and key.bucket >= needed.bucket
         and set(key.features) >= set(needed.features)
     )
@@ -151,7 +156,10 @@ def test_powers_of_two_come_before_what_lies_between() -> None:
     assert sizes[:6] == [256, 512, 1024, 2048, 4096, 384]
 
 
-@given(needed=st.lists(KEYS, max_size=6), added=st.lists(KEYS, max_size=6))
+OWN_KEYS = KEYS.map(lambda key: key._replace(shape=None))  # these are always served
+
+
+@given(needed=st.lists(OWN_KEYS, max_size=6), added=st.lists(KEYS, max_size=6))
 def test_ready_programs_find_the_nearest_after_every_addition(
     needed: list[ProgramKey], added: list[ProgramKey]
 ) -> None:
@@ -206,3 +214,29 @@ def test_features_read_alike_in_every_process() -> None:
         "penalties+logprobs",
         "all",
     ]
+
+
+def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() -> None:
+    off = SpeculativeConfig.plain()
+    limits = dataclasses.replace(
+        limits_with((1, 4, 8), (32,)),
+        spec=SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4),
+        other_shapes=(off, SMALL),
+    )
+    own = [decode(8, ALL), decode(4, PLAIN)]
+
+    def ready(*more: ProgramKey, features: StepFeatures = PLAIN) -> str:
+        found = ready_shapes(limits, [*own, *more], num_rows=3, features=features)
+        return " ".join(map(str, found))
+
+    assert ready() == "3/1/4"
+    assert ready(decode(8, PLAIN)._replace(shape=SMALL)) == "3/1/4"
+    assert ready(decode(4, PLAIN)._replace(shape=SMALL)) == "1/1/2 3/1/4"
+    assert ready(decode(4, PLAIN)._replace(shape=SMALL), features=FILTERS) == "3/1/4"
+    plain = decode(4, PLAIN)._replace(shape=off)
+    assert ready(plain) == "3/1/4"  # nobody could tell the drafter
+    assert ready(plain, ProgramKey(StepKind.CATCH_UP, 4, PLAIN)) == "0/1/1 3/1/4"
+    first, every = programs_at_start(limits, "all"), program_keys(limits)
+    assert all(key.shape is None and key.kind is not StepKind.CATCH_UP for key in first)
+    assert len(set(every)) == len(every) == len(first) + 3 + 2 * 2 * 3
+    assert set(later_programs(limits, first)) == set(every) - set(first)

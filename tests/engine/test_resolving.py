@@ -27,7 +27,7 @@ DRAFTED = dataclasses.replace(PLAIN, draft_path="/d")
 CPU, TPU = DeviceFacts(platform="cpu"), DeviceFacts(platform="tpu", bytes_limit=16 * 10**9)
 H200 = DeviceFacts(platform="gpu", compute_capability="9.0", bytes_limit=140 * 10**9)
 A100 = DeviceFacts(platform="gpu", compute_capability="8.0", bytes_limit=80 * 10**9)
-EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"}
+EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d"}
 
 
 def resolved(
@@ -224,3 +224,28 @@ def test_all_of_it_is_shown() -> None:
     assert "simulate_acceptance=2.5" in line
     assert "dtype=float32" in line
     assert "None" not in line
+
+
+def test_an_adaptive_engine_has_shapes_and_another_one_none() -> None:
+    assert resolved(checkpoint=DRAFTED, **EAGLE).other_shapes == ()
+    adaptive = resolved(speculative_adaptive=True, checkpoint=DRAFTED, **EAGLE)
+    assert json.loads(json.dumps(adaptive.values()))["other_shapes"] == ["0/1/1", "1/1/2"]
+    assert adaptive.speculative.num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speculative_adaptive": True}, "speculative_adaptive is True, but .* is NONE"),
+        (
+            {"speculative_adaptive": True, "simulate_acceptance": 2.0, **EAGLE},
+            "speculative_adaptive is True, but simulate_acceptance is set",
+        ),
+        ({"speculative_adaptive_config": "f", **EAGLE}, "but speculative_adaptive is False"),
+    ],
+)
+def test_shapes_are_chosen_only_where_acceptance_says_something(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(checkpoint=DRAFTED, **arguments)

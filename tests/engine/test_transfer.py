@@ -24,7 +24,8 @@ from jspec.core.plan import (
 from jspec.core.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
 from jspec.core.state import empty_sampling
 from jspec.engine.programs import ProgramKey, nearest_program, needed_program, program_keys
-from jspec.engine.transfer import layout_of, pack, pack_recalls, unpack_result
+from jspec.engine.transfer import layout_of, pack, pack_catch_up, pack_recalls, unpack_result
+from jspec.testing.fake_limits import small_limits
 
 V = 100
 LIMITS = ServeLimits(
@@ -109,7 +110,7 @@ def arrived(plan: StepPlan, limits: ServeLimits = LIMITS) -> PrefillBatch:
     ],
 )
 def test_the_smallest_program_that_holds_the_plan(plan: StepPlan, key: ProgramKey) -> None:
-    assert nearest_program(needed_program(plan), program_keys(LIMITS)) == key
+    assert nearest_program(needed_program(plan), program_keys(LIMITS)) == ProgramKey(*key)
 
 
 def test_decode_rows_and_grants_arrive_and_padding_is_the_dummy_slot() -> None:
@@ -276,3 +277,24 @@ def test_cached_ids_are_recalled_in_pieces_where_they_are_used() -> None:
     assert recalled[1]["token_ids"].tolist() == [*fill[20:28], *fill[:8], *[0] * 4]
     assert recalled[1]["cu_q_lens"].tolist() == [0, 8, 16]
     assert pack_recalls(PREFILL, limits) == []
+
+
+def test_a_drafter_is_told_of_the_rows_of_a_plan() -> None:
+    limits = small_limits(shapes=((0, 1, 1), (1, 1, 2)))
+    plan = StepPlan(
+        step=1,
+        kind=StepKind.DECODE,
+        features=PLAIN,
+        rows=(RowRef(3, 1), RowRef(1, 4)),
+        shape=limits.shapes[1],
+        owed=(0, 16),
+    )
+    key = ProgramKey(StepKind.CATCH_UP, 4, PLAIN)
+    fields = layout_of(key, limits).unpack(pack_catch_up(plan, key, limits))
+    assert fields["slots"].tolist() == [3, 1, 0, 0]
+    assert fields["counts"].tolist() == [0, 16, 0, 0]
+    output = np.array([[2, 7, 8], [1, 9, 0], [0, 0, 0], [0, 0, 0]], np.int32)
+    (of_round,) = unpack_result(plan, output, limits).rounds
+    assert of_round.emitted_ids == ((7, 8), (9,))
+    assert of_round.num_proposed is not None
+    assert of_round.num_proposed.tolist() == [1, 1]

@@ -23,19 +23,19 @@ FAR = 1000  # `last` of a sequence that does not end soon
 def test_worked_example() -> None:
     assert EXAMPLE.max_total_tokens == 20
     assert budget.pages_for_admission(EXAMPLE, 10, num_tokens_left=12) == 4
-    assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=0, last=FAR) == 4
-    assert budget.pages_for_decode(EXAMPLE, 10, unread_rounds=1, last=FAR) == 5
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_tokens=0, last=FAR) == 4
+    assert budget.pages_for_decode(EXAMPLE, 10, unread_tokens=4, last=FAR) == 5
     assert budget.clip_max_new_tokens(EXAMPLE, 10, 100) == 11
 
 
 def test_worked_example_of_three_rounds() -> None:
-    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=0, last=FAR) == 6
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_tokens=0, last=FAR) == 6
     last = budget.last_committed(10, 5)
     assert last == 13
-    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=0, last=last) == 5
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_tokens=0, last=last) == 5
     assert budget.pages_for_admission(THREE_ROUNDS, 10, num_tokens_left=5) == 5
     # Unread rounds may all emit M; the first of this step behind them is reserved for in full.
-    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_rounds=3, last=last) == 7
+    assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_tokens=12, last=last) == 7
 
 
 @pytest.mark.parametrize("most", [None, 5, 100])
@@ -109,7 +109,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
         assert pages <= limits.num_pages
         if left > 1:  # the decode after this prefill, and every later one, starts within `last`
             assert fill_len <= last
-            needed = budget.pages_for_decode(limits, fill_len, unread_rounds=0, last=last)
+            needed = budget.pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
             assert needed == pages
             # Never more than what its last useful round needs.
             positions = last + limits.spec.num_scratch_rows
@@ -127,7 +127,10 @@ def test_growth_of_one_step_fits_the_grants_and_the_table(
         return
     before, after = (
         budget.pages_for_decode(
-            limits, committed, unread_rounds=steps * limits.num_rounds, last=last
+            limits,
+            committed,
+            unread_tokens=steps * limits.num_rounds * limits.spec.max_emitted,
+            last=last,
         )
         for steps in (unread, unread + 1)
     )
@@ -142,8 +145,8 @@ def test_headroom_never_asks_for_less_than_the_next_step_or_more_than_the_end(
     limits = small_limits(**knobs)
     ahead = budget.pages_ahead(limits, committed, last=last)
     end = max(committed, last)
-    assert ahead >= budget.pages_for_decode(limits, committed, unread_rounds=0, last=last)
-    assert ahead <= budget.pages_for_decode(limits, end, unread_rounds=0, last=last)
+    assert ahead >= budget.pages_for_decode(limits, committed, unread_tokens=0, last=last)
+    assert ahead <= budget.pages_for_decode(limits, end, unread_tokens=0, last=last)
 
 
 @given(
@@ -154,7 +157,8 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
 ) -> None:
     limits = small_limits(**knobs)
     most, size = limits.spec.max_emitted, limits.page_size
-    owned = size * budget.pages_for_decode(limits, committed, unread_rounds=unread, last=last)
+    ahead = unread * most
+    owned = size * budget.pages_for_decode(limits, committed, unread_tokens=ahead, last=last)
     for later in range(limits.num_rounds):
         start = committed + (unread + later) * most
         if later == 0 or start <= last:
@@ -162,6 +166,6 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
         else:  # it starts at most here; where it starts at `last` or before, it is of use
             assert last + limits.spec.num_scratch_rows <= owned
     single = small_limits(**{**knobs, "num_rounds": 1})
-    alone = budget.pages_for_decode(single, committed, unread_rounds=unread, last=last)
+    alone = budget.pages_for_decode(single, committed, unread_tokens=ahead, last=last)
     reserved = single.spec.reserved_tokens(committed, unread_rounds=unread)
     assert alone == shapes.num_pages(reserved, size)

@@ -26,20 +26,20 @@ def seated(limits: ServeLimits = LIMITS, *, fill: int = 5, last: int = 40) -> Ro
 @given(
     fill=st.integers(1, 60),
     emitted=st.integers(0, 30),
-    rounds=st.integers(0, 6),
+    ahead=st.integers(0, 24),
     new_tokens=st.integers(1, 50),
     num_rounds=st.integers(1, 3),
     page_size=st.sampled_from([1, 4, 16]),
 )
 def test_pages_missing_are_those_of_the_budget(
-    fill: int, emitted: int, rounds: int, new_tokens: int, num_rounds: int, page_size: int
+    fill: int, emitted: int, ahead: int, new_tokens: int, num_rounds: int, page_size: int
 ) -> None:
     limits = small_limits(num_rounds=num_rounds, page_size=page_size, num_pages=400)
     last = budget.last_committed(fill, new_tokens)
     table = seated(limits, fill=fill, last=last)
-    table.emitted[2], table.rounds[2] = emitted, rounds
+    table.emitted[2], table.ahead[2] = emitted, ahead
     committed = fill + max(emitted - 1, 0)
-    needed = budget.pages_for_decode(limits, committed, unread_rounds=rounds, last=last)
+    needed = budget.pages_for_decode(limits, committed, unread_tokens=ahead, last=last)
     for held in (0, needed - 1, needed, needed + 1):
         table.pages[2] = held
         assert table.pages_missing(SLOTS, limits)[1] == max(needed - held, 0)

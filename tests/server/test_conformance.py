@@ -2,7 +2,8 @@
 
 One engine for each shape, all checks against it: plain, chain, tree, and NGRAM. The same on a tiny
 pair are in the fast tests of this folder. Elsewhere or not here: C19, sampling masks,
-is optional and not served, C23 adaptive shapes (refused), C24 tests/speculative/test_distribution.
+is optional and not served, C23 tests/scheduler/test_adaptive_shapes, C24
+tests/speculative/test_distribution.
 """
 
 from __future__ import annotations

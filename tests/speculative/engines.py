@@ -45,6 +45,7 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.eagle import EagleDrafter
 from jspec.speculative.ngram import NgramDrafter, sort_corpus
@@ -157,13 +158,14 @@ def build(
     make: Callable[[Ops, Shard], Drafter] | None = None,
     aux_layer_ids: tuple[int, ...] = (),
     target_spec: ModelSpec = TARGET,
+    shapes: tuple[SpeculativeConfig, ...] = (),
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
     variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
     drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
     target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
-    last layer and what comes out.
+    last layer and what comes out. shapes: beside `spec`.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()
@@ -188,7 +190,7 @@ def build(
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
-    limits = dataclasses.replace(limits, logprobs=ALL in variants)
+    limits = dataclasses.replace(limits, logprobs=ALL in variants, other_shapes=shapes)
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
     executables = compile_all(
@@ -200,7 +202,9 @@ def build(
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.features in variants or (key.kind is StepKind.PREFILL and not limits.logprobs)
+            if key.features in variants
+            or key.kind is StepKind.CATCH_UP
+            or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),
     )
     return Compiled(limits=limits, program=program, params=placed, executables=executables)
@@ -266,7 +270,7 @@ class Served:
 
     accepted[i]: num_accepted of each verification of request i, those behind its end included.
     accepted_together: num_accepted of all rows of each round. proposed_together: drafts of each
-    that were verified, where the engine says so.
+    that were verified, where the engine says so. steps: all that ran.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -282,6 +286,7 @@ class Served:
     accepted: tuple[tuple[int, ...], ...]
     accepted_together: tuple[tuple[int, ...], ...]
     proposed_together: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[StepPlan, StepResult], ...]
     trace: tuple[TraceEvent, ...]
 
 
@@ -295,6 +300,7 @@ def serve(
     num_pages: int | None = None,
     dial: Params | None = None,
     draft: Params | None = None,
+    shapes: ShapeChooser | None = None,
 ) -> Served:
     """Runs the requests together through scheduler, loop and the real runner."""
     limits = dataclasses.replace(
@@ -307,11 +313,13 @@ def serve(
         num_pages=num_pages or compiled.limits.num_pages,
     )
     view = ViewRunner(compiled.runner(dial=dial, draft=draft), limits)
-    return asyncio.run(serve_view(view, requests))
+    return asyncio.run(serve_view(view, requests, shapes=shapes))
 
 
-async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
-    scheduler = Scheduler(view.limits, make_stream=FakeTextStream.for_request)
+async def serve_view(
+    view: ViewRunner, requests: list[Request], *, shapes: ShapeChooser | None = None
+) -> Served:
+    scheduler = Scheduler(view.limits, make_stream=FakeTextStream.for_request, shapes=shapes)
     trace: list[TraceEvent] = []
     loop = EngineLoop(scheduler, view, trace=trace)
     streams = [loop.submit(request) for request in requests]
@@ -339,6 +347,7 @@ async def serve_view(view: ViewRunner, requests: list[Request]) -> Served:
             for row, emitted in zip(plan.rows, of_round.emitted_ids, strict=True):
                 accepted[owner[row]].append(len(emitted) - 1)
     return Served(
+        steps=tuple(view.steps),
         accepted=tuple(tuple(accepted[request.request_id]) for request in requests),
         accepted_together=tuple(
             tuple(len(emitted) - 1 for emitted in of_round.emitted_ids)

@@ -32,7 +32,7 @@ ACCEPTANCE = 0.8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an engine is compiled for."""
+    """What an engine is compiled for. others: shapes beside its own; 0/1/1 is a plain step."""
 
     kind: str
     shape: tuple[int, int, int]
@@ -40,6 +40,7 @@ class Setting:
     rounds: int = 1
     shards: int = 1
     total: float | None = None  # nodes a row on average
+    others: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ def _engine(setting: Setting) -> Compiled:
             kind.make(spec, ops, shard), spec, TARGET.vocab_size
         ),
         aux_layer_ids=kind.aux_layer_ids,
+        shapes=tuple(kind.spec(other) for other in setting.others),
     )
 
 

@@ -1,0 +1,205 @@
+"""The choice of shapes in virtual time: the real chooser, a card that is only a table of costs.
+
+    python -m benchmarks.simulate_shapes [--out benchmarks/results/simulate_shapes.json]
+
+Batches of 1 to 64 rows that always decode; what a shape costs is one H200's (h200_table.json:
+plain and chain 3/1/4), between them in proportion to the tokens that a step runs, since 1/1/2 was
+not measured; what is accepted follows the dial's own draws (jspec/testing/dial_drafter.py), so that
+a draft is accepted where the true token of its position was guessed, after all before it. The
+acceptance length of 3/1/4 goes from 1 to 4, held for a whole run or changing halfway.
+
+Of each cell: tokens a second of the chooser, and of the best shape held fixed; plain is one of
+them. Steps are read one step late, as at overlap depth 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import json
+import random
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.features import PLAIN
+from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.core.shape_sets import shapes_for
+from jspec.core.shapes import powers_of_two
+from jspec.scheduler.adaptive_shapes import AdaptiveShapes
+from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
+from jspec.testing.dial_drafter import dial_rank
+
+CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
+TABLE = Path(__file__).parent / "results" / "h200_table.json"
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# Of the dial: probability that a draft is the true token, by acceptance length of 3/1/4.
+DIALS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+CHANGES = ((0.1, 0.9), (0.9, 0.1))
+POSITIONS = 4096  # of the dial's draws, which then repeat
+NOISE = 0.01  # of a step's time, either way
+CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Milliseconds of a step: (rows, ms), ascending, of plain and of 3/1/4."""
+
+    plain: tuple[tuple[int, float], ...]
+    chain: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def measured(cls) -> CostTable:
+        """As benchmarks/results/h200_table.json has it."""
+        cells = json.loads(TABLE.read_text())["cells"]
+
+        def of(name: str) -> tuple[tuple[int, float], ...]:
+            return tuple((b, cells[f"{name}/{b}"]["ms_per_step"]) for b in (1, 8, 32, 64))
+
+        return cls(of("plain"), of("chain"))
+
+    def step(self, shape: SpeculativeConfig, rows: int) -> float:
+        """In proportion to the nodes between plain's one and the chain's four."""
+        plain, chain = at(self.plain, rows), at(self.chain, rows)
+        return plain + (chain - plain) * (shape.num_draft_tokens - 1) / 3
+
+
+def at(points: tuple[tuple[int, float], ...], x: int) -> float:
+    """On the line between the two nearest."""
+    sizes = [size for size, _ in points]
+    i = min(max(bisect.bisect_left(sizes, x), 1), len(sizes) - 1)
+    (low, less), (high, more) = points[i - 1], points[i]
+    return less + (more - less) * (x - low) / (high - low)
+
+
+def dial_hits(acceptance: float, rows: int) -> np.ndarray:
+    """bool[rows, POSITIONS]: whether a chain of the dial guesses the token of each position."""
+    seeds = np.arange(1, rows + 1, dtype=np.uint32)[:, None]
+    positions = np.arange(POSITIONS, dtype=np.uint32)[None]
+    return np.asarray(dial_rank(seeds, positions, topk=1, acceptance=acceptance)) == 0
+
+
+def limits_of() -> ServeLimits:
+    return ServeLimits(
+        spec=CHAIN,
+        other_shapes=shapes_for(CHAIN)[:-1],
+        num_slots=64,
+        num_pages=4096,
+        page_size=64,
+        context_length=4096,
+        decode_buckets=powers_of_two(1, 64),
+        prefill_buckets=(1024,),
+        prefill_rows=16,
+    )
+
+
+def run(
+    chooser: ShapeChooser,
+    limits: ServeLimits,
+    *,
+    rows: int,
+    dials: tuple[float, ...],
+    num_steps: int,
+    table: CostTable,
+) -> tuple[float, dict[str, int]]:
+    """Tokens a second over `num_steps` steps, an equal part of them at each dial, and how many
+    steps were of which shape."""
+    hits = [dial_hits(dial, rows) for dial in dials]
+    lengths, every_row = np.zeros(rows, np.int64), np.arange(rows)
+    used: dict[str, int] = {}
+    refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
+    noise, owed, now, tokens = random.Random(0), 0, 0.0, 0
+    unread: deque[tuple[StepPlan, StepResult, float]] = deque()
+    for step in range(num_steps):
+        shape = chooser.choose(num_rows=rows, features=PLAIN)
+        used[str(shape)] = used.get(str(shape), 0) + 1
+        room = limits.deferred_tokens - 1 if shape.is_plain else 0
+        told = owed if owed > room else 0
+        plan = StepPlan(
+            step=step,
+            kind=StepKind.DECODE,
+            features=PLAIN,
+            rows=refs,
+            shape=shape,
+            owed=(told,) * rows if told else (),
+        )
+        owed = (owed - told + 1) if shape.is_plain else 0
+        hit = hits[step * len(dials) // num_steps]
+        ahead = (lengths[:, None] + np.arange(shape.num_steps)) % POSITIONS
+        accepted = np.cumprod(hit[every_row[:, None], ahead], axis=1).sum(axis=1)
+        emitted = (accepted + 1).astype(np.int32)
+        lengths += emitted
+        tokens += int(emitted.sum())
+        seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
+        if told:
+            seconds += CATCH_UP * (table.step(CHAIN, rows) - table.step(limits.shapes[0], rows))
+        now += seconds
+        result = RoundResult(num_emitted=emitted, ids=np.zeros((rows, 1), np.int32))
+        unread.append((plan, StepResult(step=step, rounds=(result,)), seconds / 1e3))
+        if len(unread) > 1:
+            read_plan, read_result, took = unread.popleft()
+            chooser.timed(read_plan, took)
+            chooser.read(read_plan, read_result)
+    return 1e3 * tokens / now, used
+
+
+def cell(
+    rows: int, dials: tuple[float, ...], *, num_steps: int, table: CostTable
+) -> dict[str, Any]:
+    """The chooser beside each shape held fixed."""
+    limits = limits_of()
+    chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
+    settings: dict[str, Any] = {"rows": rows, "dials": dials, "num_steps": num_steps}
+    adaptive, used = run(chooser, limits, table=table, **settings)
+    fixed = {
+        str(shape): run(FixedShape(shape), limits, table=table, **settings)[0]
+        for shape in limits.shapes
+    }
+    best = max(fixed, key=lambda name: fixed[name])
+    totals = chooser.totals
+    return {
+        "rows": rows,
+        "dials": dials,
+        "tokens_per_second": round(adaptive, 1),
+        "fixed": {name: round(value, 1) for name, value in fixed.items()},
+        "best": best,
+        "of_best": round(adaptive / fixed[best], 4),
+        "steps": used,
+        "changes": totals.num_changes,
+        "expected_of_emitted": round(totals.expected_tokens / totals.emitted_tokens, 4),
+        "expected_of_measured_seconds": round(totals.expected_seconds / totals.measured_seconds, 4),
+    }
+
+
+def table_of(*, num_steps: int) -> dict[str, Any]:
+    """Every cell, and the worst of them."""
+    table = CostTable.measured()
+    dials = [(dial,) for dial in DIALS] + list(CHANGES)
+    cells = [
+        cell(rows, each, num_steps=num_steps, table=table)
+        for rows, each in itertools.product(BATCHES, dials)
+    ]
+    worst = min(cells, key=lambda found: found["of_best"])
+    return {"num_steps": num_steps, "worst": worst, "cells": cells}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4000, help="decode steps of a cell")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; the standard output")
+    args = parser.parse_args(argv)
+    text = json.dumps(table_of(num_steps=args.steps), indent=1) + "\n"
+    if args.out is None:
+        sys.stdout.write(text)
+    else:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Who says what shape a decode step has. The scheduler asks; it knows no cost and no acceptance.
+
+Whatever is chosen, and in whatever order, the text is the same: a shape says only how much is
+drafted and verified in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jspec.core.config import SpeculativeConfig
+from jspec.core.features import StepFeatures
+from jspec.core.plan import StepPlan, StepResult
+from jspec.scheduler.shape_policy import ShapeTotals
+
+# The shapes that a decode of so many rows with these features can have now: programs are there.
+# The engine's own is always one of them.
+ReadyShapes = Callable[[int, StepFeatures], tuple[SpeculativeConfig, ...]]
+
+
+class ShapeChooser(Protocol):
+    """Asked once for each decode that is planned; told of each that was read, in order."""
+
+    @property
+    def totals(self) -> ShapeTotals:
+        """What it expected and what came; from any thread."""
+        ...
+
+    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+        """One of the engine's shapes for the next decode, of programs that are there."""
+        ...
+
+    def read(self, plan: StepPlan, result: StepResult) -> None:
+        """What a decode emitted."""
+        ...
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """How long the device took for a decode."""
+        ...
+
+
+class FixedShape:
+    """Always the engine's own."""
+
+    def __init__(self, shape: SpeculativeConfig) -> None:
+        self._shape = shape
+
+    @property
+    def totals(self) -> ShapeTotals:
+        return ShapeTotals()
+
+    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+        del num_rows, features
+        return self._shape
+
+    def read(self, plan: StepPlan, result: StepResult) -> None:
+        del plan, result
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        del plan, seconds

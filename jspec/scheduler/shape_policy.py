@@ -1,0 +1,120 @@
+"""Which shape of a decode step pays most: arithmetic over what was seen of drafts and of time.
+
+A step of B rows that emits E tokens a row in c seconds is worth E / c. E of a shape is 1 and, for
+each depth, the share of verifications that got so far; c is measured by shape and bucket. Nothing
+here knows a plan, a queue or a clock: numbers in, a shape out.
+
+    worked example, chain 3/1/4, 1 row, an H200's milliseconds: plain 4.14, 3/1/4 4.85
+    of 100 verifications 60 accepted 1 draft or more, 40 two, 30 three: E = 1 + 0.6 + 0.4 + 0.3
+    worth of 3/1/4   2.3 / 4.85 = 0.47 tokens a millisecond; of plain 1 / 4.14 = 0.24
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jspec.core.config import SpeculativeConfig
+
+# Chosen by hand, and checked by benchmarks/simulate_shapes.py (decision 28).
+HALF_VERIFICATIONS = 128  # after so many what was seen before counts half
+LEAST_DECAY = 0.9  # ... but a step of many rows leaves this much of it
+HALF_STEPS = 256  # what is not observed any more counts half after so many decode steps
+MARGIN = 0.015  # another shape must be worth so much more to be taken
+COST_SAMPLES = 9  # a cost is the median of the last so many steps
+ENOUGH_SAMPLES = 3  # and is known from so many on
+DOUBTS = 4.0  # verifications that the first guess counts for: half of all drafts are accepted
+
+
+def family(shape: SpeculativeConfig) -> tuple[int, int]:
+    """Shapes of one family accept alike: a chain the beginning of a longer one."""
+    return (shape.topk, 0 if shape.topk == 1 else shape.num_draft_tokens)
+
+
+@dataclass(slots=True)
+class Survival:
+    """How far verifications got, decayed. tried[d], got[d]: weight of those that could get to depth
+    d + 1, and that did."""
+
+    tried: list[float]
+    got: list[float]
+
+    @classmethod
+    def of(cls, num_steps: int) -> Survival:
+        guess = [DOUBTS * 0.5 ** (d + 1) for d in range(num_steps)]
+        return cls(tried=[DOUBTS] * num_steps, got=guess)
+
+    def see(self, counts: Sequence[int], *, num_steps: int, age: int) -> None:
+        """counts[i]: verifications of a step that accepted i drafts, of S at most num_steps. age:
+        decode steps since it saw something."""
+        total = sum(counts)
+        kept = max(0.5 ** (total / HALF_VERIFICATIONS), LEAST_DECAY) * 0.5 ** (age / HALF_STEPS)
+        reached = total
+        for d in range(num_steps):
+            reached -= counts[d] if d < len(counts) else 0
+            self.tried[d] = kept * self.tried[d] + total
+            self.got[d] = kept * self.got[d] + reached
+
+    def expected(self, num_steps: int) -> float:
+        """Tokens of a verification with so many levels, bonus included."""
+        return 1.0 + sum(
+            got / tried
+            for got, tried in zip(self.got[:num_steps], self.tried[:num_steps], strict=True)
+        )
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds of a step by shape and bucket."""
+
+    samples: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
+
+    def see(self, shape: SpeculativeConfig, bucket: int, seconds: float) -> None:
+        found = self.samples.setdefault((shape, bucket), deque(maxlen=COST_SAMPLES))
+        found.append(seconds)
+
+    def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
+        """The median; None while there is too little to say."""
+        found = self.samples.get((shape, bucket), ())
+        return statistics.median(found) if len(found) >= ENOUGH_SAMPLES else None
+
+
+def best_shape(
+    current: SpeculativeConfig,
+    *,
+    expected: Mapping[SpeculativeConfig, float],
+    costs: Mapping[SpeculativeConfig, float],
+) -> SpeculativeConfig:
+    """The shape that is worth most, of those whose cost is known; `current` unless another one is
+    worth MARGIN more. expected: tokens a row, costs: seconds, both > 0.
+    """
+    worth = {shape: expected[shape] / cost for shape, cost in costs.items()}
+    if not worth:
+        return current
+    best = max(worth, key=lambda shape: worth[shape])
+    is_worth_it = current not in worth or worth[best] > (1 + MARGIN) * worth[current]
+    return best if is_worth_it else current
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeTotals:
+    """What a chooser expected of the decodes that were read, and what came: tokens of all rows and
+    seconds of those steps of which both are known. num_changes: of the shape that is worth most.
+    num_probes: steps of another one."""
+
+    num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
+    expected_tokens: float = 0.0
+    emitted_tokens: int = 0
+    expected_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    num_changes: int = 0
+    num_probes: int = 0
+
+    def steps_now(self, spec: SpeculativeConfig) -> int:
+        """S of the shape that is chosen now; spec's where none is."""
+        return spec.num_steps if self.num_steps is None else self.num_steps
+
+
+NO_SHAPES = ShapeTotals()

@@ -1,0 +1,76 @@
+"""The roots that a prefill step chooses behind its chunks, and what penalties must know for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core.batch import PrefillBatch
+from jspec.core.features import Feature, StepFeatures
+from jspec.core.state import EngineState, SamplingRows, Seen
+from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.pallas_kernels.ops import Ops
+from jspec.sampling.choose import choose
+from jspec.sampling.grammar import restrict
+from jspec.sampling.penalties import penalize, see_filled
+from jspec.speculative.target import Target
+from jspec.speculative.verify import no_tree
+
+
+def see_chunks(
+    target: Target,
+    state: EngineState,
+    batch: PrefillBatch,
+    rows: AttentionRows,
+    *,
+    prompt_lens: jax.Array,
+) -> Seen:
+    """`seen` with the chunks' tokens; those behind the prompt are of a row that was retracted."""
+    index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
+    slots = jnp.take(batch.slots, index.row_idx, mode="clip")
+    prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
+    return see_filled(
+        state.rows.seen,
+        slots,
+        batch.token_ids,
+        index.valid,
+        is_prompt=rows.q_positions < prompt,
+        first_id=target.token_ids()[0],
+    )
+
+
+def sample_roots(
+    target: Target,
+    logits: jax.Array,
+    sampling: SamplingRows,
+    *,
+    seen: Seen,
+    prompt_lens: jax.Array,
+    ends: jax.Array,
+    features: StepFeatures,
+    allowed: jax.Array | None,
+) -> jax.Array:
+    """The token behind each chunk, i32[R]: position `ends`, with that position's noise."""
+    token_ids, raw = target.token_ids(), logits
+    if Feature.PENALTIES in features:
+        logits = penalize(
+            logits,
+            sampling,
+            token_ids=token_ids,
+            seen=seen,
+            tokens_on_path=no_tree(sampling),
+            num_output=(ends - prompt_lens)[:, None],
+        )
+    if allowed is not None:
+        allowed = allowed[:, None]
+        logits = restrict(logits, raw, allowed, token_ids=token_ids, shard=target.shard)
+    chosen = choose(
+        logits,
+        sampling,
+        positions=ends[:, None],
+        token_ids=token_ids,
+        filtered=Feature.FILTERS in features,
+        shard=target.shard,
+        ops=Ops(),
+    )
+    return chosen[:, 0]

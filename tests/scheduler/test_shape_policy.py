@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.shape_sets import shapes_for
+from jspec.scheduler.shape_policy import MARGIN, Costs, Survival, best_shape, family
+
+CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
+PLAIN, ONE, THREE = shapes_for(CHAIN)
+
+
+def test_the_worked_example() -> None:
+    survival = Survival(tried=[0.0] * 3, got=[0.0] * 3)
+    survival.see([40, 20, 10, 30], num_steps=3, age=0)
+    assert survival.expected(3) == pytest.approx(2.3)
+    assert survival.expected(1) == pytest.approx(1.6)
+    expected = {PLAIN: 1.0, THREE: survival.expected(3)}
+    assert best_shape(PLAIN, expected=expected, costs={PLAIN: 4.14, THREE: 4.85}) == THREE
+
+
+def test_a_shallow_verification_says_nothing_of_deeper_drafts() -> None:
+    survival = Survival.of(3)
+    before = survival.expected(3) - survival.expected(1)
+    for _ in range(50):
+        survival.see([0, 8], num_steps=1, age=0)
+    assert survival.expected(1) > 1.95
+    assert survival.expected(3) - survival.expected(1) == pytest.approx(before)
+
+
+def test_what_is_old_counts_less() -> None:
+    fresh, old = Survival.of(1), Survival.of(1)
+    for survival in (fresh, old):
+        for _ in range(200):
+            survival.see([1, 0], num_steps=1, age=0)
+    fresh.see([0, 1], num_steps=1, age=0)
+    old.see([0, 1], num_steps=1, age=2000)
+    assert old.expected(1) > 1.3 > 1.1 > fresh.expected(1)
+
+
+def test_chains_are_one_family_and_trees_are_their_own() -> None:
+    tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
+    families = [family(shape) for shape in shapes_for(tree)]
+    assert family(ONE) == family(THREE) == family(PLAIN)
+    assert len(set(families)) == 3  # 1/4/5 and 3/4/16 accept by their own nodes
+
+
+def test_a_cost_is_a_median_and_unknown_at_first() -> None:
+    costs = Costs()
+    for seconds in (0.004, 0.9):
+        costs.see(ONE, 8, seconds)
+        assert costs.known(ONE, 8) is None
+    costs.see(ONE, 8, 0.005)
+    assert costs.known(ONE, 8) == 0.005
+    assert costs.known(ONE, 4) is None
+
+
+SHAPES = st.sampled_from([PLAIN, ONE, THREE])
+
+
+@given(
+    current=SHAPES,
+    expected=st.fixed_dictionaries(
+        {PLAIN: st.just(1.0), ONE: st.floats(1, 2), THREE: st.floats(1, 4)}
+    ),
+    costs=st.dictionaries(SHAPES, st.floats(1e-4, 1.0)),
+)
+def test_the_choice_is_never_worth_less_than_another_one_by_more_than_the_margin(
+    current: SpeculativeConfig,
+    expected: dict[SpeculativeConfig, float],
+    costs: dict[SpeculativeConfig, float],
+) -> None:
+    found = best_shape(current, expected=expected, costs=costs)
+    if not costs:
+        assert found == current
+        return
+    assert found in costs
+    worth = {shape: expected[shape] / cost for shape, cost in costs.items()}
+    assert worth[found] * (1 + MARGIN) >= max(worth.values()) * (1 - 1e-9)
+    if found != current and current in costs:
+        assert worth[found] > worth[current]
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), max_size=20),
+    age=st.integers(0, 10_000),
+)
+def test_expected_tokens_lie_between_1_and_m(counts: list[list[int]], age: int) -> None:
+    survival = Survival.of(3)
+    for each in counts:
+        survival.see(each, num_steps=3, age=age)
+    found = [survival.expected(steps) for steps in range(4)]
+    assert found[0] == 1.0
+    assert all(0 <= more - less <= 1 + 1e-9 for less, more in itertools.pairwise(found))

@@ -1,0 +1,147 @@
+"""Any sequence of shapes: the same text, and a drafter that loses nothing by what it missed.
+
+The planner is an adversary: it changes S/K/N from step to step, with steps in flight, and leaves
+out drafting for one step or for more than may wait.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jspec.core.plan import StepKind
+from jspec.core.request import SpecCounters
+from jspec.testing.random_shapes import RandomShapes
+from tests.speculative.engines import Compiled, Served, serve
+from tests.speculative.every_drafter import KINDS
+from tests.speculative.law_engines import (
+    Setting,
+    engine,
+    laid_out,
+    no_script,
+    plain_texts,
+    requests_of,
+    scripted,
+    with_script,
+)
+
+OFF = (0, 1, 1)
+# The first is of the fast suite. A chain's drafts are all right where the drafter is; of a tree
+# that is cut to N nodes the right path may be left out.
+SETTINGS = (
+    Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("multi_layer_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("multi_layer_not_chained", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("standalone", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
+    Setting("eagle1", (2, 1, 3), 16, others=(OFF, (1, 1, 2))),
+    Setting("recurrent", (2, 1, 3), 4, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (3, 1, 4), 4, rounds=3, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (2, 1, 3), 4, shards=2, others=(OFF, (1, 1, 2))),
+    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
+    Setting("multi_layer_not_chained", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
+    Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
+    Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
+)
+EVERY_SETTING = [
+    pytest.param(setting, id=setting.name, marks=() if i < 1 else pytest.mark.slow)
+    for i, setting in enumerate(SETTINGS)
+]
+
+
+def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
+    """What the steps' own plans and results come to, where nothing is cut."""
+    spec, found = compiled.limits.spec, [0] * (compiled.limits.spec.num_steps + 1)
+    num_proposed = 0
+    for plan, result in served.steps:
+        shape = plan.spec(compiled.limits)
+        if plan.kind is not StepKind.DECODE or shape.is_plain:
+            continue
+        for of_round in result.rounds:
+            for count in of_round.num_emitted.tolist():
+                found[count - 1] += 1
+                num_proposed += shape.num_draft_tokens - 1
+    assert spec.num_steps + 1 == len(found)
+    return SpecCounters(
+        verify_ct=sum(found),
+        num_accepted=sum(i * count for i, count in enumerate(found)),
+        num_proposed=num_proposed,
+        accept_histogram=tuple(found),
+    )
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+def test_the_text_depends_on_no_shape(setting: Setting) -> None:
+    check_identity(setting, depth=1, batch=4, num_tokens=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_the_text_depends_on_no_shape_at_any_depth(setting: Setting, depth: int) -> None:
+    check_identity(setting, depth=depth, batch=3, num_tokens=90)
+
+
+def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int) -> None:
+    compiled = engine(setting)
+    requests = requests_of(
+        batch, num_tokens=num_tokens, seed=40 + batch, temperature=1.0, top_p=0.9
+    )
+    expected = plain_texts(tuple(requests))
+    shapes = RandomShapes(compiled.limits, seed=depth)
+    scripted_engine = with_script(compiled, scripted(requests, expected))
+    served = serve(scripted_engine, requests, overlap_depth=depth, num_slots=batch, shapes=shapes)
+    assert list(served.ids) == expected
+    assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
+    assert all(shapes.used.values()), shapes.used
+    told, own = told_by_plans(compiled, served), served.counters
+    # Rows run on behind their end in steps that were in flight: nobody counts those.
+    assert 0 < own.verify_ct <= told.verify_ct
+    assert own.verify_ct == sum(own.accept_histogram)
+    assert own.num_proposed <= told.num_proposed
+    assert own.num_proposed == sum(counters.num_proposed for counters in served.per_request)
+    if depth == 0 and setting.rounds == 1:  # nothing runs on
+        assert own.verify_ct == told.verify_ct
+        assert own.num_proposed == told.num_proposed
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING[:8])
+def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
+    """Its caches and state are those of a row that was never off: every draft is accepted."""
+    kind = KINDS[setting.kind]
+    requests = requests_of(4, num_tokens=80, seed=90)
+    texts = plain_texts(tuple(requests), target=setting.kind)
+    own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])
+    target, own = laid_out(setting, kind.right_target(), own)
+    compiled = with_script(engine(setting), no_script(), own=own, target=target)
+    owed: set[int] = set()
+    for seed, depth in ((3, 1), (4, 2)):
+        shapes = RandomShapes(compiled.limits, seed=seed)
+        served = serve(compiled, requests, overlap_depth=depth, shapes=shapes)
+        assert list(served.ids) == texts
+        owed |= {max(plan.owed) for plan, _ in served.steps if plan.owed}
+        check_all_accepted(compiled, served)
+    assert max(owed) <= compiled.limits.deferred_tokens
+    assert len(owed) > 1, owed  # as many as may wait, and fewer
+
+
+def check_all_accepted(compiled: Compiled, served: Served) -> None:
+    """Of each row, in every verification before its last tokens."""
+    ends = {
+        admission.row: len(admission.fill_ids) + admission.request.sampling.wanted_tokens
+        for plan, _ in served.steps
+        for admission in plan.admissions
+    }
+    lengths = {
+        admission.row: len(admission.fill_ids) + 1
+        for plan, _ in served.steps
+        for admission in plan.admissions
+    }
+    for plan, result in served.steps:
+        if plan.kind is not StepKind.DECODE:
+            continue
+        most = plan.spec(compiled.limits).max_emitted
+        for of_round in result.rounds:
+            for row, count in zip(plan.rows, of_round.num_emitted.tolist(), strict=True):
+                if lengths[row] + most <= ends[row]:
+                    assert count == most, (plan.step, plan.shape, row, lengths[row])
+                lengths[row] += count
