@@ -26,16 +26,22 @@ def run_info(argv: Sequence[str]) -> int:
         description="Says what a directory with a checkpoint is, how large, and how it is served. "
         "Reads headers, no weights.",
     )
-    parser.add_argument("directory", metavar="DIR", help="safetensors, pytorch_model.bin or orbax/")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="safetensors, pytorch_model.bin or orbax/; unset: the bundled target",
+    )
     parser.add_argument("--target", metavar="DIR", help="the target of which DIR is a draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--memory", metavar="SIZE", help="of a device, as 80GB or 24GiB")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
     from jspec.engine.checkpoint_info import describe
+    from jspec.engine.loading import BUNDLED
 
     info = describe(
-        Path(options.directory),
+        BUNDLED / "target" if options.directory is None else Path(options.directory),
         target=None if options.target is None else Path(options.target),
         dtype=options.dtype,
         memory=None if options.memory is None else size_of("--memory", options.memory),

@@ -5,6 +5,7 @@ With `load_format` "dummy" only the configs are read, and random weights are mad
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def resolve_paths(args: EngineArgs) -> ModelPaths:
     asked = {"model_path": args.model_path, "tokenizer_path": args.tokenizer_path}
     if drafting.has_model and bundled is None:
         asked["speculative_draft_model_path"] = args.speculative_draft_model_path
-    found = local_directories({name: str(value) for name, value in asked.items() if value})
+    found = local_directories({name: os.fspath(value) for name, value in asked.items() if value})
     target = found.get("model_path", BUNDLED / "target")
     draft = found.get("speculative_draft_model_path")
     if bundled is not None:

@@ -43,6 +43,9 @@ class BrokenText:
     def flush(self) -> str:
         raise ValueError("no such character")
 
+    def watch(self) -> None:
+        """Its text alone says where it ends."""
+
 
 class BrokenTextEngine(SpeakingEngine):
     """Prompts that begin with POISON have a BrokenText."""

@@ -12,7 +12,7 @@ import pytest
 
 from jspec.core.batch import DraftTree, Features
 from jspec.core.cache_groups import CacheGroup, KVEntry
-from jspec.core.config import Algorithm
+from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle1Config, MtpConfig
 from jspec.core.state import empty_sampling
@@ -40,7 +40,7 @@ from jspec.speculative.registry import DRAFTERS
 from jspec.speculative.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
-from tests.speculative.engines import DRAFT, PLAIN, TARGET, spec_of
+from tests.speculative.engines import DRAFT, TARGET, spec_of
 from tests.speculative.test_worked_example import A1, A2, B1, SEQ_LENS, SPEC, T7, L, X, Y, Z, tree
 
 TABLE = jnp.asarray([[3, 1, 2]], jnp.int32)
@@ -191,8 +191,9 @@ def test_every_algorithm_has_a_drafter_and_the_host_knows_what_it_declares() -> 
 def test_a_drafter_whose_writes_are_not_reserved_is_refused() -> None:
     target: Any = None
     eagle = drafters()[Algorithm.EAGLE3]
-    with pytest.raises(ConfigError, match="EagleDrafter drafts for NONE; expected the drafter"):
-        StepProgram(target=target, drafter=eagle, spec=PLAIN)
+    other = SpeculativeConfig(algorithm=Algorithm.NGRAM, num_steps=3, topk=1, num_draft_tokens=4)
+    with pytest.raises(ConfigError, match="EagleDrafter drafts for NGRAM; expected the drafter"):
+        StepProgram(target=target, drafter=eagle, spec=other)
 
 
 def test_pools_follow_the_declared_groups() -> None:
