@@ -110,9 +110,9 @@ def choose_experts(
 
 
 # Packed weights are multiplied as they are while an expert has no more pairs than this; for more
-# they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens are
-# the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json); those for any
-# number were timed with one group a round and another way to scale, and not since.
+# they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens
+# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json); those
+# for any number were timed with one group a round and another way to scale, and not since.
 MOST_PACKED = LEAST
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
