@@ -52,6 +52,7 @@ SAMPLE_SECONDS = 2.0
 IDLE_SECONDS = 120.0
 # Of the second half, a run of five minutes or more: growth that is none.
 MOST_GROWTH = 1.0  # MiB a minute
+RESTARTS = "jspec:num_engine_restarts_total"
 KILLED = "times that the engine failed"  # what a request is told that was there twice
 
 
@@ -194,7 +195,7 @@ async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, An
     seconds = time.monotonic() - started
     for task in watching:
         task.cancel()
-    idle = await until_idle(port)
+    idle = await until_idle(port, seen.kills)
     metrics = await read_metrics(port)
     after = held(pid)
     differing = await compare(port, seen.texts)
@@ -220,7 +221,7 @@ async def soak(options: argparse.Namespace, pid: int, port: int) -> dict[str, An
         "num_distinct_jobs": len(seen.texts),
         "num_differing": len(differing),
         "num_retractions": metrics["sglang:num_retracted_requests_total"],
-        "num_restarts": metrics["jspec:num_engine_restarts_total"],
+        "num_restarts": metrics[RESTARTS],
         "num_tokens": metrics["sglang:generation_tokens_total"],
         "held_before": before,
         "held_after": after,
@@ -247,19 +248,25 @@ async def watch(pid: int, started: float, seen: Seen) -> None:
 
 
 async def kill(port: int, every: float, seen: Seen) -> None:
-    """Ends the engine's process, as a fault would, whenever it has worked for a while."""
+    """Ends the engine's process, as a fault would, whenever it has worked for a while.
+
+    A text before each says that it is there again: one that is starting is not killed.
+    """
     while True:
         await asyncio.sleep(every)
+        await stream(port, Job(0, 0, 1, False).body)
         info = json.loads(await fetch(port, "/server_info"))
         os.kill(info["engine_process_id"], signal.SIGKILL)
         seen.kills += 1
 
 
-async def until_idle(port: int) -> bool:
+async def until_idle(port: int, kills: int) -> bool:
+    """Whether all requests have ended, and the engine is back after so many kills."""
     deadline = time.monotonic() + IDLE_SECONDS
     while time.monotonic() < deadline:
         metrics = await read_metrics(port)
-        if not (metrics["sglang:num_running_reqs"] or metrics["sglang:num_queue_reqs"]):
+        waiting = metrics["sglang:num_running_reqs"] or metrics["sglang:num_queue_reqs"]
+        if not waiting and metrics[RESTARTS] >= kills:
             await asyncio.sleep(1.0)  # for connections that are being closed
             return True
         await asyncio.sleep(0.2)

@@ -222,9 +222,9 @@ async def stream_answer(
     """
     tracker = SpecTokenTracker(engine.tokenizer)
     started, num_tokens, counters = time.monotonic(), 0, SpecCounters()
-    first = started
-    (stream,) = await engine.submit((request,))
+    first, stream = started, None
     try:
+        (stream,) = await engine.submit((request,))
         async for chunk in stream:
             first = time.monotonic() if num_tokens == 0 else first
             num_tokens += len(chunk.new_ids)
@@ -234,7 +234,8 @@ async def stream_answer(
             out.write(painter.paint(tracker.push(chunk)))
             out.flush()
     finally:
-        await stream.aclose()
+        if stream is not None:
+            await stream.aclose()
         summary = Summary(
             num_tokens=num_tokens,
             seconds=time.monotonic() - started,

@@ -76,7 +76,6 @@ LONG = (
 # Cases that run in the second pass: each is dear, and a sibling of the same law stays in the first,
 # which is to end within six minutes on two idle cores.
 SECOND_PASS = (
-    "docs/test_guides.py::test_a_family_and_a_drafter_of_the_guides",
     "engine/test_program_store.py::test_what_cannot_be_read_is_written_again[cut]",
     "engine/test_program_store.py::test_what_cannot_be_read_is_written_again[flipped]",
     "engine/test_release.py::test_a_start_that_failed_keeps_no_programs_though_its_error_is_kept",

@@ -31,6 +31,7 @@ from jspec.cli_terminal import (
     choose_style,
     one_stream,
     sampling_asked,
+    stream_answer,
 )
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, SpecCounters
@@ -352,6 +353,22 @@ def test_the_rate_leaves_the_prompt_out() -> None:
     assert str(summary) == "21 tokens in 12.00 s, 10.0 tokens/s after the first, temperature 0"
     alone = replace(summary, num_tokens=1, seconds=10.0)
     assert str(alone) == "1 token in 10.00 s, temperature 0"
+
+
+def test_a_summary_is_written_though_the_interrupt_came_before_a_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(engine, "submit", interrupted)
+    (request,) = engine.requests(prompt="a", sampling_params=SamplingParams(sampling_seed=2))
+    out, notes = io.StringIO(), io.StringIO()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(
+            stream_answer(engine, request, painter=Painter(Style.NONE), out=out, notes=notes)
+        )
+    assert notes.getvalue().endswith("temperature 1, seed 2\n")
 
 
 def test_progress_says_what_was_compiled_and_what_was_loaded() -> None:

@@ -52,8 +52,14 @@ def test_an_answer_is_read_to_its_end_or_left() -> None:
     asyncio.run(main())
 
 
+KILLS = ["--engine-process", "--kill-every", "8"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--engine-process", "--kill-every", "8"]])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param([], id="whole"), pytest.param(KILLS, id="killed", marks=pytest.mark.exhaustive)],
+)
 def test_twenty_seconds(tmp_path: Path, more: list[str]) -> None:
     output = tmp_path / "soak.json"
     assert soak.main(["--minutes", "0.33", "--output", str(output), *more]) == 0

@@ -163,7 +163,11 @@ def test_interpreted_it_is_what_it_is_compiled(kind: Kind, shape: Shape) -> None
     for texts in (compiled, by_itself):
         with interpreted() if texts is by_itself else contextlib.nullcontext():
             trees.append(texts.propose()[0])
-    jax.tree.map(np.testing.assert_array_equal, *trees)
+    for own, other in zip(jax.tree.leaves(trees[0]), jax.tree.leaves(trees[1]), strict=True):
+        if np.issubdtype(own.dtype, np.floating):  # scores, whose last bits a fusion may change
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(own, other)
     for row in range(NUM_ROWS):
         for own, other in zip(compiled.cached(row), by_itself.cached(row), strict=True):
             np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
