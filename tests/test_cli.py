@@ -54,6 +54,13 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True, scope="module")
+def interruptible() -> None:
+    """Also if these tests run in the background, where a shell has interrupts ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
@@ -74,10 +81,7 @@ def flags(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 
 def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """One of the programs. It can be interrupted even if these tests run in the background, where
-    a shell has signals ignored: what is handled here is at its default there."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """One of the programs. It can be interrupted: what is handled here is at its default there."""
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,

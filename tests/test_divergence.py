@@ -291,6 +291,7 @@ def test_the_printed_table() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_wide_pair_writes_what_the_bundled_one_writes(tmp_path: Path) -> None:
     settings = replace(SETTINGS, new_tokens=24)
@@ -305,6 +306,7 @@ def test_the_wide_pair_writes_what_the_bundled_one_writes(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_a_quick_run(tmp_path: Path) -> None:
     few = ["--only", "float32/*", "bfloat16/xla/plain"]

@@ -371,7 +371,13 @@ ENGINES = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", ENGINES, ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if i % 2 else ())
+        for i, each in enumerate(ENGINES)
+    ],
+)
 def test_every_drafter_says_what_plain_decoding_says(setting: Setting) -> None:
     """In full batches, and in smaller ones whose rows get more."""
     served = check(setting, mixed(4200))
