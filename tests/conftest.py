@@ -80,20 +80,26 @@ SECOND_PASS = (
     "engine/test_program_store.py::test_what_cannot_be_read_is_written_again[flipped]",
     "engine/test_release.py::test_a_start_that_failed_keeps_no_programs_though_its_error_is_kept",
     "engine/test_release.py::test_engines_that_were_shut_down_hold_nothing_though_they_are_kept",
-    "engine/test_step_compile.py::test_a_program_is_started_again_once_if_its_process_was_ended"
-    "[hang]",
+    "engine/test_step_compile.py::test_a_program_is_started_again_once_if_its_process_was_ended[hang]",
+    "models/test_families.py::test_chunks_over_pages_equal_transformers[qwen2-reference]",
+    "models/test_families.py::test_chunks_over_pages_equal_transformers[qwen3-reference]",
+    "models/test_families.py::test_chunks_over_pages_equal_transformers[qwen3_moe-reference]",
+    "models/test_families.py::test_chunks_over_pages_equal_transformers[qwen3_moe_mixed-reference]",
     "models/test_gpt_oss.py::test_a_model_with_packed_experts_has_the_same_logits",
     "models/test_gpt_oss.py::test_two_shards_give_the_logits_of_one",
-    "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[tpu"
-    "_interpret-F",
-    "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[tpu"
-    "_interpret-T",
+    "pallas_kernels/test_attend_one_row_gpu.py::test_equals_the_definition[norms]",
+    "pallas_kernels/test_few_experts_gpu.py::test_bf16_is_within_a_few_roundings[case0]",
+    "pallas_kernels/test_few_experts_gpu.py::test_equals_xla_and_reads_no_untouched_expert",
+    "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[tpu_interpret-F",
+    "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[tpu_interpret-T",
     "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[xla-F",
     "pallas_kernels/test_ops.py::test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation[xla-T",
-    "pallas_kernels/test_packed_experts.py::test_packed_experts_are_as_good_as_unpacked_ones[1]",
-    "pallas_kernels/test_packed_experts.py::test_packed_experts_are_as_good_as_unpacked_ones[60]",
+    "pallas_kernels/test_packed_experts.py::test_packed_experts_are_as_good_as_unpacked_ones",
     "pallas_kernels/test_paged_attention_tpu.py::test_any_lengths_of_a_chain",
+    "pallas_kernels/test_paged_attention_tpu.py::test_equals_the_reference_and_reads_no_poison[dec"
+    "ode, bf",
     "pallas_kernels/test_paged_prefill_tpu.py::test_any_rows_equal_the_reference",
+    "pallas_kernels/test_paged_prefill_tpu.py::test_every_feature_equals_the_reference[bf16",
     "sampling/test_accept.py::test_speculation_emits_what_plain_sampling_emits[chain-filtered]",
     "sampling/test_accept.py::test_speculation_emits_what_plain_sampling_emits[chain-free]",
     "sampling/test_accept.py::test_speculation_emits_what_plain_sampling_emits[chain-penalized]",
@@ -101,6 +107,7 @@ SECOND_PASS = (
     "sampling/test_accept.py::test_speculation_emits_what_plain_sampling_emits[tree-greedy]",
     "sampling/test_accept.py::test_speculation_emits_what_plain_sampling_emits[tree-hot]",
     "sampling/test_threshold_passes.py::test_every_way_keeps_what_halving_keeps",
+    "server/test_control.py::test_a_profile_goes_where_the_flag_says",
     "server/test_engine_process.py::test_text_goes_on_over_a_kill",
     "speculative/test_distribution.py::test_verified_tokens_are_distributed_as_the_target_says",
     "speculative/test_drafter_laws.py::test_every_guess_is_that_of_float64[eagle1-5-1",
@@ -109,11 +116,11 @@ SECOND_PASS = (
     "speculative/test_engine_laws.py::test_a_retracted_row_goes_on_as_if_nothing_had_been[multi",
     "speculative/test_engine_laws.py::test_a_retracted_row_goes_on_as_if_nothing_had_been[ngram",
     "speculative/test_engine_laws.py::test_a_retracted_row_goes_on_as_if_nothing_had_been[stand",
+    "speculative/test_engine_laws.py::test_a_step_without_a_live_row_changes_nothing[eagle1",
     "speculative/test_engine_laws.py::test_a_step_without_a_live_row_changes_nothing[standalone",
     "speculative/test_engine_laws.py::test_one_that_is_always_right_emits_exactly_s_plus_1[eagle1",
     "speculative/test_engine_laws.py::test_one_that_is_always_right_emits_exactly_s_plus_1[ngram",
-    "speculative/test_engine_laws.py::test_one_that_is_always_right_emits_exactly_s_plus_1[stan"
-    "dalone",
+    "speculative/test_engine_laws.py::test_one_that_is_always_right_emits_exactly_s_plus_1[standalone",
     "speculative/test_engine_laws.py::test_the_text_depends_on_no_draft[eagle1",
     "speculative/test_engine_laws.py::test_the_text_depends_on_no_draft[multi_layer",
     "speculative/test_engine_laws.py::test_the_text_depends_on_no_draft[ngram",
@@ -124,9 +131,9 @@ SECOND_PASS = (
     "speculative/test_engine_laws.py::test_weights_of_nothing_but_nan_change_no_text[ngram",
     "speculative/test_engine_laws.py::test_weights_of_nothing_but_nan_change_no_text[recurrent",
     "speculative/test_engine_laws.py::test_weights_of_nothing_but_nan_change_no_text[standalone",
-    "speculative/test_grammar.py::test_speculative_equals_plain_beside_rows_without_a_grammar[1"
-    "-tree]",
+    "speculative/test_grammar.py::test_speculative_equals_plain_beside_rows_without_a_grammar[1-tree]",
     "speculative/test_hidden.py::test_they_equal_a_dense_forward[tree",
+    "speculative/test_hidden.py::test_those_of_a_prompt_are_whole_although_it_is_cached",
     "speculative/test_identity.py::test_speculative_equals_plain[1-1-2",
     "speculative/test_identity.py::test_speculative_equals_plain[1-3-4",
     "speculative/test_identity.py::test_speculative_equals_plain[2-2-4",
@@ -135,14 +142,18 @@ SECOND_PASS = (
     "speculative/test_identity.py::test_speculative_equals_plain[5-1-6",
     "speculative/test_multi_layer.py::test_every_guess_is_that_of_a_dense_forward[not_chained-2]",
     "speculative/test_multi_layer.py::test_speculative_equals_plain[not_chained-(3, 2, 7)]",
+    "speculative/test_multi_layer.py::test_the_pool_law_holds_behind_a_scheduler",
+    "speculative/test_mutations.py::test_a_moved_index_is_noticed[bonus index]",
     "speculative/test_mutations.py::test_a_moved_index_is_noticed[compaction source]",
     "speculative/test_mutations.py::test_a_moved_index_is_noticed[noise position]",
     "speculative/test_ngram.py::test_a_resumed_row_still_knows_what_it_said",
     "speculative/test_ngram.py::test_lookup_changes_no_token",
+    "speculative/test_non_finite.py::test_a_prompt_that_overflows_changes_no_text_but_its_own",
     "speculative/test_prefix_cache.py::test_a_row_resumes_over_its_cached_output[multi_layer]",
     "speculative/test_prefix_cache.py::test_a_row_resumes_over_its_cached_output[ngram]",
-    "speculative/test_prefix_cache.py::test_acceptance_warm_equals_cold_and_so_do_the_pages[mul"
-    "ti_layer]",
+    "speculative/test_prefix_cache.py::test_acceptance_warm_equals_cold_and_so_do_the_pages[multi_layer]",
+    "speculative/test_prefix_cache.py::test_acceptance_warm_equals_cold_and_so_do_the_pages[ngram]",
+    "speculative/test_prefix_cache.py::test_rows_do_not_depend_on_the_chunks_of_a_prompt[multi_layer]",
     "speculative/test_prefix_cache.py::test_text_is_the_same_in_a_pool_that_is_short[multi_layer]",
     "speculative/test_prefix_cache.py::test_text_is_the_same_in_a_pool_that_is_short[ngram]",
     "speculative/test_prefix_cache.py::test_text_is_the_same_in_a_pool_that_is_short[plain]",
@@ -157,6 +168,7 @@ SECOND_PASS = (
     "speculative/test_windows.py::test_a_draft_with_windows_reads_its_own_pages",
     "speculative/test_windows.py::test_the_text_is_that_of_a_dense_forward[plain-windows1",
     "speculative/test_windows.py::test_the_text_is_that_of_a_dense_forward[tree",
+    "test_benchmarks.py::test_every_part_goes_round_in_a_loop[tree]",
     "test_benchmarks.py::test_one_mode_end_to_end",
     "test_cli.py::test_ctrl_c_ends_a_start_at_any_moment[words1",
     "test_cli.py::test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly",
@@ -167,9 +179,11 @@ SECOND_PASS = (
     "training/test_dense.py::test_the_teacher_equals_transformers[qwen3_moe]",
     "training/test_draft_heads.py::test_an_exported_eagle1_head_drafts_what_it_learnt",
     "training/test_draft_heads.py::test_an_exported_eagle3_head_drafts_what_it_learnt",
+    "training/test_draft_heads.py::test_exported_layers_for_multi_token_prediction",
     "training/test_draft_job.py::test_an_interrupted_run_goes_on_to_the_same_weights",
     "training/test_draft_job.py::test_stored_features_teach_what_the_targets_own_forward_does",
     "training/test_draft_job.py::test_two_devices_learn_what_one_does",
+    "training/test_draft_loss.py::test_a_row_of_the_unroll_is_incremental_drafting",
     "training/test_draft_loss.py::test_one_batch_can_be_learnt_to_the_last_depth",
     "training/test_draft_loss.py::test_the_last_feature_reaches_no_earlier_row",
     "training/test_loop.py::test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit[4]",
@@ -195,6 +209,19 @@ def programs_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs_of_all"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+# A process of the suite keeps every program that it compiled, some gigabytes of them.
+MOST_RESIDENT = 3 * 2**30
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files, lets go of what is kept for programs that nobody holds any more."""
+    statm = Path("/proc/self/statm")
+    if nextitem is None or nextitem.path == item.path or not statm.exists():
+        return
+    if int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MOST_RESIDENT:
+        jax.clear_caches()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
