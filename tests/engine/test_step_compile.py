@@ -29,6 +29,7 @@ from benchmarks.tpu_programs import (
     CompileError,
     Job,
     few,
+    fewest,
     full_depth,
     multi_layer,
     run_job,
@@ -38,6 +39,7 @@ from jspec.core.model_spec import MoESpec
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
 
 LAYERS = 2
+CI = fewest(LAYERS)
 TIMEOUT = 300.0  # seconds of one process; alone on two cores a program takes 5 to 20
 
 needs_compiler = pytest.mark.skipif(
@@ -59,6 +61,12 @@ def test_every_chip_and_every_model_meets_every_kind() -> None:
     for name in chips:
         assert {(job.shape, job.program) for job in jobs if chip(job) == name} == kinds
     assert len(jobs) == len(set(jobs)) == 9 * len(chips)
+    assert {(job.model, chip(job)) for job in CI} == set(itertools.product(MODELS, chips))
+    assert {(job.shape, job.program) for job in CI} == kinds
+    for name in chips:
+        own = [job for job in CI if chip(job) == name]
+        assert {job.shape for job in own} == set(SHAPES)
+        assert {job.program for job in own} == set(PROGRAMS)
 
 
 def test_the_full_matrix_names_each_program_once() -> None:
@@ -86,7 +94,13 @@ def experts_are_xla(job: Job) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 60)
 @needs_compiler
-@pytest.mark.parametrize("job", few(LAYERS), ids=str)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=str(job), marks=() if job in CI else pytest.mark.exhaustive)
+        for job in few(LAYERS)
+    ],
+)
 def test_a_step_compiles_for_a_tpu(job: Job) -> None:
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
     print({name: value for name, value in found.items() if "copies" not in name})
