@@ -171,8 +171,11 @@ class AgainstTheModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         unused = set(self.model.values()) - self.held()
+        self.evict_pages(data.draw(st.integers(0, len(unused))))
+
+    def evict_pages(self, count: int) -> None:
+        unused = set(self.model.values()) - self.held()
         assert self.cache.num_evictable == len(unused)
-        count = data.draw(st.integers(0, len(unused)))
         gone = self.cache.evict(count)
         assert len(set(gone)) == count
         assert set(gone) <= unused

@@ -1,4 +1,4 @@
-"""Pages of window spaces beside the tree, against a naive model: who finds, holds and loses them."""
+"""Pages of window spaces beside the tree, against a naive model: who finds, holds, loses them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def test_a_page_outlives_its_row_only_in_the_tree_and_goes_when_room_is_needed()
     pool.let_go(held[1])
     with pytest.raises(InvariantError, match="let go by a row that does not hold it"):
         pool.let_go(held[1])
+
+
+ENDS = st.sampled_from([(0,), (1,), (1, 0)])
+# Of a few families, so that many begin alike.
+ALIKE = st.builds(lambda a, b, end: (0,) * a + (1,) * b + end, *[st.integers(0, 8)] * 2, ENDS)
+TEXTS = st.lists(st.tuples(st.sampled_from("xxxy"), ALIKE), min_size=1, max_size=4)
 
 
 class WithWindows(AgainstTheModel):
@@ -174,24 +180,46 @@ class WithWindows(AgainstTheModel):
         self.let[space][page.page] = self.clock
         self.pools[space].let_go(page)
 
+    @rule(texts=TEXTS, chunk=st.integers(1, 6), keeps=st.integers(0, 3), seeks=st.booleans())
+    def serve(self, texts: list[tuple[str, Ids]], chunk: int, keeps: int, seeks: bool) -> None:
+        """One row after the other: admitted, written chunk by chunk, of each window space the last
+        pages kept, and ended."""
+        for namespace, ids in texts:
+            self.admit(namespace=namespace, ids=ids)
+            row = self.rows[-1]
+            for known in (*range(chunk, len(ids), chunk), len(ids)):
+                self.write_row(len(self.rows) - 1, known, beside=known == len(ids))
+                for space in self.spaces:
+                    self.give_back(row[3], space, leaves=keeps)
+            if seeks:
+                self.seek_end(self.rows[-1])
+            self.end_row(len(self.rows) - 1)
+
+    def give_back(self, pages: list[int], space: int, *, leaves: int) -> None:
+        """All but the last `leaves` pages of a row."""
+        first, held = self.mine[id(pages)][space]
+        going = held[: max(len(held) - leaves, 0)]
+        del held[: len(going)]
+        self.mine[id(pages)][space] = first + len(going), held
+        for page in going:
+            self.let_go(space, page)
+
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def trim(self, data: st.DataObject) -> None:
         """A row gives back its first pages of one space."""
         *_, pages = data.draw(st.sampled_from(self.rows))
         space = data.draw(st.sampled_from(self.spaces))
-        first, held = self.mine[id(pages)][space]
-        count = data.draw(st.integers(0, len(held)))
-        going = held[:count]
-        del held[:count]
-        self.mine[id(pages)][space] = first + count, held
-        for page in going:
-            self.let_go(space, page)
+        num_held = len(self.mine[id(pages)][space][1])
+        self.give_back(pages, space, leaves=data.draw(st.integers(0, num_held)))
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def seek(self, data: st.DataObject) -> None:
-        last, namespace, ids, _ = data.draw(st.sampled_from(self.rows))
+        self.seek_end(data.draw(st.sampled_from(self.rows)))
+
+    def seek_end(self, row: tuple[CachedPage, str, Ids, list[int]]) -> None:
+        last, namespace, ids, _ = row
         self.cache.seek(last)
         for depth in range(last.depth, max(last.depth - max(p.tail for p in self.pools), 0), -1):
             key = (namespace, self.prefix(ids, depth))
@@ -212,12 +240,14 @@ class WithWindows(AgainstTheModel):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        super().evict(data)
+        """A few pages: what is left is more of a tree."""
+        unused = set(self.model.values()) - self.held()
+        self.evict_pages(data.draw(st.integers(0, min(len(unused), 3))))
         self.forget()
 
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        step = data.draw(st.integers(max(self.step - 2, 1), self.step + 1))
+    @rule(back=st.integers(-1, 4))
+    def withdraw(self, back: int) -> None:  # type: ignore[override]
+        step = max(self.step - back, 1)
         self.withdraw_from(step)
         for found in self.found:
             for key in [key for key, page in found.items() if page.writer >= step]:
