@@ -238,7 +238,7 @@ class PrefixCache:
         The others are handed back by the `unlock` of their last user.
         """
         gone: list[int] = []
-        for pool in self._windows:
+        for pool in self._windows:  # what lies beside a page came there later
             pool.withdraw(writer)
         for top in [node for node in self._nodes.values() if node.writer >= writer]:
             if top.is_withdrawn:
@@ -250,7 +250,6 @@ class PrefixCache:
             while subtree:
                 node = subtree.pop()
                 node.is_withdrawn = True
-                self._drop_windows(node)
                 subtree += node.children.values()
                 if not node.num_users:
                     self._num_evictable -= 1

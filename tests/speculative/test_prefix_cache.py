@@ -118,6 +118,7 @@ class Session:
             overlap_depth=overlap_depth,
             num_pages=num_pages or compiled.limits.num_pages,
         )
+        self.compiled = compiled
         self.runner = compiled.runner()
         self.view = ViewRunner(self.runner, limits)
         self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
