@@ -141,10 +141,17 @@ def test_the_ends_of_texts_outlast_the_middle_of_a_long_one() -> None:
 
 def test_a_place_where_two_texts_part_is_kept_from_then_on() -> None:
     """Its window was evicted: the second text computes it anew, the third finds it."""
-    bench, common = Bench(with_windows(LIMITS, 8, spare=2)), tuple(range(24))
+    bench, common = Bench(with_windows(LIMITS, 8)), tuple(range(24))
     prompts = [(*common, *[number] * 60) for number in (3, 4, 5)]
     found = [cached_of(bench, turn(f"r{i}", *p)) for i, p in enumerate(prompts)]
     assert found == [0, 0, 20]  # the page behind it is named by a token that differs
+
+
+def test_the_end_of_a_prompt_is_kept_while_a_long_answer_is_written() -> None:
+    """The next turn may come without the answer's reasoning, and so part from it at once."""
+    bench, prompt = Bench(with_windows(LIMITS, 8)), tuple(range(24))
+    assert cached_of(bench, turn("a", *prompt, max_new_tokens=200)) == 0
+    assert cached_of(bench, turn("b", *prompt, *[25] * 9)) == 20
 
 
 def test_what_a_failed_step_wrote_in_a_window_is_found_by_nobody() -> None:
