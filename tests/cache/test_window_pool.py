@@ -73,9 +73,7 @@ class WithWindows(AgainstTheModel):
         tails=st.lists(st.integers(0, 3), min_size=1, max_size=2),
         num_pages=st.integers(3, 20),
     )
-    def start(  # type: ignore[override]
-        self, page_size: int, lookahead: int, tails: list[int], num_pages: int
-    ) -> None:
+    def start(self, page_size: int, lookahead: int, tails: list[int], num_pages: int) -> None:
         super().start(page_size=page_size, lookahead=lookahead)
         self.pools = tuple(
             WindowPool(num_pages, index=i, tail=tail) for i, tail in enumerate(tails)
@@ -246,7 +244,7 @@ class WithWindows(AgainstTheModel):
         self.forget()
 
     @rule(back=st.integers(-1, 4))
-    def withdraw(self, back: int) -> None:  # type: ignore[override]
+    def withdraw(self, back: int) -> None:
         step = max(self.step - back, 1)
         self.withdraw_from(step)
         for found in self.found:

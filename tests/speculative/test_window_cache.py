@@ -31,7 +31,6 @@ from tests.speculative.test_prefix_cache import (
 from tests.speculative.test_windows import SOME, WINDOW, windowed
 
 # Page size, and S/K/N: a chain, a tree, a target that drafts for itself with windows of its own.
-DRAFTING_NAMES = ("chain", "tree", "itself")
 KINDS = {
     "plain": (16, 0, 1, 1),
     "chain": (4, 3, 1, 4),
@@ -39,15 +38,16 @@ KINDS = {
     "itself": (4, 3, 1, 4),
 }
 SPARE = 40  # pages beyond those of two rows
-SLOW = pytest.mark.slow
-EVERY = ["chain", *(pytest.param(kind, marks=SLOW) for kind in ("plain", "tree", "itself"))]
-DRAFTING = ["chain", *(pytest.param(kind, marks=SLOW) for kind in ("tree", "itself"))]
+pytestmark = pytest.mark.slow
+DRAFTING = ("chain", "tree", "itself")
+EVERY = [*DRAFTING, pytest.param("plain", marks=pytest.mark.exhaustive)]
 
 
 @functools.cache
 def engine(kind: str) -> Compiled:
-    page_size, *shape = KINDS[kind]
-    spec = spec_of(*shape, *([Algorithm.STANDALONE] if kind == "itself" else []))
+    page_size, steps, topk, nodes = KINDS[kind]
+    algorithm = Algorithm.STANDALONE if kind == "itself" else Algorithm.EAGLE3
+    spec = spec_of(steps, topk, nodes, algorithm)
     target, least = windowed(SOME), limits_of(spec, page_size=page_size)
     build_it = functools.partial(
         build,
@@ -108,12 +108,13 @@ def conversations(
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize(
-    ("chunk", "depth", "num_turns"), [(32, 1, 2), pytest.param(5, 2, 3, marks=SLOW)]
+    ("chunk", "depth", "num_turns"),
+    [(32, 1, 2), pytest.param(5, 2, 3, marks=pytest.mark.exhaustive)],
 )
 def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_turns: int) -> None:
     """From the second turn on all but the last words are found, as without windows."""
     compiled = engine(kind)
-    how = {"chunk_size": chunk, "overlap_depth": depth}
+    how: dict[str, Any] = {"chunk_size": chunk, "overlap_depth": depth}
     session, cold = session_of(compiled, **how), session_of(compiled, prefix_cache=False, **how)
     size, new = compiled.limits.page_size, 5 + 1 + compiled.limits.spec.tokens_ahead
     for turn, prompt, found in conversations(kind, num_turns=num_turns, session=session, cold=cold):
@@ -122,7 +123,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk: int, depth: int, num_
     assert cold.scheduler.stats.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in KINDS])
+@pytest.mark.parametrize("kind", EVERY)
 def test_text_is_the_same_in_pools_that_are_short(kind: str) -> None:
     """In both spaces: rows wait or are retracted, and cached pages are evicted."""
     compiled = engine(kind)
@@ -139,7 +140,7 @@ def test_text_is_the_same_in_pools_that_are_short(kind: str) -> None:
         check_idle(session)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in KINDS])
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     """With every penalty. In the middle of the output as well: the pages that left the window on
     the way were cached."""
@@ -187,7 +188,7 @@ def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
     compare_rows(warm, cold, committed=len(request.prompt_ids) + 23)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) for kind in DRAFTING_NAMES])
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_rows_do_not_depend_on_chunks_or_on_what_was_cached(kind: str) -> None:
     """Nor on a retraction, which resumes over its own pages."""
     compiled = engine(kind)
@@ -230,7 +231,6 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     return found
 
 
-@SLOW
 def test_a_window_that_is_not_there_would_be_seen() -> None:
     """Mutation: a row begins wherever the full space has pages. The target then says other things,
     and the drafts were made from other features."""
