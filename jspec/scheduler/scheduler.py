@@ -99,6 +99,7 @@ class Scheduler:
             num_cached_pages=self._pages.num_cached,
             num_leaked_pages=self._pages.num_leaked(tenancies) + self._windows.num_leaked,
             num_free_window_pages=self._windows.num_free,
+            num_cached_window_pages=self._windows.num_cached,
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
             shapes=self._shapes.totals,

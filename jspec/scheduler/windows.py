@@ -78,6 +78,11 @@ class WindowPages:
         return tuple(pool.num_free for pool in self.pools)
 
     @property
+    def num_cached(self) -> tuple[int, ...]:
+        """Pages of each window space that texts can find, held by rows or not."""
+        return tuple(pool.num_attached for pool in self.pools)
+
+    @property
     def num_leaked(self) -> int:
         """Lent pages that neither a row nor the cache holds; 0 always."""
         rows = tuple(self._held.values())

@@ -107,7 +107,7 @@ def test_any_traffic_runs_in_any_pool(windows: tuple[int, ...], spare: int) -> N
     assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.windows)
     assert stats.num_cached_tokens > 0
     assert bench.scheduler.flush_cache()
-    assert all(pool.num_attached == 0 for pool in bench.scheduler._windows.pools)
+    assert bench.scheduler.stats.num_cached_window_pages == (0,) * len(windows)
 
 
 def test_siblings_wait_and_hold_the_same_window() -> None:
@@ -160,13 +160,12 @@ def test_what_a_failed_step_wrote_in_a_window_is_found_by_nobody() -> None:
     bench.run_all()
     bench.submit(turn("b", *range(13), *range(20)))
     assert bench.must_dispatch(StepKind.PREFILL).admissions[0].cached_len == 12
-    (pool,) = bench.scheduler._windows.pools
-    before = pool.num_attached
+    before = bench.scheduler.stats.num_cached_window_pages
     bench.scheduler.fail()
     stats = bench.scheduler.stats
-    assert pool.num_attached < before
+    assert 0 < stats.num_cached_window_pages[0] < before[0]
     assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
-    assert stats.num_free_window_pages == (pool.num_pages,)
+    assert stats.num_free_window_pages == (bench.scheduler.limits.windows[0].num_pages,)
     again = bench.scheduler.plan()
     assert again is not None
     assert again.admissions[0].cached_len == 12
