@@ -19,8 +19,11 @@ from jspec.core.config import Algorithm, ServeLimits, WindowSpace
 from jspec.core.features import SAMPLING
 from jspec.core.request import StreamChunk
 from jspec.models.decoder import Decoder
+from jspec.models.mtp import MtpHead
+from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.standalone import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
+from tests.speculative.multi_layer_rows import CONFIGS, params_of
 from tests.speculative.test_prefix_cache import (
     PENALTIES,
     Session,
@@ -30,24 +33,28 @@ from tests.speculative.test_prefix_cache import (
 )
 from tests.speculative.test_windows import SOME, WINDOW, windowed
 
-# Page size, and S/K/N: a chain, a tree, a target that drafts for itself with windows of its own.
+# Page size, and S/K/N. itself: a target that drafts for itself, with windows of its own.
 KINDS = {
     "plain": (16, 0, 1, 1),
     "chain": (4, 3, 1, 4),
     "tree": (16, 3, 2, 7),
     "itself": (4, 3, 1, 4),
+    "multi_layer": (4, 3, 1, 4),
 }
+ALGORITHMS = {"itself": Algorithm.STANDALONE, "multi_layer": Algorithm.MULTI_LAYER_EAGLE}
 SPARE = 40  # pages beyond those of two rows
 pytestmark = pytest.mark.slow
-DRAFTING = ("chain", "tree", "itself")
-EVERY = [*DRAFTING, pytest.param("plain", marks=pytest.mark.exhaustive)]
+DRAFTING = ("chain", "tree", "itself", "multi_layer")
+SOME_KINDS = ("chain", "itself")
+EVERY = [
+    pytest.param(kind, marks=() if kind in SOME_KINDS else pytest.mark.exhaustive) for kind in KINDS
+]
 
 
 @functools.cache
 def engine(kind: str) -> Compiled:
     page_size, steps, topk, nodes = KINDS[kind]
-    algorithm = Algorithm.STANDALONE if kind == "itself" else Algorithm.EAGLE3
-    spec = spec_of(steps, topk, nodes, algorithm)
+    spec = spec_of(steps, topk, nodes, ALGORITHMS.get(kind, Algorithm.EAGLE3))
     target, least = windowed(SOME), limits_of(spec, page_size=page_size)
     build_it = functools.partial(
         build,
@@ -58,9 +65,17 @@ def engine(kind: str) -> Compiled:
         target_spec=target,
         windows=(space_of(least, num_rows=2, spare=SPARE),),
     )
-    if kind != "itself":
+    if kind not in ALGORITHMS:
         return build_it()
     params = tiny_params()[0]
+    if kind == "multi_layer":
+        layers = CONFIGS["chained"]
+        lent = {"embed": params["embed"], "lm_head": params["lm_head"]}
+        return build_it(
+            params=(params, {**params_of("chained"), **lent}),
+            make=lambda ops, shard: MultiLayerDrafter(MtpHead(layers, ops, shard), spec),
+            aux_layer_ids=(target.num_layers,),
+        )
     return build_it(
         params=(params, params),
         make=lambda ops, shard: StandaloneDrafter(Decoder(target, ops, shard), spec),
@@ -195,7 +210,8 @@ def test_rows_do_not_depend_on_chunks_or_on_what_was_cached(kind: str) -> None:
     request = make_request(0, prompt_len=45, seed=5, max_new_tokens=20, temperature=2.0)
     cold = session_of(compiled, prefix_cache=False)
     (expected,) = cold.serve([request])
-    early, late = (3, 6) if kind == "itself" else (6, 12)  # steps, before it has ended
+    steps = {"itself": (3, 6), "multi_layer": (5, 8)}  # before it has ended
+    early, late = steps.get(kind, (6, 12))
     for chunk_size, retract_after in ((7, None), (32, early), (5, late)):
         session = session_of(compiled, chunk_size=chunk_size, overlap_depth=0)
         session.serve([dataclasses.replace(request, prompt_ids=request.prompt_ids[:30])])
