@@ -44,7 +44,7 @@ class WindowPool:
     @property
     def num_free(self) -> int:
         """Pages that can be lent: free ones, and those that can be evicted."""
-        return self._pool.num_free + sum(map(len, self._unused))
+        return self._pool.num_free + self._num_unused
 
     @property
     def num_attached(self) -> int:
@@ -53,14 +53,18 @@ class WindowPool:
 
     def num_leaked(self, held: Iterable[int]) -> int:
         """Lent pages that neither rows, which hold those of these numbers, nor the tree have."""
-        return self._pool.num_leaked(len({*held, *self._attached}))
+        return self._pool.num_leaked(len(set(held)) + self._num_unused)
+
+    @property
+    def _num_unused(self) -> int:
+        return sum(map(len, self._unused))
 
     def allocate(self, num_pages: int) -> list[WindowPage]:
         """Lends pages, each to one row, evicting what it must.
 
         Raises InvariantError for more than num_free.
         """
-        for _ in range(min(num_pages - self._pool.num_free, sum(map(len, self._unused)))):
+        for _ in range(min(num_pages - self._pool.num_free, self._num_unused)):
             self._evict()
         return [WindowPage(page) for page in self._pool.allocate(num_pages)]
 
