@@ -1,10 +1,13 @@
 """Agents' traffic: turns on a growing prompt, several agents at once, with and without cache.
 
-    python -m benchmarks.agents [--agents 16] [--turns 20] [--out FILE]
+    python -m benchmarks.agents [--agents 16] [--turns 20] [--window W] [--out FILE]
 
 Each agent begins with a prompt that all share, asks, reads the answer, appends what a tool would
 have said, and asks again. The bundled pair, float32 on a CPU, temperature 0: both runs must give
 the same text, and their acceptance lengths are reported side by side.
+
+--window: every other layer of the target sees W tokens only, as in gpt-oss. The weights were not
+made for that, so the text is worse; what is computed and what is found is as it would be.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import numpy as np
 
 from benchmarks.environment import describe
 from jspec import Engine
+from jspec.engine.loading import BUNDLED
 
 SHARED = (
     "You write small Python functions.\nRules: no imports, type hints, one docstring.\n"
@@ -46,10 +52,35 @@ async def run_agent(engine: Any, name: int, *, turns: int, answer: int) -> dict[
     return {"said": said, "first_s": first_s, "cached": cached, "prompted": prompted}
 
 
-def run(*, agents: int, turns: int, answer: int, has_cache: bool) -> tuple[dict[str, Any], Any]:
+def write_windowed(directory: Path, *, window: int) -> None:
+    """The bundled target, its files linked, with a window in every other layer."""
+    for file in (BUNDLED / "target").iterdir():
+        if file.name != "config.json":
+            (directory / file.name).symlink_to(file)
+    fields = json.loads((BUNDLED / "target" / "config.json").read_text())
+    count = fields["num_hidden_layers"]
+    fields |= {
+        "architectures": ["MistralForCausalLM"],  # Llama's layers, and it knows windows
+        "model_type": "mistral",
+        "sliding_window": window,
+        "layer_types": [("full_attention", "sliding_attention")[i % 2] for i in range(count)],
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+def run(
+    *, agents: int, turns: int, answer: int, has_cache: bool, window: int | None
+) -> tuple[dict[str, Any], Any]:
     """What was measured, and what the agents wrote."""
-    arguments = {"disable_radix_cache": not has_cache, "compile_at_start": "all"}
-    with Engine(max_running_requests=agents, **arguments) as engine:
+    arguments: dict[str, Any] = {"disable_radix_cache": not has_cache, "compile_at_start": "all"}
+    with ExitStack() as stack:
+        if window is not None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_windowed(directory, window=window)
+            draft = str(BUNDLED / "draft")
+            arguments |= {"model_path": str(directory), "speculative_draft_model_path": draft}
+            arguments["speculative_algorithm"] = "EAGLE3"
+        engine = stack.enter_context(Engine(max_running_requests=agents, **arguments))
         engine.generate("def ", {"max_new_tokens": 8, "temperature": 0})
 
         async def run_all() -> list[dict[str, Any]]:
@@ -74,6 +105,7 @@ def run(*, agents: int, turns: int, answer: int, has_cache: bool) -> tuple[dict[
         "acceptance_length": round(stats.counters.acceptance_length, 4),
         "num_retractions": stats.num_retractions,
         "num_leaked_pages": stats.num_leaked_pages,
+        "window_pages": stats.num_free_window_pages,
     }
     return result, [agent["said"] for agent in done]
 
@@ -83,9 +115,15 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--answer", type=int, default=16, help="tokens of each answer")
+    parser.add_argument("--window", type=int, help="tokens that every other layer sees")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    sizes = {"agents": args.agents, "turns": args.turns, "answer": args.answer}
+    sizes = {
+        "agents": args.agents,
+        "turns": args.turns,
+        "answer": args.answer,
+        "window": args.window,
+    }
     without, said = run(**sizes, has_cache=False)
     with_cache, said_again = run(**sizes, has_cache=True)
     result = {

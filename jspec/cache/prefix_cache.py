@@ -10,70 +10,47 @@ the page is the path to it.
     5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 behind it
 
 A page is in use while a row holds it or one behind it. Others may be evicted, the least recently
-used first, and never one with pages behind it. It hands out numbers: it knows no pool, no row and
-no device. Whoever adds a page gives it away; eviction and withdrawal hand it back.
+used first, and never one with pages behind it. It hands out numbers: it knows no row, no device and
+of pools only those of windows. Whoever adds a page gives it away; eviction and withdrawal hand it
+back.
+
+Where layers have windows the tree is of the pages of the full space, and beside each lie those of
+the window spaces that hold the same tokens (`window_pool.py`), as long as they last. A row may
+begin behind a page if in each window space those pages are there that hold the window before it:
+
+    page_size 2, window 4, a text in pages 11 12 13 14: what is beside them is  -  21 22  -
+    behind 12  the first query, at 4, sees 1..4: 11 and 12, and beside 11 there is nothing
+    behind 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: here a row may begin
+    behind 14  nothing is beside 14
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import count
+from collections.abc import Hashable, Sequence
+from itertools import count, islice
 
+from jspec.cache.cached_page import CachedPage as CachedPage
+from jspec.cache.cached_page import WindowPage
+from jspec.cache.window_pool import WindowPool
 from jspec.core.errors import InvariantError
 
 Ids = tuple[int, ...]
 
 
-class CachedPage:
-    """A page and the path to it; the root of a tree has page 0 and depth 0.
+class PrefixCache:
+    """Trees of pages, one for each namespace: texts of different namespaces share nothing.
 
-    depth: pages from the root up to and including this one. num_users: rows that hold it or a page
-    behind it. writer: the step from which on it may be read.
+    windows: the pools of the window spaces, in the order of their index.
     """
 
-    __slots__ = (
-        "children",
-        "depth",
-        "is_withdrawn",
-        "key",
-        "last_used",
-        "num_users",
-        "page",
-        "parent",
-        "writer",
-    )
-
-    def __init__(self, parent: CachedPage | None, key: Hashable, page: int, writer: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.page = page
-        self.writer = writer
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[Hashable, CachedPage] = {}
-        self.num_users = 0
-        self.last_used = 0
-        self.is_withdrawn = False
-
-    def path(self) -> Iterator[CachedPage]:
-        """This page and those before it, backwards, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages of the path, in order of position."""
-        return tuple(node.page for node in self.path())[::-1]
-
-
-class PrefixCache:
-    """Trees of pages, one for each namespace: texts of different namespaces share nothing."""
-
-    def __init__(self, *, page_size: int, lookahead: int) -> None:
+    def __init__(
+        self, *, page_size: int, lookahead: int, windows: tuple[WindowPool, ...] = ()
+    ) -> None:
         self._page_size = page_size
         self._lookahead = lookahead
+        self._windows = windows
+        self._longest_tail = max((pool.tail for pool in windows), default=0)
         self._roots: dict[Hashable, CachedPage] = {}
         self._nodes: dict[int, CachedPage] = {}  # by page, the withdrawn ones still in use too
         self._num_evictable = 0
@@ -81,10 +58,15 @@ class PrefixCache:
         self._serial = count()  # breaks ties in the heap
         # Leaves that nobody uses, by last use. An entry is stale once its node was used again.
         self._leaves: list[tuple[int, int, CachedPage]] = []
-        self.version = 0  # of what can be found: changes with each page added or gone
+        self._version = 0
 
     def __contains__(self, page: int) -> bool:
         return page in self._nodes
+
+    @property
+    def version(self) -> int:
+        """Of what can be found: changes with each page added or gone."""
+        return self._version + sum(pool.version for pool in self._windows)
 
     @property
     def num_pages(self) -> int:
@@ -103,7 +85,8 @@ class PrefixCache:
     def match(self, namespace: Hashable, ids: Ids) -> CachedPage | None:
         """The last page of the longest cached prefix, or None. At least one token is left over.
 
-        Whoever reads the pages must `lock` it before anything else is asked of the cache.
+        Whoever reads the pages must `lock` it before anything else is asked of the cache. Windows
+        are not looked at (`usable`).
         """
         node = self._roots.get(namespace)
         if node is None:
@@ -115,6 +98,14 @@ class PrefixCache:
                 break
             node = child
         return node if node.depth else None
+
+    def usable(self, last: CachedPage) -> CachedPage | None:
+        """The last page of the path to `last` behind which a row may begin: every window space has
+        what its first query sees. None: it begins at the beginning."""
+        for node in last.path():
+            if all(pool.has_tail(node) for pool in self._windows):
+                return node
+        return None
 
     def root(self, namespace: Hashable) -> CachedPage:
         """The root of a tree, made if it is not there; it stays while somebody holds it."""
@@ -154,19 +145,20 @@ class PrefixCache:
         known: int,
         writer: int,
         beside: bool,
+        begin: int = 0,
     ) -> CachedPage:
         """Adds a row's pages behind `last`, which it holds, and returns the last one it holds now.
 
-        ids: the row's text. page_ids: all of its pages, of which those that num_full(known) counts
-        are complete. beside: where another row's page is there already, go on behind that one (the
-        row's own is not taken); else stop before it.
+        ids: the row's text from token `begin` on, which is not behind `last`. page_ids: all of its
+        pages, of which those that num_full(known) counts are complete. beside: where another row's
+        page is there already, go on behind that one (the row's own is not taken); else stop before.
         """
         node = last
         if node.is_withdrawn:
             return node
         end = min(self.num_full(known), len(page_ids))
         while node.depth < end:
-            key, page = self._key(ids, node.depth), page_ids[node.depth]
+            key, page = self._key(ids, node.depth, begin), page_ids[node.depth]
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, page, writer)
@@ -175,6 +167,46 @@ class PrefixCache:
             self._use(child)
             node = child
         return node
+
+    def attach(
+        self,
+        last: CachedPage,
+        ids: Ids,
+        held: Sequence[tuple[int, Sequence[WindowPage]]],
+        *,
+        known: int,
+        writer: int,
+        begin: int = 0,
+    ) -> CachedPage:
+        """Attaches a row's pages of the window spaces to the pages with the same tokens, also to
+        those of other rows, and returns the last page of the tree that its text has.
+
+        last, ids, known, begin: as for `extend`. held: of each space, the index of the row's first
+        page there, and its pages.
+        """
+        node = last
+        if node.is_withdrawn:
+            return node
+        while node.depth < self.num_full(known):
+            child = node.children.get(self._key(ids, node.depth, begin))
+            if child is None:
+                break
+            node = child
+        earliest = min(first for first, _ in held)
+        for each in islice(node.path(), max(node.depth - earliest, 0)):
+            for pool, (first, pages) in zip(self._windows, held, strict=True):
+                if first < each.depth <= first + len(pages):
+                    pool.attach(pages[each.depth - 1 - first], each, writer=writer)
+        return node
+
+    def seek(self, last: CachedPage) -> None:
+        """A text ended behind this page, or began to differ there from those that are cached: what
+        a row would need to begin here is evicted later than the rest."""
+        for node in islice(last.path(), self._longest_tail):
+            if not node.is_sought:
+                for pool in self._windows:
+                    pool.seek(node)
+                node.is_sought = True
 
     def evict(self, num_pages: int) -> list[int]:
         """Hands back pages that nobody uses, the least recently used first.
@@ -193,6 +225,7 @@ class PrefixCache:
             parent = node.parent
             assert parent is not None
             self._detach(node, parent)
+            self._drop_windows(node)
             self._num_evictable -= 1
             del self._nodes[node.page]
             gone.append(node.page)
@@ -205,6 +238,8 @@ class PrefixCache:
         The others are handed back by the `unlock` of their last user.
         """
         gone: list[int] = []
+        for pool in self._windows:  # what lies beside a page came there later
+            pool.withdraw(writer)
         for top in [node for node in self._nodes.values() if node.writer >= writer]:
             if top.is_withdrawn:
                 continue
@@ -223,17 +258,17 @@ class PrefixCache:
             del self._nodes[page]
         return gone
 
-    def _key(self, ids: Ids, index: int) -> Hashable:
-        start = index * self._page_size
+    def _key(self, ids: Ids, index: int, begin: int = 0) -> Hashable:
+        start = index * self._page_size - begin
         return ids[start : start + self._page_size + self._lookahead]
 
     def _add(self, parent: CachedPage, key: Hashable, page: int, writer: int) -> CachedPage:
         if page in self._nodes:
             raise InvariantError(f"page {page} added twice; expected one that is not cached")
-        child = CachedPage(parent, key, page, writer)
+        child = CachedPage(parent, key, page, writer, num_windows=len(self._windows))
         parent.children[key] = self._nodes[page] = child
         self._num_evictable += 1  # until its first user
-        self.version += 1
+        self._version += 1
         return child
 
     def _use(self, node: CachedPage) -> None:
@@ -275,4 +310,10 @@ class PrefixCache:
 
     def _detach(self, node: CachedPage, parent: CachedPage) -> None:
         del parent.children[node.key]
-        self.version += 1
+        self._version += 1
+
+    def _drop_windows(self, node: CachedPage) -> None:
+        """What lies beside a page that goes is found no more."""
+        for pool, page in zip(self._windows, node.windows, strict=False):
+            if page is not None:
+                pool.detach(page)

@@ -125,11 +125,6 @@ class ServeLimits:
         return self.prefill_buckets[-1]
 
     @property
-    def caches_prefixes(self) -> bool:
-        """Whether rows may begin behind cached pages. A window's are gone when its row ends."""
-        return self.prefix_cache and not self.windows
-
-    @property
     def shapes(self) -> tuple[SpeculativeConfig, ...]:
         """What a decode step may be; `spec` is the last."""
         return (*self.other_shapes, self.spec)
@@ -183,6 +178,21 @@ class ServeLimits:
         """
         span = window - 1 + self.deferred_tokens + self.reserved_tokens_at_most(0)
         return shapes.num_pages(span - 1, self.page_size) + 1
+
+    def tail_pages(self, window: int) -> int:
+        """Most pages of a window space that a row finds cached: what its first query, at a page's
+        beginning, sees before it.
+
+            worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
+        """
+        return shapes.num_pages(window - 1, self.page_size)
+
+    def window_grants_of_prefill(self, num_tokens: int) -> int:
+        """Most page grants of one window space that a prefill of num_tokens brings."""
+        found = self.prefix_cache * max(
+            (self.tail_pages(s.window) for s in self.windows), default=0
+        )
+        return self.pages_of_chunks(num_tokens) + found * self.prefill_rows
 
     def pages_of_chunks(self, num_tokens: int) -> int:
         """Most pages that the chunks of one prefill step begin, num_tokens of all rows together."""

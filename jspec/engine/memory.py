@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 # Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
 CPU_POOL_BYTES = 1 << 30
+# With a prefix cache a window space has pages for the ends of so many texts for each slot, which is
+# where their next turns begin, but at most one page for so many that all layers would have as one.
+TAILS_PER_SLOT = 4
+MOST_FOR_TAILS = 8
 NO_WEIGHTS: Mapping[str, int] = {}
 
 
@@ -126,7 +130,8 @@ def _sized(
 def _window_spaces(
     limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
 ) -> tuple[WindowSpace, ...]:
-    """Pages of every window that gains by a space of its own: for all slots, or what memory gives.
+    """Pages of every window that gains by a space of its own: for all slots, or what memory gives;
+    with a prefix cache also for the ends of texts whose rows are gone (TAILS_PER_SLOT).
 
     as_one: pages of the pools if all layers kept everything. No window gets more than that, so
     that the full space never has less; and where not even one row's window fits into them, or a
@@ -139,6 +144,9 @@ def _window_spaces(
         of_row = limits.window_pages_per_row(window)
         if of_row < of_context and of_row + of_chunks <= as_one:
             wanted = limits.num_slots * of_row + of_chunks
+            if limits.prefix_cache:
+                tails = limits.num_slots * TAILS_PER_SLOT * limits.tail_pages(window)
+                wanted += min(tails, as_one // MOST_FOR_TAILS)
             spaces.append(WindowSpace(window, min(wanted, as_one)))
     return tuple(spaces)
 

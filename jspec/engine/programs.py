@@ -85,7 +85,7 @@ def step_programs(limits: HasBuckets) -> tuple[ProgramKey, ...]:
 
 def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """One, or none where nothing is cached."""
-    if not limits.caches_prefixes:
+    if not limits.prefix_cache:
         return ()
     return (ProgramKey(StepKind.RECALL, limits.recall_size, PLAIN),)
 

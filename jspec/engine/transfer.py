@@ -47,7 +47,7 @@ def layout_of(
         rows=limits.prefill_rows,
         pages_per_row=limits.pages_per_row,
         num_windows=num_windows,
-        num_grants=limits.pages_of_chunks(bucket),
+        num_grants=limits.window_grants_of_prefill(bucket),
         words=words,
         table=table,
     )

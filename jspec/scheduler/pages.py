@@ -9,6 +9,9 @@ is at the first token that it computes, on a page of its own. It gives its pages
 
 Cached pages that no row holds count as free: they are evicted when somebody needs room.
 
+Pages of the window spaces (`windows.py`) are found with those that hold the same tokens. There a
+row gives pages back while it goes on: what it emitted is cached before the first page of it goes.
+
 A newcomer whose text is being written at this moment by another row waits for that one: n siblings
 or a burst compute a long common prompt once.
 """
@@ -25,6 +28,7 @@ from jspec.core.errors import InvariantError
 from jspec.core.plan import PageGrant
 from jspec.core.request import DEFAULT_VERSION
 from jspec.scheduler.sequence import Sequence, Tenancy
+from jspec.scheduler.windows import WindowPages
 
 # What waiting must save: at least one part in so many of what would be computed without it.
 WORTH_WAITING = 4
@@ -33,10 +37,12 @@ WORTH_WAITING = 4
 @dataclass(frozen=True, slots=True)
 class Hit:
     """The cached prefix of a text. last: its last page, or None. num_in_use: pages that rows hold,
-    which cost no room."""
+    which cost no room. reached: the last page that the text has in the tree; a row begins before it
+    where a window space lacks pages."""
 
     last: CachedPage | None = None
     num_in_use: int = 0
+    reached: CachedPage | None = None
 
     @property
     def num_pages(self) -> int:
@@ -44,17 +50,17 @@ class Hit:
 
 
 class FullPages:
-    """The pool of the full space and its prefix cache.
+    """The pool of the full space and the prefix cache, to which it also attaches the pages of the
+    window spaces. Without limits.prefix_cache nothing is kept."""
 
-    Without limits.prefix_cache nothing is kept; nor with window spaces, whose pages behind a
-    window are gone by the time that a row ends.
-    """
-
-    def __init__(self, limits: ServeLimits) -> None:
+    def __init__(self, limits: ServeLimits, windows: WindowPages) -> None:
         self._limits = limits
+        self._windows = windows
         self._pool = PagePool(limits.num_pages)
-        self._cache = PrefixCache(page_size=limits.page_size, lookahead=limits.spec.tokens_ahead)
-        self._is_caching = limits.caches_prefixes
+        self._cache = PrefixCache(
+            page_size=limits.page_size, lookahead=limits.spec.tokens_ahead, windows=windows.pools
+        )
+        self._is_caching = limits.prefix_cache
         self._found: tuple[tuple[int, int, int], Hit] | None = None
         self._weight_version = DEFAULT_VERSION
         self._num_weights = 0
@@ -87,11 +93,12 @@ class FullPages:
         # Not by name, which the next request may have too.
         asked = sequence.arrival, sequence.num_tokens, self._cache.version
         if self._found is None or self._found[0] != asked:
-            last = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
-            self._found = asked, Hit(last)
-        last = self._found[1].last
+            reached = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
+            last = self._cache.usable(reached) if reached and self._limits.windows else reached
+            self._found = asked, Hit(last, reached=reached)
+        last, reached = self._found[1].last, self._found[1].reached
         in_use = 0 if last is None else sum(node.num_users > 0 for node in last.path())
-        return Hit(last, in_use)
+        return Hit(last, in_use, reached)
 
     def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
         """Whether another row is about to write much more of its prefix than it would hit now.
@@ -136,8 +143,12 @@ class FullPages:
             tenancy.last_cached = last
             tenancy.page_ids.extend(last.pages)
             tenancy.num_cached = last.depth
+            if self._limits.windows:
+                for node in (last, hit.reached or last):
+                    self._cache.seek(node)
         tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
         tenancy.page_ids.extend(self.allocate(num_pages - hit.num_pages))
+        self._windows.admit(tenancy, hit.last)
 
     def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
         """Lends a row num_pages pages more. Raises InvariantError for more than there can be."""
@@ -162,18 +173,36 @@ class FullPages:
 
     def publish(self, tenancy: Tenancy, *, step: int) -> None:
         """Caches what the row's chunks up to this step, which is dispatched now, complete."""
+        self._publish(tenancy, tenancy.fill_ids, known=tenancy.num_filled, step=step)
+
+    def trim(self, tenancy: Tenancy, *, step: int) -> None:
+        """Takes back pages of window spaces (`WindowPages.trim`) of a row that has emitted; what it
+        emitted is cached before, so that they can be found. step: the last one dispatched."""
+        if not self._windows.may_trim(tenancy):
+            return
+        last = tenancy.last_cached
+        if last is not None:
+            begin, known = last.depth * self._limits.page_size, tenancy.drafted_len
+            ids = tenancy.ids_from(begin)
+            self._publish(tenancy, ids, known=known, step=step, begin=begin)
+        self._windows.trim(tenancy)
+
+    def _publish(
+        self, tenancy: Tenancy, ids: tuple[int, ...], *, known: int, step: int, begin: int = 0
+    ) -> None:
+        """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on."""
         last = tenancy.last_cached
         if last is None or not self._is_current(tenancy):
             return
-        tenancy.last_cached = self._cache.extend(
-            last,
-            tenancy.fill_ids,
-            tenancy.page_ids,
-            known=tenancy.num_filled,
-            writer=step,
-            beside=False,
+        last = self._cache.extend(
+            last, ids, tenancy.page_ids, known=known, writer=step, beside=False, begin=begin
         )
-        tenancy.num_cached = tenancy.last_cached.depth
+        tenancy.last_cached, tenancy.num_cached = last, last.depth
+        if self._limits.windows:
+            held = self._windows.held(tenancy)
+            reached = self._cache.attach(last, ids, held, known=known, writer=step, begin=begin)
+            if known == len(tenancy.fill_ids):
+                self._cache.seek(reached)
 
     def keep(self, tenancy: Tenancy, *, step: int) -> None:
         """Caches what an ending row has committed. It holds its pages until `release`.
@@ -183,15 +212,15 @@ class FullPages:
         last = tenancy.last_cached
         if last is None or not self._is_current(tenancy):
             return
-        tenancy.last_cached = self._cache.extend(
-            last,
-            tenancy.sequence.fill_ids,
-            tenancy.page_ids,
-            known=tenancy.drafted_len,
-            writer=step,
-            beside=True,
+        ids, known = tenancy.sequence.fill_ids, tenancy.drafted_len
+        last = self._cache.extend(
+            last, ids, tenancy.page_ids, known=known, writer=step, beside=True
         )
+        tenancy.last_cached = last
         tenancy.num_cached = sum(page in self._cache for page in tenancy.page_ids)
+        if self._limits.windows:
+            held = self._windows.held(tenancy)
+            self._cache.seek(self._cache.attach(last, ids, held, known=known, writer=step))
 
     def release(self, tenancy: Tenancy) -> None:
         """Takes back all that an ended row holds: its own pages are free, the cached ones kept."""
@@ -199,6 +228,7 @@ class FullPages:
         if tenancy.last_cached is not None:
             own += self._cache.unlock(tenancy.last_cached)
         self._pool.release(own)
+        self._windows.release(tenancy)
 
     def withdraw(self, step: int) -> None:
         """What that step or a later one wrote is found no more: the step failed."""

@@ -154,7 +154,7 @@ class RowTable:
         self.emitted[slot] += len(ids)
         self.left[slot] -= len(ids)
 
-    def output(self, slot: int) -> list[int]:
-        """What a row has emitted."""
-        found: list[int] = self.out_ids[slot, : self.emitted[slot]].tolist()
+    def output(self, slot: int, *, begin: int = 0) -> list[int]:
+        """What a row has emitted, from its token `begin` on."""
+        found: list[int] = self.out_ids[slot, begin : self.emitted[slot]].tolist()
         return found

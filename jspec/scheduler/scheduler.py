@@ -58,8 +58,8 @@ class Scheduler:
         self._limits = limits
         self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
-        self._pages = FullPages(limits)
         self._windows = WindowPages(limits)
+        self._pages = FullPages(limits, self._windows)
         self._table = RowTable.empty(limits)
         self._free_slots = list(range(1, limits.num_slots + 1))  # a heap: lowest slot first
         self._epochs = [0] * (limits.num_slots + 1)
@@ -99,6 +99,7 @@ class Scheduler:
             num_cached_pages=self._pages.num_cached,
             num_leaked_pages=self._pages.num_leaked(tenancies) + self._windows.num_leaked,
             num_free_window_pages=self._windows.num_free,
+            num_cached_window_pages=self._windows.num_cached,
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
             shapes=self._shapes.totals,
@@ -248,6 +249,7 @@ class Scheduler:
             tenancy = self._admit(self._waiting.pop(), hit)
             admissions.append(tenancy.admission)
             chunks.append(packer.pack(tenancy))
+            grants += self._windows.grants(tenancy)
             grants += self._grant_for_chunk(tenancy, chunks[-1])
         if not chunks:
             return None
@@ -275,8 +277,8 @@ class Scheduler:
         self._in_flight.append(flight)
         for chunk, tenancy in zip(plan.chunks, flight.tenancies, strict=False):
             self._prefilling.advance(tenancy, chunk)
-            self._windows.trim(tenancy)
             self._pages.publish(tenancy, step=plan.step)
+            self._windows.trim(tenancy)
             table.decodes[chunk.row.slot] = chunk.is_final
         if plan.kind is StepKind.DECODE:
             num_rounds = plan.num_rounds(self._limits)
@@ -318,7 +320,7 @@ class Scheduler:
         if self._limits.windows:
             for tenancy in flight.tenancies:
                 if not tenancy.ended:
-                    self._windows.trim(tenancy)
+                    self._pages.trim(tenancy, step=self._num_steps)
         return pieces
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
@@ -349,7 +351,6 @@ class Scheduler:
         if not sequence.num_retractions:
             sequence.cached_tokens = tenancy.cached_len
             self._totals.num_cached_tokens += tenancy.cached_len
-        self._windows.admit(tenancy)
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
         self._decodes.changed()
@@ -387,5 +388,4 @@ class Scheduler:
     def _release(self, tenancy: Tenancy) -> None:
         del self._tenancies[tenancy.row]
         self._pages.release(tenancy)
-        self._windows.release(tenancy)
         heapq.heappush(self._free_slots, tenancy.row.slot)

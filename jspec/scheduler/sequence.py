@@ -119,6 +119,12 @@ class Tenancy:
         """The final chunk emits the first id of a tenancy."""
         return self.num_emitted > 0
 
+    def ids_from(self, begin: int) -> tuple[int, ...]:
+        """Fill and what came since, from token `begin` on."""
+        num_filled = len(self.fill_ids)
+        came = self.table.output(self.row.slot, begin=max(begin - num_filled, 0))
+        return (*self.fill_ids[begin:], *came)
+
     @property
     def admission(self) -> Admission:
         """The message that writes this row to the device; it rides with the first chunk."""

@@ -15,7 +15,8 @@ class SchedulerStats:
     """A snapshot for metrics. Totals are since the start and count committed ids only.
 
     num_pages, num_free_pages: of the full space; num_free_window_pages: of each other one. Free is
-    also what is cached and held by no row. num_cached_pages: in the prefix cache, held or not.
+    also what is cached and held by no row. num_cached_pages, num_cached_window_pages: in the prefix
+    cache, held or not.
     num_leaked_pages: lent pages, of whatever space, that no tenancy and no cache holds; 0 always,
     idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
     tokens found in the prefix cache. counters: sums over all sequences.
@@ -38,6 +39,7 @@ class SchedulerStats:
     num_emitted: int
     counters: SpecCounters
     num_free_window_pages: tuple[int, ...] = ()
+    num_cached_window_pages: tuple[int, ...] = ()
     num_steps: int = 0
     num_cached_pages: int = 0
     num_cached_tokens: int = 0

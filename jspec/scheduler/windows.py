@@ -16,6 +16,11 @@ What is lent can never run short: a row is promised at its admission the most th
 hold, one prefill's chunks come on top (of all rows together, whatever their number), and nobody is
 admitted whose promise does not fit. So a window space knows neither waiting rows nor retraction.
 
+With a prefix cache a page that a row has filled is attached to the tree (`pages.py`), and stays
+there when the row gives it back, until somebody needs room. A row that begins behind cached pages
+holds those of its first window with the rows that hold them already. So rows together hold at most
+what they were promised, and everything else can be lent.
+
     worked example: page_size 4, window 8, a prompt of 20 in chunks of 8
     chunk 0..7    pages 0 1        lent; the next query is at 8 and sees 1..8: both stay
     chunk 8..15   pages 0 1 2 3    the next query is at 16 and sees 9..16: 0 and 1 go back
@@ -27,8 +32,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from jspec.cache.page_pool import PagePool
+from jspec.cache.cached_page import CachedPage, WindowPage
+from jspec.cache.window_pool import WindowPool
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
@@ -46,7 +53,7 @@ class HeldPages:
 
     promised: int
     first: int = 0
-    pages: deque[int] = field(default_factory=deque)
+    pages: deque[WindowPage] = field(default_factory=deque)
 
     @property
     def end(self) -> int:
@@ -59,35 +66,62 @@ class WindowPages:
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
-        self._pools = tuple(PagePool(space.num_pages) for space in limits.windows)
+        self.pools = tuple(
+            WindowPool(space.num_pages, index=i, tail=limits.tail_pages(space.window))
+            for i, space in enumerate(limits.windows)
+        )
         self._held: dict[RowRef, tuple[HeldPages, ...]] = {}
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Free pages of each window space."""
-        return tuple(pool.num_free for pool in self._pools)
+        """Pages of each window space that can be lent: free ones, and cached ones no row holds."""
+        return tuple(pool.num_free for pool in self.pools)
+
+    @property
+    def num_cached(self) -> tuple[int, ...]:
+        """Pages of each window space that texts can find, held by rows or not."""
+        return tuple(pool.num_attached for pool in self.pools)
 
     @property
     def num_leaked(self) -> int:
-        """Lent pages that no row holds; 0 always."""
-        leaked = 0
-        for i, pool in enumerate(self._pools):
-            leaked += pool.num_leaked(sum(len(row[i].pages) for row in tuple(self._held.values())))
-        return leaked
+        """Lent pages that neither a row nor the cache holds; 0 always."""
+        rows = tuple(self._held.values())
+        return sum(
+            pool.num_leaked(page.page for row in rows for page in tuple(row[i].pages))
+            for i, pool in enumerate(self.pools)
+        )
 
     def may_admit(self, sequence: Sequence) -> bool:
         """Whether what `sequence` may ever hold is left in every space."""
         of_chunks = self._limits.pages_of_chunks(self._limits.chunk_size)
         for i, needed in enumerate(self._most(sequence)):
             promised = sum(row[i].promised for row in self._held.values())
-            if promised + needed + of_chunks > self._pools[i].num_pages:
+            if promised + needed + of_chunks > self.pools[i].num_pages:
                 return False
         return True
 
-    def admit(self, tenancy: Tenancy) -> None:
-        """Promises the row its pages; it has none yet."""
-        most = self._most(tenancy.sequence)
-        self._held[tenancy.row] = tuple(HeldPages(promised) for promised in most)
+    def admit(self, tenancy: Tenancy, last: CachedPage | None) -> None:
+        """Promises the row its pages. Behind a cached prefix, which ends with `last` and is usable,
+        it holds those of its first window; else it has none yet."""
+        promised = self._most(tenancy.sequence)
+        self._held[tenancy.row] = tuple(HeldPages(most) for most in promised)
+        if last is None:
+            return
+        for i, (pool, held) in enumerate(self._spaces(tenancy)):
+            for node in islice(last.path(), pool.tail):
+                page = node.windows[i]
+                assert page is not None
+                pool.hold(page)
+                held.pages.appendleft(page)
+            held.first = last.depth - len(held.pages)
+
+    def grants(self, tenancy: Tenancy) -> list[PageGrant]:
+        """All that the row holds: of one that is admitted now, what it found cached."""
+        return [
+            PageGrant(tenancy.row.slot, index, page.page, space=i + 1)
+            for i, held in enumerate(self._held[tenancy.row])
+            for index, page in enumerate(held.pages, held.first)
+        ]
 
     def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
         """Lends what the row lacks of the first num_pages pages of its sequence, in every space."""
@@ -96,16 +130,29 @@ class WindowPages:
             begin = held.end
             for index, page in enumerate(pool.allocate(max(num_pages - begin, 0)), begin):
                 held.pages.append(page)
-                grants.append(PageGrant(tenancy.row.slot, index, page, space=i + 1))
+                grants.append(PageGrant(tenancy.row.slot, index, page.page, space=i + 1))
         return grants
+
+    def held(self, tenancy: Tenancy) -> list[tuple[int, deque[WindowPage]]]:
+        """Of each space, the index of the row's first page, and its pages."""
+        return [(held.first, held.pages) for held in self._held[tenancy.row]]
+
+    def may_trim(self, tenancy: Tenancy) -> bool:
+        """Whether `trim` would take anything back."""
+        ends = self._seen_from(tenancy)
+        return any(
+            held.pages and held.first < end
+            for held, end in zip(self._held[tenancy.row], ends, strict=True)
+        )
 
     def trim(self, tenancy: Tenancy) -> None:
         """Takes back the pages that no query from `tenancy.known_len` on can see, nor one of a
         drafter that is told of earlier tokens later (`drafted_len`)."""
-        for space, (pool, held) in zip(self._limits.windows, self._spaces(tenancy), strict=True):
-            first_seen = max(tenancy.drafted_len - (space.window - 1), 0)
-            while held.pages and (held.first + 1) * self._limits.page_size <= first_seen:
-                pool.release((held.pages.popleft(),))
+        ends = self._seen_from(tenancy)
+        spaces = zip(self._limits.windows, ends, self._spaces(tenancy), strict=True)
+        for space, end, (pool, held) in spaces:
+            while held.pages and held.first < end:
+                pool.let_go(held.pages.popleft())
                 held.first += 1
             if len(held.pages) > held.promised:
                 raise InvariantError(
@@ -116,11 +163,17 @@ class WindowPages:
     def release(self, tenancy: Tenancy) -> None:
         """Takes back all that an ended row holds."""
         for pool, held in self._spaces(tenancy):
-            pool.release(held.pages)
+            for page in held.pages:
+                pool.let_go(page)
         del self._held[tenancy.row]
 
-    def _spaces(self, tenancy: Tenancy) -> Iterable[tuple[PagePool, HeldPages]]:
-        return zip(self._pools, self._held[tenancy.row], strict=True)
+    def _seen_from(self, tenancy: Tenancy) -> list[int]:
+        """Of each space, the index of the first page that a query of the row may still see."""
+        length, size = tenancy.drafted_len, self._limits.page_size
+        return [max(length - (space.window - 1), 0) // size for space in self._limits.windows]
+
+    def _spaces(self, tenancy: Tenancy) -> Iterable[tuple[WindowPool, HeldPages]]:
+        return zip(self.pools, self._held[tenancy.row], strict=True)
 
     def _most(self, sequence: Sequence) -> tuple[int, ...]:
         """Pages of each space that the row may hold between two plans: bounded also by its end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jspec.core.config import ServeLimits
 from jspec.core.plan import RowRef
-from jspec.testing.fake_rows import FakeRow, require
+from jspec.testing.fake_rows import FakeRow, fingerprint, require
 
 SCRATCH = 0  # a fingerprint that no text has
 
@@ -72,5 +72,4 @@ class FakePages:
             )
 
     def _fingerprint(self, row: FakeRow, text: list[int], position: int) -> int:
-        seen = tuple(text[: position + 1 + self._lookahead])
-        return hash((row.admission.request.extra_key, seen)) or 1
+        return fingerprint(row, text, position, lookahead=self._lookahead)

@@ -265,6 +265,7 @@ class FakeRunner:
         self._windows.check(row, first=chunk.start, end=end)
         text = self._text(row, end + LOOKAHEAD)
         self._pages.write(row, text, first=chunk.start, end=end, scratch=0)
+        self._windows.write(row, text, first=chunk.start, end=end, scratch=0)
         row.num_filled = row.seq_len = end
         row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
         next_id = None if row.is_filled else fill_ids[end]
@@ -292,7 +293,7 @@ class FakeRunner:
     def _grant_windows(self, plan: StepPlan) -> None:
         refs, limits = {ref.slot: ref for ref in plan.row_refs}, self._limits
         grants = [grant for grant in plan.grants if grant.space > 0]
-        room = limits.pages_of_chunks(sum(len(chunk.token_ids) for chunk in plan.chunks))
+        room = limits.window_grants_of_prefill(sum(len(chunk.token_ids) for chunk in plan.chunks))
         room = len(plan.rows) * limits.grants_per_row if plan.rows else room
         for space, count in Counter(grant.space for grant in grants).items():
             require(count <= room, f"{count} grants in space {space}; room for {room}")
@@ -377,6 +378,7 @@ class FakeRunner:
         start, end = row.seq_len, row.seq_len + len(emitted)
         text = self._text(row, end + LOOKAHEAD)
         self._pages.write(row, text, first=start, end=end, scratch=written - end)
+        self._windows.write(row, text, first=start, end=end, scratch=written - end)
         row.seq_len = end
         row.num_emitted += len(emitted)
         row.unread_rounds += 1

@@ -110,6 +110,10 @@ class AgainstTheModel(RuleBasedStateMachine):
                 return pages
             pages.append(self.model[key])
 
+    def begin_at(self, last: CachedPage | None) -> CachedPage | None:
+        """Where a row begins whose text has `last` in the tree."""
+        return last
+
     def held(self) -> set[int]:
         return {page for last, *_ in self.rows for page in last.pages}
 
@@ -120,7 +124,7 @@ class AgainstTheModel(RuleBasedStateMachine):
     def admit(self, namespace: str, ids: Ids) -> None:
         last = self.cache.match(namespace, ids)
         assert ([] if last is None else list(last.pages)) == self.naive_match(namespace, ids)
-        last = last or self.cache.root(namespace)
+        last = self.begin_at(last) or self.cache.root(namespace)
         self.cache.lock(last)
         missing = -(-len(ids) // self.size) - last.depth
         own = list(range(self.next_page, self.next_page + missing))
@@ -131,8 +135,10 @@ class AgainstTheModel(RuleBasedStateMachine):
     @rule(data=st.data(), beside=st.booleans())
     def write(self, data: st.DataObject, beside: bool) -> None:
         i = data.draw(st.integers(0, len(self.rows) - 1))
+        self.write_row(i, data.draw(st.integers(0, len(self.rows[i][2]))), beside=beside)
+
+    def write_row(self, i: int, known: int, *, beside: bool) -> None:
         last, namespace, ids, pages = self.rows[i]
-        known = data.draw(st.integers(0, len(ids)))
         self.step += 1
         after = self.cache.extend(last, ids, pages, known=known, writer=self.step, beside=beside)
         self.rows[i] = (after, namespace, ids, pages)
@@ -153,7 +159,10 @@ class AgainstTheModel(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        last, *_ = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
+        self.end_row(data.draw(st.integers(0, len(self.rows) - 1)))
+
+    def end_row(self, i: int) -> None:
+        last, *_ = self.rows.pop(i)
         gone = set(self.cache.unlock(last))
         assert gone == (self.withdrawn & set(last.pages)) - self.held()
         self.withdrawn -= gone
@@ -162,8 +171,11 @@ class AgainstTheModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         unused = set(self.model.values()) - self.held()
+        self.evict_pages(data.draw(st.integers(0, len(unused))))
+
+    def evict_pages(self, count: int) -> None:
+        unused = set(self.model.values()) - self.held()
         assert self.cache.num_evictable == len(unused)
-        count = data.draw(st.integers(0, len(unused)))
         gone = self.cache.evict(count)
         assert len(set(gone)) == count
         assert set(gone) <= unused
@@ -176,7 +188,9 @@ class AgainstTheModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        step = data.draw(st.integers(max(self.step - 2, 1), self.step + 1))
+        self.withdraw_from(data.draw(st.integers(max(self.step - 2, 1), self.step + 1)))
+
+    def withdraw_from(self, step: int) -> None:
         failed = {key for key, page in self.model.items() if self.writers[page] >= step}
         for name, prefix in list(self.model):  # and what lies behind
             if any(name == n and prefix[: len(p)] == p for n, p in failed):
@@ -197,8 +211,8 @@ class AgainstTheModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for last, *_ in self.rows:
-            self.cache.unlock(last)
+        while self.rows:
+            self.end_row(0)
         self.cache.evict(self.cache.num_evictable)
         assert (self.cache.num_pages, self.cache.num_evictable) == (0, 0)
         assert self.cache.match("x", (0,) * 12) is None

@@ -188,7 +188,7 @@ LAYER_BYTES = 16 * 2 * 8 * 4
 
 
 def spaces_of(
-    *groups: CacheGroup, room: int, total: int | None = None
+    *groups: CacheGroup, room: int, total: int | None = None, prefix_cache: bool = False
 ) -> tuple[int, list[tuple[int, int]]]:
     """(pages of the full space, (window, pages) of the others): room for that many one-layer pages.
 
@@ -206,6 +206,7 @@ def spaces_of(
             chunked_prefill_size=256,
             mem_fraction_static=0.5,
             max_total_tokens=total,
+            disable_radix_cache=not prefix_cache,
         ),
         groups,
         devices=[Card(2 * room * LAYER_BYTES)],  # type: ignore[list-item]
@@ -225,6 +226,13 @@ def test_no_window_gets_more_than_it_had_in_one_space() -> None:
 
 def test_a_model_of_windows_alone_takes_memory_for_windows_alone() -> None:
     assert spaces_of(APART, room=56) == (80, [(8, 28)])
+
+
+def test_with_a_prefix_cache_windows_have_pages_for_texts_whose_rows_are_gone() -> None:
+    """One page for the end of a text, four a slot; at most an eighth of what there was as one."""
+    assert spaces_of(FULL, APART, room=1000, prefix_cache=True) == (80, [(8, 28 + 80 // 8)])
+    assert spaces_of(FULL, APART, room=120, prefix_cache=True) == (120 - 2 * 33, [(8, 28 + 5)])
+    assert spaces_of(FULL, APART, room=75, prefix_cache=True) == (25, [(8, 25)])
 
 
 def test_a_window_as_long_as_the_context_gives_nothing_back() -> None:

@@ -137,6 +137,10 @@ def test_grants_arrive_by_page_space() -> None:
     assert prefill.window_grants.shape == (2, limits.pages_of_chunks(8), 3)
     assert prefill.window_grants[:, 0].tolist() == [[4, 1, 5], [1, 0, 6]]
     assert prefill.page_table.tolist() == arrived(PREFILL).page_table.tolist()
+    caching = arrived(replace(PREFILL, grants=(first, second)), replace(limits, prefix_cache=True))
+    found = LIMITS.prefill_rows * limits.tail_pages(8)
+    assert caching.window_grants is not None
+    assert caching.window_grants.shape == (2, limits.pages_of_chunks(8) + found, 3)
 
 
 def test_prefill_chunks_lie_packed() -> None:

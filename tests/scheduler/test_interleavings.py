@@ -50,7 +50,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         spec=st.sampled_from(SPECS),
-        page_size=st.sampled_from([1, 16, 64]),
+        page_size=st.sampled_from([1, 4, 16, 64]),
         capacity_pages=st.integers(1, 3),
         depth=st.integers(0, 2),
         num_rounds=st.sampled_from([1, 2, 3, 7]),
@@ -60,7 +60,7 @@ class Interleavings(RuleBasedStateMachine):
         acceptance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         salt=st.integers(0, 3),
         windows=st.lists(st.sampled_from([1, 3, 8, 40, 200]), max_size=2, unique=True),
-        spare_pages=st.integers(0, 6),
+        spare_pages=st.integers(0, 6) | st.integers(0, 60),
         prefix_cache=st.booleans(),
         shapes_seed=st.none() | st.integers(0, 9),
     )

@@ -31,7 +31,7 @@ def test_rows_are_filled_anew_and_write_the_same_text(
     trace: list[TraceEvent] = []
 
     async def main() -> None:
-        limits = small_limits(overlap_depth=depth, windows=windows, prefix_cache=not windows)
+        limits = small_limits(overlap_depth=depth, windows=windows, prefix_cache=True)
         loop = make_loop(limits, trace=trace)
         requests = [make_request(f"r{i}", max_new_tokens=40, prompt_len=9) for i in range(6)]
         streams = [loop.submit(request) for request in requests]

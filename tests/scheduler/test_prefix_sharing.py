@@ -9,7 +9,7 @@ import pytest
 from jspec.core.config import ServeLimits, WindowSpace
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
-from jspec.testing.fake_runner import FakeRunner, small_limits
+from jspec.testing.fake_runner import small_limits
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 
 
@@ -159,16 +159,14 @@ def test_what_a_failed_step_wrote_is_found_by_nobody() -> None:
 
 
 def test_without_it_nothing_is_kept() -> None:
-    for limits in (
-        limits_of(prefix_cache=False),
-        limits_of(windows=(WindowSpace(8, 40),)),  # whose pages are gone by then
-    ):
-        bench = Bench(limits, FakeRunner(limits))
+    for windows in ((), (WindowSpace(8, 40),)):
+        bench = Bench(limits_of(prefix_cache=False, windows=windows))
         for name in "ab":
             bench.submit(turn(name))
             bench.run_all()
         assert bench.chunks["b"][-1].cached_tokens == 0
-        assert bench.scheduler.stats.num_cached_pages == 0
+        stats = bench.scheduler.stats
+        assert (stats.num_cached_pages, *stats.num_cached_window_pages) == (0,) * (1 + len(windows))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.config import ServeLimits
+from jspec.core.config import ServeLimits, WindowSpace
 from jspec.core.errors import EngineClosedError, RequestFailedError, RunnerError
 from jspec.core.plan import StepPlan
 from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
@@ -70,14 +70,25 @@ def at_steps(*steps: int) -> Callable[[StepPlan], bool]:
     dispatches=st.booleans(),
     depth=st.integers(0, 2),
     prefix_cache=st.booleans(),
+    windows=st.sampled_from([(), (WindowSpace(8, 40),)]),
     rounds=st.integers(1, 2),
 )
 def test_text_is_the_same_whenever_the_runner_fails(
-    steps: set[int], depth: int, rounds: int, *, dispatches: bool, prefix_cache: bool
+    steps: set[int],
+    depth: int,
+    rounds: int,
+    windows: tuple[WindowSpace, ...],
+    *,
+    dispatches: bool,
+    prefix_cache: bool,
 ) -> None:
     async def main() -> None:
         limits = small_limits(
-            overlap_depth=depth, prefix_cache=prefix_cache, num_rounds=rounds, num_pages=40
+            overlap_depth=depth,
+            prefix_cache=prefix_cache,
+            num_rounds=rounds,
+            num_pages=40,
+            windows=windows,
         )
         runner = FailingRunner(
             limits,

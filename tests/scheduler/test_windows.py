@@ -166,7 +166,7 @@ def test_the_fake_refuses_what_is_not_owned() -> None:
 def test_no_row_holds_more_than_it_was_promised() -> None:
     """A row that is not trimmed is an error, not a pool that runs dry."""
     books, tenancy = WindowPages(limits_of(50)), seat(make_sequence(80), num_filled=8)
-    books.admit(tenancy)
+    books.admit(tenancy, None)
     assert [grant.index for grant in books.grow(tenancy, 20)] == list(range(20))
     with pytest.raises(InvariantError, match="holds 20 pages of the window of 8; expected at most"):
         books.trim(tenancy)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core import sharding
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
 from jspec.core.features import ALL, SAMPLING, StepFeatures
 from jspec.core.model_spec import ModelSpec
 from jspec.core.plan import StepKind, StepPlan, StepResult
@@ -159,13 +159,15 @@ def build(
     aux_layer_ids: tuple[int, ...] = (),
     target_spec: ModelSpec = TARGET,
     shapes: tuple[SpeculativeConfig, ...] = (),
+    windows: tuple[WindowSpace, ...] = (),
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
     variants: the features of which decode programs. ops: whose kernels (XLA's). make: another
     drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
     target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
-    last layer and what comes out. shapes: beside `spec`.
+    last layer and what comes out. shapes: beside `spec`. windows: page spaces of the target's, with
+    a prefix cache.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()
@@ -190,7 +192,13 @@ def build(
         drafter, draft_params = make(ops, shard), head_params
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = limits_of(spec, page_size=page_size, num_rounds=num_rounds)
-    limits = dataclasses.replace(limits, logprobs=ALL in variants, other_shapes=shapes)
+    limits = dataclasses.replace(
+        limits,
+        logprobs=ALL in variants,
+        other_shapes=shapes,
+        windows=windows,
+        prefix_cache=bool(windows),
+    )
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
     executables = compile_all(
@@ -203,7 +211,7 @@ def build(
             key
             for key in program_keys(limits)
             if key.features in variants
-            or key.kind is StepKind.CATCH_UP
+            or key.kind in (StepKind.CATCH_UP, StepKind.RECALL)
             or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),
     )

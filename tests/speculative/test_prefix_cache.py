@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm
+from jspec.core.config import Algorithm, WindowSpace
 from jspec.core.features import SAMPLING
 from jspec.core.plan import StepPlan
 from jspec.core.request import Request, StreamChunk
@@ -110,14 +110,17 @@ class Session:
         chunk_size: int = 32,
         overlap_depth: int = 1,
         num_pages: int | None = None,
+        windows: tuple[WindowSpace, ...] | None = None,
     ) -> None:
         limits = dataclasses.replace(
             compiled.limits,
+            windows=compiled.limits.windows if windows is None else windows,
             prefix_cache=prefix_cache,
             prefill_buckets=(chunk_size,),
             overlap_depth=overlap_depth,
             num_pages=num_pages or compiled.limits.num_pages,
         )
+        self.compiled = compiled
         self.runner = compiled.runner()
         self.view = ViewRunner(self.runner, limits)
         self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)

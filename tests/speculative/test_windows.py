@@ -51,6 +51,7 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
+from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
 
 PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
@@ -102,6 +103,7 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
         draft_params = {"head": head_params, "dial": empty}
     program = StepProgram(target=target, drafter=drafter, spec=spec)
     limits = with_space(limits_of(spec, page_size=PAGE), num_rows=2)
+    limits = dataclasses.replace(limits, prefix_cache=True)
     params = place(mesh, program.tables, {"target": target_params, "draft": draft_params})
     executables = compile_all(
         program,
@@ -189,6 +191,30 @@ def test_a_draft_with_windows_reads_its_own_pages() -> None:
     """
     served = run("itself", SOME, overlap_depth=1, chunk_size=8)
     assert all(set(accepted[:-1]) == {3} for accepted in served.accepted)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [("plain", ALL_LAYERS), pytest.param("tree", SOME, marks=pytest.mark.slow)],
+)
+def test_a_next_turn_begins_behind_the_first_and_says_the_same(
+    name: str, windows: tuple[int | None, ...]
+) -> None:
+    """In the same few pages; `test_window_cache.py` looks closer."""
+    compiled, prompt_len = engine(name, windows), 37
+    first = make_request(0, prompt_len=prompt_len, seed=0, temperature=0.0, max_new_tokens=30)
+    warm = Session(compiled, chunk_size=8, overlap_depth=2)
+    again = next_turn(first, ids_of(warm.serve([first])[0]), turn=0)
+    again = dataclasses.replace(again, sampling=first.sampling)
+    cold = Session(compiled, chunk_size=8, overlap_depth=2, prefix_cache=False)
+    served, expected = warm.serve([again])[0], cold.serve([again])[0]
+    assert ids_of(served) == ids_of(expected)
+    assert accepted_by(served) == accepted_by(expected)
+    ahead = compiled.limits.spec.tokens_ahead
+    assert served[-1].cached_tokens == (prompt_len + 30 - 1 - ahead) // PAGE * PAGE
+    assert expected[-1].cached_tokens == 0
+    (space,) = compiled.limits.windows
+    assert warm.scheduler.stats.num_free_window_pages == (space.num_pages,)
 
 
 def test_the_windows_are_felt() -> None:

@@ -1,0 +1,180 @@
+"""Cached prefixes of models with windows: who begins behind them, and what pressure takes.
+
+The fake runner refuses a row whose window holds anything but what the row would have written.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.plan import StepKind
+from jspec.core.request import Request
+from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.scheduler.test_prefix_sharing import turn
+from tests.scheduler.test_scheduler import Bench, expected_ids
+
+LIMITS = small_limits(num_pages=400, num_slots=4, context_length=400, prefix_cache=True)
+
+
+def with_windows(limits: ServeLimits, *windows: int, spare: int = 0) -> ServeLimits:
+    """The fewest pages in each space, and some more."""
+    of_chunks = limits.pages_of_chunks(limits.chunk_size)
+    spaces = [WindowSpace(w, limits.window_pages_per_row(w) + of_chunks + spare) for w in windows]
+    return replace(limits, windows=tuple(spaces))
+
+
+def cached_of(bench: Bench, request: Request) -> int:
+    """The prompt tokens that were found, of a request that is served alone."""
+    bench.submit(request)
+    bench.run_all()
+    name, most = request.request_id, request.sampling.max_new_tokens
+    assert most is not None
+    assert bench.output(name) == expected_ids(request, most)
+    stats, spaces = bench.scheduler.stats, bench.scheduler.limits.windows
+    assert stats.num_leaked_pages == 0
+    assert stats.num_free_window_pages == tuple(space.num_pages for space in spaces)
+    return bench.chunks[name][-1].cached_tokens
+
+
+def traffic(seed: int, *, count: int) -> list[Request]:
+    """Turns of conversations, other ends of their prompts, and prompts that are new."""
+    chance = random.Random(seed)
+    texts: list[tuple[int, ...]] = []
+    requests = []
+    for i in range(count):
+        old = chance.choice(texts) if texts and chance.random() < 0.8 else ()
+        kept = old[: chance.randint(0, len(old))] if chance.random() < 0.5 else old
+        new = tuple(chance.randrange(26) for _ in range(chance.choice([1, 3, 30])))
+        request = turn(f"r{i}", *(*kept, *new)[:200], max_new_tokens=chance.choice([1, 9, 40]))
+        requests.append(request)
+        most = request.sampling.max_new_tokens or 0
+        texts.append((*request.prompt_ids, *expected_ids(request, most)))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("windows", "page_size", "depth", "spec"),
+    [
+        ((8,), 4, 1, (3, 1, 4)),
+        ((3, 30), 16, 2, (2, 2, 4)),
+        ((1, 9), 1, 0, (0, 1, 1)),
+    ],
+)
+def test_with_room_as_much_is_found_as_without_windows(
+    windows: tuple[int, ...], page_size: int, depth: int, spec: tuple[int, int, int]
+) -> None:
+    roomy = small_limits(
+        steps_topk_nodes=spec,
+        num_pages=8000 // page_size,
+        page_size=page_size,
+        context_length=400,
+        overlap_depth=depth,
+        prefix_cache=True,
+    )
+    bench, full = Bench(with_windows(roomy, *windows, spare=8000 // page_size)), Bench(roomy)
+    requests = traffic(page_size, count=40)
+    found = [cached_of(bench, request) for request in requests]
+    assert found == [cached_of(full, request) for request in requests]
+    assert sum(count > 0 for count in found) > 10
+
+
+@pytest.mark.parametrize("spare", [0, 12, 60])
+@pytest.mark.parametrize("windows", [(8,), (3, 30)])
+def test_any_traffic_runs_in_any_pool(windows: tuple[int, ...], spare: int) -> None:
+    """Several at once, some aborted, some retracted: every text right, no page lost."""
+    tight = replace(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
+    limits = with_windows(tight, *windows, spare=spare)
+    bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
+    requests, chance = traffic(spare, count=60), random.Random(spare)
+    for request in requests:
+        bench.submit(request)
+        for _ in range(chance.randint(0, 12)):
+            if bench.dispatch() is None and bench.in_flight:
+                bench.collect()
+        if chance.random() < 0.1:
+            bench.scheduler.abort(request.request_id)
+    bench.run_all()
+    for request in requests:
+        if request.request_id in bench.chunks:
+            said = bench.output(request.request_id)
+            assert said == expected_ids(request, len(said))
+    stats = bench.scheduler.stats
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, 90)
+    assert stats.num_free_window_pages == tuple(space.num_pages for space in limits.windows)
+    assert stats.num_cached_tokens > 0
+    assert bench.scheduler.flush_cache()
+    assert bench.scheduler.stats.num_cached_window_pages == (0,) * len(windows)
+
+
+def test_siblings_wait_and_hold_the_same_window() -> None:
+    limits = with_windows(replace(LIMITS, overlap_depth=0, prefill_rows=4), 8, spare=60)
+    bench = Bench(limits)
+    bench.submit(*(turn(name, *range(14), ord(name)) for name in "abcd"))
+    first = bench.must_dispatch(StepKind.PREFILL)
+    bench.collect()
+    rest = bench.must_dispatch(StepKind.PREFILL)
+    assert [a.cached_len for a in rest.admissions] == [12, 12, 12]
+    before = {grant.index: grant.page for grant in first.grants}
+    for admission in rest.admissions:
+        mine = {g.index: g.page for g in rest.grants if g.slot == admission.row.slot}
+        assert {i: mine[i] for i in (1, 2)} == {i: before[i] for i in (1, 2)}  # 5..11 are seen
+        assert min(mine) == 1
+    bench.collect()
+    bench.run_all()
+    assert bench.scheduler.stats.num_leaked_pages == 0
+
+
+def test_the_ends_of_texts_outlast_the_middle_of_a_long_one() -> None:
+    """A text of 300 tokens goes through the space, of which 32 pages were cached, and takes nothing
+    that a next turn would begin behind."""
+    bench = Bench(with_windows(LIMITS, 8, spare=20))
+    asked = [turn(f"a{i}", i, *range(20), max_new_tokens=1) for i in range(4)]
+    assert [cached_of(bench, request) for request in asked] == [0] * 4
+    assert cached_of(bench, turn("long", *[5] * 300, max_new_tokens=20)) == 0
+    again = [replace(request, request_id=f"b{i}") for i, request in enumerate(asked)]
+    assert [cached_of(bench, request) for request in again] == [20, 20, 20, 20]
+
+
+def test_a_place_where_two_texts_part_is_kept_from_then_on() -> None:
+    """Its window was evicted: the second text computes it anew, the third finds it."""
+    bench, common = Bench(with_windows(LIMITS, 8)), tuple(range(24))
+    prompts = [(*common, *[number] * 60) for number in (3, 4, 5)]
+    found = [cached_of(bench, turn(f"r{i}", *p)) for i, p in enumerate(prompts)]
+    assert found == [0, 0, 20]  # the page behind it is named by a token that differs
+
+
+def test_the_end_of_a_prompt_is_kept_while_a_long_answer_is_written() -> None:
+    """The next turn may come without the answer's reasoning, and so part from it at once."""
+    bench, prompt = Bench(with_windows(LIMITS, 8)), tuple(range(24))
+    assert cached_of(bench, turn("a", *prompt, max_new_tokens=200)) == 0
+    assert cached_of(bench, turn("b", *prompt, *[25] * 9)) == 20
+
+
+def test_what_a_failed_step_wrote_in_a_window_is_found_by_nobody() -> None:
+    bench = Bench(with_windows(replace(LIMITS, overlap_depth=2), 8, spare=40))
+    bench.submit(turn("a", *range(13)))
+    bench.run_all()
+    bench.submit(turn("b", *range(13), *range(20)))
+    assert bench.must_dispatch(StepKind.PREFILL).admissions[0].cached_len == 12
+    before = bench.scheduler.stats.num_cached_window_pages
+    bench.scheduler.fail()
+    stats = bench.scheduler.stats
+    assert 0 < stats.num_cached_window_pages[0] < before[0]
+    assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
+    assert stats.num_free_window_pages == (bench.scheduler.limits.windows[0].num_pages,)
+    again = bench.scheduler.plan()
+    assert again is not None
+    assert again.admissions[0].cached_len == 12
+
+
+def test_other_extra_keys_and_other_weights_find_no_window() -> None:
+    bench = Bench(with_windows(LIMITS, 8, spare=40))
+    asked = (("a", None), ("b", "k"), ("c", "k"))
+    found = [cached_of(bench, replace(turn(name), extra_key=key)) for name, key in asked]
+    assert found == [0, 0, 16]
+    bench.scheduler.set_weight_version("2")
+    assert [cached_of(bench, turn(name)) for name in "de"] == [0, 16]
