@@ -24,6 +24,7 @@ from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
 from jspec.scheduler.cut import Cut, first_stop
+from jspec.scheduler.draft_trees import constraint_of, tree_behind
 from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
@@ -172,7 +173,7 @@ class Sequence:
     num_losses: times that it was in a step when the runner failed.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
-    behind the output so far; None without one.
+    behind the output so far, or who watches its trees; None without either.
     """
 
     request: Request
@@ -195,8 +196,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
-        grammar = self.request.grammar
-        self.constraint = None if grammar is None else grammar.begin()
+        self.constraint = constraint_of(self.request)
         self.logprobs = SequenceLogprobs(self.request)
         self.hidden = SequenceHidden(self.request)
 
@@ -300,7 +300,7 @@ class Sequence:
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
-        if self.constraint is not None:
+        if self.request.grammar is not None:
             stop = min(stop, first_stop(kept, self.request.eos_token_ids.__contains__, begin=0))
         num_shown = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
@@ -353,9 +353,16 @@ class Sequence:
                 return TextCut(num_ids=num_ids, text=text, matched=cut.matched)
         return TextCut(num_ids=num_ids, text=text)
 
-    def piece(self, cut: Cut, *, num_emitted: int = 0, num_proposed: int | None = None) -> Piece:
+    def piece(
+        self,
+        cut: Cut,
+        *,
+        num_emitted: int = 0,
+        num_proposed: int | None = None,
+        ids: tuple[int, ...] = (),
+    ) -> Piece:
         """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
-        verification, if it was one."""
+        verification, if it was one. ids: the round's, before the cut."""
         return Piece(
             self.transcript,
             cut.ids,
@@ -368,6 +375,7 @@ class Sequence:
             prompt_logprobs=self.logprobs.of_prompt(),
             hidden_states=self.hidden.of_ids(len(cut.ids)),
             num_proposed=num_proposed,
+            draft_tree=tree_behind(self.constraint, ids),
         )
 
     def abort(self, why: str) -> Piece:

@@ -39,6 +39,7 @@ OUTPUT_FIELDS = (
     "top_logprobs_num",
     "token_ids_logprob",
     "return_hidden_states",
+    "return_draft_trees",
 )
 GENERATE_FIELDS = frozenset(
     {
