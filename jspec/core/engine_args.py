@@ -96,10 +96,7 @@ class EngineArgs:
         high=2**64 - 1,
     )
     compilation_cache_dir: str | None = argument(
-        None,
-        'Directory or gs://bucket/path for compiled programs; "" keeps none',
-        _MODEL,
-        **_FETCHED,
+        None, 'Directory or gs://b/path of compiled programs; "" keeps none', _MODEL, **_FETCHED
     )
     speculative_algorithm: str | None = argument(
         None,

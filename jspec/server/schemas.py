@@ -62,6 +62,7 @@ NEUTRAL_GENERATE: Neutral = {
     "audio_data": (None, []),
     "modalities": (None, []),
     "return_routed_experts": (False,),
+    "return_sampling_mask": (None, False),
     "log_metrics": (True,),
     "background": (False,),
     "no_logs": (False, True),
