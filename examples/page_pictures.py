@@ -1,7 +1,8 @@
 """Pictures of the page for the docs: desktop, phone and dark, of a server that runs.
 
     pip install playwright        # and a Chromium, say Debian's package
-    jspec serve --port 30000      # elsewhere; the bundled pair
+    jspec serve --speculative-num-steps 3 --speculative-eagle-topk 2 \
+        --speculative-num-draft-tokens 7      # elsewhere; the bundled pair, with wide trees
     python examples/page_pictures.py http://127.0.0.1:30000 --chromium /usr/bin/chromium
 
 Each is written to docs/pictures. They fail rather than show a page that is not done.
@@ -53,6 +54,7 @@ def take(browser: Any, url: str, picture: Picture) -> None:
     page.goto(url)
     for _ in range(picture.num_prompts - 1):
         page.click("#add")
+    page.check("#trees")
     page.fill("#temperature", "0.75")
     page.fill("#seed", SEED)
     page.click("#go")
@@ -64,7 +66,7 @@ def take(browser: Any, url: str, picture: Picture) -> None:
     )
     span = page.locator(f'.out [data-step="{best}"]').first
     span.tap() if picture.is_touched else span.hover()
-    page.wait_for_selector(".chip")
+    page.wait_for_selector(".tree .chip")
     file = PICTURES / picture.name
     file.write_bytes(page.screenshot())
     page.close()

@@ -22,7 +22,7 @@ from jspec import __version__
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError, EngineClosedError, RequestError
-from jspec.core.features import PLAIN, StepFeatures
+from jspec.core.features import PLAIN, Feature, StepFeatures
 from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import Request, SamplingParams
 from jspec.core.resolved_config import ResolvedConfig
@@ -372,7 +372,7 @@ class Engine(EngineCalls):
 
 def _asks_more(sampling: SamplingParams) -> bool:
     """Whether it needs programs that are made on demand."""
-    return sampling.return_hidden_states or sampling.grammar is not None
+    return bool(set(sampling.features) & {Feature.HIDDEN, Feature.GRAMMAR})
 
 
 def _with_model(arguments: Mapping[str, Any], model: str | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Argument:
     low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
         where the bounds say it badly.
     is_local: it names something on this machine; is_model: a directory, which "" cannot be;
-    is_fetched: gs:// is fetched (engine/remote_checkpoints).
+    is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket).
     shorthands: flags that set it without a value.
     """
 
@@ -96,7 +96,8 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
     is_fetched = says.is_fetched and str(value).startswith("gs://")
     if says.is_local and not is_fetched and _SCHEME.match(str(value)):
         # A directory's name is taken as it is: gs://b/c would be a directory called `gs:`.
-        other = ", gs://bucket/path, or org/name of Hugging Face's hub" * says.is_fetched
+        other = ", gs://bucket/path" * says.is_fetched
+        other += ", or org/name of Hugging Face's hub" * (says.is_fetched and says.is_model)
         raise ConfigError(
             f"{name} is {value!r}; expected a directory of this machine{other}: such remote paths "
             "are not read, so copy it here first, or mount it and name the mount"

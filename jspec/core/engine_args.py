@@ -20,7 +20,8 @@ DEFAULT_SPEC = (3, 1, 4)
 _NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
-_CHECKPOINT = {"is_local": True, "is_model": True, "is_fetched": True}
+_FETCHED = {"is_local": True, "is_fetched": True}
+_CHECKPOINT = {**_FETCHED, "is_model": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class EngineArgs:
         high=2**64 - 1,
     )
     compilation_cache_dir: str | None = argument(
-        None, 'Where compiled programs are kept; "" keeps none', _MODEL, is_local=True
+        None, 'Directory or gs://b/path of compiled programs; "" keeps none', _MODEL, **_FETCHED
     )
     speculative_algorithm: str | None = argument(
         None,

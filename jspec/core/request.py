@@ -15,6 +15,7 @@ import numpy as np
 from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
+from jspec.core.judged_tree import JudgedTree
 from jspec.core.sampling_fields import (
     Biases,
     Flag,
@@ -98,23 +99,23 @@ class SamplingParams:
     temperature: 0 means greedy; any other value divides the logits before filtering.
     top_k (-1 or 0 keeps all), top_p, min_p: applied jointly, to one and the same distribution.
     repetition_penalty: logits of tokens in prompt or output are divided by it, negative ones
-        multiplied (Keskar et al., 2019). Comes first.
+        multiplied (Keskar et al., 2019); first.
     frequency_penalty, presence_penalty: subtracted from logits of tokens already in the output.
     logit_bias: (token id, number) pairs, added to the logits of those tokens; comes last.
     sampling_seed: 64 bits, a negative one by its two's complement; None draws one from the
         operating system when the request enters.
     stop: strings that end the text (trimmed from it), at most MAX_STOP_STRINGS of MAX_STOP_CHARS
         characters together; stop_token_ids: ids that end it, at most MAX_STOP_IDS.
-    stop_regex: regular expressions (jspec.text.stop_regex); the text ends where the first match
-        does, and keeps it.
+    stop_regex: regular expressions (jspec.text.stop_regex); the text ends with the first match.
     no_stop_trim: what ended the text stays in it, a stop token if it has text.
     skip_special_tokens: special tokens have no text; the one that ends the text never has any.
-    return_logprob: log-probabilities of the output, of the raw logits: before penalties, bias,
-        temperature and filters. The others of the name are of effect only with it.
+    return_logprob: log-probabilities of the output, of the raw logits (before penalties, bias,
+        temperature, filters). The others of the name are of effect only with it.
     logprob_start_len: of the prompt's tokens from this one on, too; -1: of none.
     top_logprobs_num: of the so many likeliest tokens as well.
     token_ids_logprob: of these tokens as well.
     return_hidden_states: the target's last hidden states, after its final norm.
+    return_draft_trees: what each verification drafted (slower: nothing overlaps).
     json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: one of them
         at most; the output is a text of that grammar, unless its length ends it.
     speculative: false accepts no draft: the same text, one token a step; for comparisons.
@@ -189,6 +190,7 @@ class SamplingParams:
         row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
     )
     return_hidden_states: bool = sampled(False, Flag(), needs=Feature.HIDDEN)
+    return_draft_trees: bool = sampled(False, Flag(), needs=Feature.GRAMMAR)
     json_schema: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
     regex: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
     ebnf: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
@@ -374,12 +376,11 @@ class StreamChunk:
 
     new_ids: ids that this round emitted, after the cut. num_accepted of them (from the front) were
     accepted drafts; the rest is the target's own. text: the new text, never half a character.
-    cached_tokens: of the prompt, found in the prefix cache. weight_version: of the weights that the
-    row was last filled with.
+    cached_tokens: of the prompt, found in the prefix cache. weight_version: of the last fill's.
     logprobs: of new_ids, if asked for. prompt_logprobs: of the prompt's ids from logprob_start_len
     on, with the first chunk; None for the very first token, of which nothing is known.
     hidden_states: f32[E] of what chose each of new_ids, if asked for; in the place of the first
-    token's f32[prompt, E], of the prompt.
+    token's f32[prompt, E], of the prompt. draft_tree: what was judged, if asked for.
     """
 
     request_id: str
@@ -396,3 +397,4 @@ class StreamChunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)
+    draft_tree: JudgedTree | None = None

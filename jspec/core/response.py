@@ -90,13 +90,21 @@ class Completion:
     """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds.
 
     logprobs: how the sequence's log-probabilities are told, if it was asked for any.
-    seed: the final one, with which the same text comes again.
+    seed: the final one, with which the same text comes again. token_text: what draft trees call
+    their nodes, if anything.
     """
 
     def __init__(
-        self, request_id: str, *, logprobs: LogprobForm | None = None, seed: int | None = None
+        self,
+        request_id: str,
+        *,
+        logprobs: LogprobForm | None = None,
+        seed: int | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         self.request_id = request_id
+        self.draft_trees: list[dict[str, Any]] = []
+        self._token_text = token_text
         self.seed = seed
         self.logprob_form = logprobs
         self.logprobs: list[TokenLogprob] = []
@@ -115,10 +123,12 @@ class Completion:
     def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
         """token_text: what log-probabilities call a token, if anything."""
         form = LogprobForm.of(request.sampling, token_text=token_text)
-        return cls(request.request_id, logprobs=form, seed=request.seed)
+        return cls(request.request_id, logprobs=form, seed=request.seed, token_text=token_text)
 
     def add(self, chunk: StreamChunk) -> None:
         self.texts.append(chunk.text)
+        if chunk.draft_tree is not None:
+            self._add_tree(chunk)
         self.output_ids += chunk.new_ids
         self.finish = chunk.finish
         self.prompt_tokens = chunk.prompt_tokens
@@ -129,6 +139,16 @@ class Completion:
         self.logprobs += chunk.logprobs
         self.prompt_logprobs += chunk.prompt_logprobs
         self.hidden_states += chunk.hidden_states
+
+    def _add_tree(self, chunk: StreamChunk) -> None:
+        tree = chunk.draft_tree
+        assert tree is not None
+        told: dict[str, Any] = {"step": chunk.counters.verify_ct, "first": len(self.output_ids)}
+        told |= {"ids": list(tree.ids), "parents": list(tree.parents)}
+        told["accepted"] = list(tree.accepted)
+        if self._token_text is not None:
+            told["texts"] = list(map(self._token_text, tree.ids))
+        self.draft_trees.append(told)
 
     @property
     def text(self) -> str:
@@ -147,7 +167,7 @@ class Completion:
 
     def meta_info(self, *, e2e_latency: float | None = None, first_id: int = 0) -> dict[str, Any]:
         """What `to_json` says beside text and ids. first_id: of the output's log-probabilities
-        only those from here on; the prompt's come with the first."""
+        and the draft trees only those from here on; the prompt's come with the first."""
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -167,6 +187,8 @@ class Completion:
             meta |= self.logprob_form.fields(ids, known, of_prompt)
         if self.finish is not None and self.hidden_states:  # of a stream its last event has them
             meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
+        if self.draft_trees:
+            meta["draft_trees"] = [t for t in self.draft_trees if t["first"] >= first_id]
         if self.finish is not None and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
         return meta

@@ -21,7 +21,7 @@ from jspec.diagnosis.readings import (
 )
 from jspec.diagnosis.records import Diagnosis, Pair, buckets_of, by_depth
 from jspec.diagnosis.templates import TemplateCost, template_costs
-from jspec.diagnosis.tensors import TensorFact, coverage, facts_of, suspicious
+from jspec.diagnosis.tensors import TensorFact, coarse_levels, coverage, facts_of, suspicious
 from jspec.diagnosis.texts import Text
 from jspec.engine.rescorer import Rescorer
 from jspec.models.decoder import Decoder
@@ -89,16 +89,10 @@ class Examination:
         if self._evidence is not None and self._base is not None and not self._findings:
             self._say("other readings of the head")
             self._try(self._evidence, self._base)
-            if not self._findings and not findings.fits(self._base):
-                self._findings.append(
-                    Finding(
-                        kind="unfit",
-                        what=f"{findings.UNFIT}: it agrees in {self._base.by_depth[0]:.2f} of its "
-                        f"first guesses and is {self._base.confidence:.2f} sure of them",
-                        repair="get the head that was trained for these very weights of the "
-                        "target, or train one (jspec train-draft)",
-                    )
-                )
+            levels = coarse_levels(self._tensors)
+            fits = findings.fits(self._base, is_coarse=levels is not None)
+            if not self._findings and not fits:
+                self._findings.append(findings.unfit(self._base, levels))
 
     def _look_at_tensors(self) -> None:
         self._tensors = facts_of(self._params)

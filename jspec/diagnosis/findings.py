@@ -74,15 +74,37 @@ def best(trials: Iterable[Trial]) -> Trial | None:
     return max((t for t in trials if t.is_believed), key=lambda t: t.gain, default=None)
 
 
-def fits(base: Agreement) -> bool:
+def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
     """Whether a head without a known fault is one that was trained for this target.
 
     One that was made for other weights is far surer than it is right, or agrees hardly ever. A weak
     healthy head is about as sure as it is right, and so is one that coarse weights have flattened:
-    these two are not told apart.
+    its weights tell these two apart (`tensors.coarse_levels`).
     """
     first = base.by_depth[0]
+    if is_coarse and first < LEAST_FIT:
+        return False
     return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first >= SURENESS * base.confidence)
+
+
+def unfit(base: Agreement, levels: int | None) -> Finding:
+    """levels: as `tensors.coarse_levels`."""
+    what = f"{UNFIT}: it agrees in {base.by_depth[0]:.2f} of its first guesses and is "
+    what += f"{base.confidence:.2f} sure of them"
+    if levels is not None:
+        return Finding(
+            kind="unfit",
+            what=f"{what}, and an output of its matrices has {levels} different numbers: too few "
+            "bits, or quantised twice",
+            repair="get the head's weights as they were before they were quantised, and quantise "
+            "those once, to 4 bits or more",
+        )
+    return Finding(
+        kind="unfit",
+        what=what,
+        repair="get the head that was trained for these very weights of the target, or train one "
+        "(jspec train-draft)",
+    )
 
 
 def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]:

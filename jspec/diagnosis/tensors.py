@@ -12,6 +12,8 @@ from jspec.diagnosis.agreement import Evidence
 from jspec.models.placement import path_of
 
 MIN_LEVELS = 32  # of a column; 4 bits make 16
+COARSE = 8  # numbers of an output, zero and both signs counted: three bits make 7 or 8
+LONG = 64  # numbers, of which any trained ones are more than COARSE different
 MOST_ZEROS = 0.25  # trained matrices have none; a pruned head has a pattern of them
 
 
@@ -20,12 +22,14 @@ class TensorFact:
     """One tensor of the head. mean: of a norm's scale, near 1 where it was not trained.
 
     levels: distinct numbers of a column, at most, of those looked at: few where it was quantised.
+    fewest: the same of columns or rows, whichever have fewer; None of what is too short to say.
     """
 
     name: str
     shape: tuple[int, ...]
     zeros: float
     levels: int
+    fewest: int | None = None
     is_finite: bool
     mean: float
     std: float
@@ -44,7 +48,8 @@ def facts_of(params: Any) -> tuple[TensorFact, ...]:
                 name=".".join(names),
                 shape=array.shape,
                 zeros=float(np.mean(array == 0)),
-                levels=max(len(np.unique(column)) for column in _columns(array)),
+                levels=_levels(_columns(array)),
+                fewest=_fewest(array),
                 is_finite=bool(np.isfinite(array).all()),
                 mean=float(array.mean()),
                 std=float(array.std()),
@@ -56,6 +61,32 @@ def facts_of(params: Any) -> tuple[TensorFact, ...]:
 def _columns(array: np.ndarray) -> np.ndarray:
     """A few of a matrix's columns (outputs), as rows; of a vector, all of it."""
     return array.reshape(-1, array.shape[-1]).T[:8] if array.ndim > 1 else array[None]
+
+
+def _levels(lines: np.ndarray) -> int:
+    return max(len(np.unique(line)) for line in lines)
+
+
+def _fewest(array: np.ndarray) -> int | None:
+    """A scale belongs to an output or, seldom, to an input."""
+    if array.ndim < 2:
+        return None
+    rows = array.reshape(-1, array.shape[-1])[:8]
+    found = [_levels(x) for x in (rows, _columns(array)) if x.shape[-1] >= LONG]
+    return min(found, default=None)
+
+
+def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
+    """How many numbers an output of the head's matrices has, where those are as few as three bits
+    make; else None.
+
+    What is quantised once and served so has more: 4 bits 15 or 16 for each of its groups, int8 and
+    fp8 beyond 60. Such few are left by too few bits, or by rounding what was rounded before.
+    """
+    found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
+    if not found or (middle := found[len(found) // 2]) > COARSE:
+        return None
+    return middle
 
 
 def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def build(task: BuildTask, *, told: IO[str]) -> None:
     if missing:
         raise ConfigError(f"devices {missing} are not among {sorted(devices)} here")
     mesh = sharding.make_mesh([devices[i] for i in task.device_ids])
-    store = ProgramStore.open(task.directory)
+    store = ProgramStore.open(task.directory, task.bucket)
     recipe, keys = task.recipe, tuple(task.paths)
     if recipe.paths(keys, mesh=mesh, store=store) != task.paths:
         raise ConfigError(

@@ -22,6 +22,7 @@ from jspec.engine.device_memory import least_memory
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.engine.memory import size_pool
 from jspec.engine.memory_report import check_scratch_fits, held_bytes, scratch_bytes
+from jspec.engine.program_bucket import GS, ProgramBucket
 from jspec.engine.program_growth import ProgramGrowth, maker_of
 from jspec.engine.program_store import ProgramStore
 from jspec.engine.programs import later_programs, program_keys, programs_at_start
@@ -54,7 +55,7 @@ def _build_runner(
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
-    args = replace(args, compilation_cache_dir="" if store is None else str(store.directory.parent))
+    args = replace(args, compilation_cache_dir=_kept_in(store))
     available = jax.devices()
     interrupts.check()
     if args.tp_size > len(available):
@@ -108,15 +109,18 @@ def _build_runner(
 
 
 def _open_store(named: str | None) -> ProgramStore | None:
-    """The directory of compiled programs, for jax's cache and ours; None for "" (keep none).
+    """The directory of compiled programs, for jax's cache and ours; None for "" (keep none). Of a
+    bucket's there is a directory here, and ours are in both.
 
     Raises ConfigError for a named directory that cannot be one. Without a usable home nothing is
     kept, and a warning says so.
     """
     if named == "":
         return None
+    bucket = ProgramBucket.named(named) if named and named.startswith(GS) else None
     try:
         directory = Path(named) if named else Path.home() / ".cache" / "jspec" / "programs"
+        directory = directory if bucket is None else bucket.directory
         enable_persistent_cache(directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
         if named:
@@ -125,4 +129,10 @@ def _open_store(named: str | None) -> ProgramStore | None:
             ) from error
         log.warning("compiled programs are not kept: %s", error)
         return None
-    return ProgramStore.open(directory / "steps")
+    return ProgramStore.open(directory / "steps", bucket)
+
+
+def _kept_in(store: ProgramStore | None) -> str:
+    if store is None:
+        return ""
+    return str(store.directory.parent) if store.bucket is None else store.bucket.url

@@ -279,6 +279,8 @@ class _Making:
 
     def load(self, key: ProgramKey) -> None:
         """Keeps the stored executable, if it can be read."""
+        if self._store is not None:
+            self._store.fetch(self._paths[key])
         found = self._recipe.load(key, self._paths[key], mesh=self._mesh)
         if found is not None:
             self._keep(key, found, "loaded")

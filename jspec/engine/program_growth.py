@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from jspec.core.errors import JspecError
 from jspec.engine.compilation import Recipe, compile_all
+from jspec.engine.program_bucket import ProgramBucket
 from jspec.engine.program_store import SETTINGS, ProgramStore
 from jspec.engine.programs import ProgramKey
 
@@ -130,6 +131,7 @@ def maker_of(
         recipe=recipe,
         paths=paths,
         directory=store.directory,
+        bucket=store.bucket,
         device_ids=tuple(device.id for device in mesh.devices.flat),
         settings=settings_of((*SETTINGS, *PLATFORM_SETTINGS)),
     )
@@ -192,6 +194,7 @@ class BuildTask:
     recipe: Recipe
     paths: dict[ProgramKey, Path]
     directory: Path
+    bucket: ProgramBucket | None
     device_ids: tuple[int, ...]
     settings: dict[str, Any]
 

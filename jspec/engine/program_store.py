@@ -26,6 +26,8 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jspec.engine.program_bucket import ProgramBucket
+
 log = logging.getLogger(__name__)
 
 # What can change a program; text, server and scheduler cannot.
@@ -49,13 +51,15 @@ class ProgramStore:
     """Executables by a digest of what they were made from. Make one by `open`, and early.
 
     sources: digest of the sources, None where they are not the code that runs, or not files.
+    bucket: where its programs are shared with other machines, if anywhere.
     """
 
     directory: Path
     sources: str | None
+    bucket: ProgramBucket | None = None
 
     @classmethod
-    def open(cls, directory: Path) -> ProgramStore:
+    def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
         """Reads the sources: before anything slow, since they may change meanwhile.
 
         Removes what writers left that were killed in the midst of it, once nobody can be writing.
@@ -64,7 +68,7 @@ class ProgramStore:
             with contextlib.suppress(OSError):  # another start may have removed it
                 if time.time() - part.stat().st_mtime > PART_SECONDS:
                     part.unlink()
-        return cls(directory, sources_digest())
+        return cls(directory, sources_digest(), bucket)
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
         """Where the program made from `parts` (by their repr) for `arrays` on `mesh` belongs.
@@ -86,6 +90,11 @@ class ProgramStore:
         found = {key: self.path(*m, mesh=mesh, arrays=arrays) for key, m in makings.items()}
         known = {key: path for key, path in found.items() if path is not None}
         return known if len(known) == len(found) else {}
+
+    def fetch(self, path: Path) -> None:
+        """Before `load`: looks for it in the bucket too."""
+        if self.bucket is not None:
+            self.bucket.fetch(path)
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
@@ -135,6 +144,8 @@ class ProgramStore:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
+            if self.bucket is not None:
+                self.bucket.keep(path)
         except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
             log.warning("%s could not be written: %r", path, error)
 

@@ -231,7 +231,7 @@ class RoundReader:
         if cut.finish is not None:
             self._totals.num_finished += 1
             self._finish(sequence)
-        return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed)
+        return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed, ids=ids)
 
     def _end_broken(self, sequence: Sequence, error: Exception) -> Piece:
         LOGGER.error("request %s was ended", sequence.request.request_id, exc_info=error)

@@ -24,6 +24,7 @@ from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
 from jspec.scheduler.cut import Cut, first_stop
+from jspec.scheduler.draft_trees import constraint_of, tree_behind
 from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
@@ -43,9 +44,8 @@ class SequenceState(enum.Enum):
 class Tenancy:
     """A sequence's stay in a slot, named (slot, epoch) in plans.
 
-    table: the columns in which the row's numbers are.
-    fill_ids: prompt and what had been emitted at admission. page_ids: the row's, in order of
-    position: first those of the prefix cache. num_filled: fill tokens dispatched, or cached.
+    table: the columns of the row's numbers. fill_ids: prompt and what had been emitted at
+    admission. page_ids: in order of position, first those of the prefix cache. num_filled: fill tokens dispatched, or cached.
     cached_len: fill tokens that were cached at admission. namespace, last_cached: where in the
     cache the row is, and the last page that it holds there (None: it keeps nothing).
     num_cached: how many of page_ids are in the cache.
@@ -85,8 +85,7 @@ class Tenancy:
 
     @property
     def steps_in_flight(self) -> int:
-        """Dispatched, uncollected steps that name the row; until it is 0, slot and pages stay
-        taken, also when `ended`."""
+        """Dispatched, uncollected steps that name the row, whose slot and pages they keep taken."""
         return int(self.table.steps[self.row.slot])
 
     @property
@@ -121,9 +120,8 @@ class Tenancy:
 
     def ids_from(self, begin: int) -> tuple[int, ...]:
         """Fill and what came since, from token `begin` on."""
-        num_filled = len(self.fill_ids)
-        came = self.table.output(self.row.slot, begin=max(begin - num_filled, 0))
-        return (*self.fill_ids[begin:], *came)
+        begin_out = max(begin - len(self.fill_ids), 0)
+        return (*self.fill_ids[begin:], *self.table.output(self.row.slot, begin=begin_out))
 
     @property
     def admission(self) -> Admission:
@@ -178,7 +176,7 @@ class Sequence:
     num_losses: times that it was in a step when the runner failed.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
-    behind the output so far; None without one.
+    behind the output so far, or who watches its trees; None without either.
     """
 
     request: Request
@@ -201,8 +199,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.features = self.request.sampling.features
-        grammar = self.request.grammar
-        self.constraint = None if grammar is None else grammar.begin()
+        self.constraint = constraint_of(self.request)
         self.logprobs = SequenceLogprobs(self.request)
         self.hidden = SequenceHidden(self.request)
 
@@ -290,8 +287,8 @@ class Sequence:
         A prompt token of which a log-probability is asked for is preceded by one that is run, and
         one whose hidden state is asked for is run.
         """
-        known = (self.logprobs.computed_from, self.hidden.computed_from)
-        asked = [first for first in known if first is not None]
+        firsts = self.logprobs.computed_from, self.hidden.computed_from
+        asked = [first for first in firsts if first is not None]
         return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
@@ -306,7 +303,7 @@ class Sequence:
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
         stop = first_stop(kept, self.request.ends_with, begin=low - num_out)
-        if self.constraint is not None:
+        if self.request.grammar is not None:
             stop = min(stop, first_stop(kept, self.request.eos_token_ids.__contains__, begin=0))
         num_shown = stop + (self.request.shows(kept[stop]) if stop < len(kept) else 0)
         is_last = stop < len(kept) or len(kept) == self.num_tokens_left
@@ -359,9 +356,16 @@ class Sequence:
                 return TextCut(num_ids=num_ids, text=text, matched=cut.matched)
         return TextCut(num_ids=num_ids, text=text)
 
-    def piece(self, cut: Cut, *, num_emitted: int = 0, num_proposed: int | None = None) -> Piece:
+    def piece(
+        self,
+        cut: Cut,
+        *,
+        num_emitted: int = 0,
+        num_proposed: int | None = None,
+        ids: tuple[int, ...] = (),
+    ) -> Piece:
         """What the reader gets of `cut`. num_emitted, num_proposed: ids and drafts of the
-        verification, if it was one."""
+        verification, if it was one. ids: the round's, before the cut."""
         return Piece(
             self.transcript,
             cut.ids,
@@ -374,6 +378,7 @@ class Sequence:
             prompt_logprobs=self.logprobs.of_prompt(),
             hidden_states=self.hidden.of_ids(len(cut.ids)),
             num_proposed=num_proposed,
+            draft_tree=tree_behind(self.constraint, ids),
         )
 
     def abort(self, why: str) -> Piece:

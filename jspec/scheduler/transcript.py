@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.core.judged_tree import JudgedTree
 from jspec.core.protocols import TextStream
 from jspec.core.request import (
     DEFAULT_VERSION,
@@ -56,6 +57,7 @@ class Piece(NamedTuple):
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = ()
     num_proposed: int | None = None
+    draft_tree: JudgedTree | None = None
 
     def chunk(self) -> StreamChunk:
         return self.transcript.chunk(self)
@@ -117,6 +119,7 @@ class Transcript:
             logprobs=piece.logprobs,
             prompt_logprobs=piece.prompt_logprobs,
             hidden_states=piece.hidden_states,
+            draft_tree=piece.draft_tree,
         )
 
     def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:

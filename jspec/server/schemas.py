@@ -39,6 +39,7 @@ OUTPUT_FIELDS = (
     "top_logprobs_num",
     "token_ids_logprob",
     "return_hidden_states",
+    "return_draft_trees",
 )
 GENERATE_FIELDS = frozenset(
     {
@@ -61,6 +62,7 @@ NEUTRAL_GENERATE: Neutral = {
     "audio_data": (None, []),
     "modalities": (None, []),
     "return_routed_experts": (False,),
+    "return_sampling_mask": (None, False),
     "log_metrics": (True,),
     "background": (False,),
     "no_logs": (False, True),

@@ -166,6 +166,7 @@ class Service:
             raise EngineClosedError("the server is shutting down")
         tokenizer = self.engine.tokenizer if return_spec_tokens else None
         token_text = self.engine.token_texts.text if return_text_in_logprobs else None
+        node_text = token_text if tokenizer is None else self.engine.token_texts.text
         indexed = await self._tokenized(prompts)
         if self._trace is not None:
             now = time.monotonic()
@@ -188,6 +189,7 @@ class Service:
                 ),
                 logprobs=LogprobForm.of(request.sampling, token_text=token_text),
                 seed=request.seed,
+                token_text=node_text,
             )
             for _, request in indexed
         )

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.core.errors import JspecError
 from jspec.core.request import StreamChunk
-from jspec.core.response import Completion, LogprobForm, spec_fields
+from jspec.core.response import Completion, LogprobForm, TokenText, spec_fields
 from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.server.event_json import EventJson, encode_event
 from jspec.server.http import ClientGoneError, error_body, status_of, unless_gone
@@ -51,6 +51,7 @@ class SequenceFold:
         trace: RequestTrace | None = None,
         logprobs: LogprobForm | None = None,
         seed: int | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         self._json: EventJson | None = None
         self._clock = clock
@@ -59,7 +60,9 @@ class SequenceFold:
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
         self._num_ids, self._num_spec = 0, 0
-        self.completion = Completion(request_id, logprobs=logprobs, seed=seed)
+        self.completion = Completion(
+            request_id, logprobs=logprobs, seed=seed, token_text=token_text
+        )
 
     def add(self, chunk: StreamChunk) -> None:
         if self._trace is not None and chunk.new_ids:
@@ -115,7 +118,9 @@ class SequenceFold:
 
     def take_event(self, *, incremental: bool, index: int | None) -> bytes:
         """`take` as an event, at the cost of what is new. All calls with the same arguments."""
-        if self._tracker is not None or self.completion.logprob_form is not None:
+        completion = self.completion
+        is_more = completion.logprob_form is not None or bool(completion.draft_trees)
+        if self._tracker is not None or is_more:
             body = self.take(incremental=incremental)
             return encode_event(body if index is None else {"index": index, **body})
         if self._json is None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jspec.core.request import Request, SamplingParams
 from jspec.diagnosis.agreement import Agreement, gain
-from jspec.diagnosis.findings import Trial, best, fits, of_serving, unlike_served
+from jspec.diagnosis.findings import Trial, best, fits, of_serving, unfit, unlike_served
 from jspec.diagnosis.readings import Reading, nearby_layers, usual_layers
 from jspec.diagnosis.records import buckets_of, by_depth
-from jspec.diagnosis.tensors import facts_of, suspicious
+from jspec.diagnosis.tensors import coarse_levels, facts_of, suspicious
 from jspec.diagnosis.texts import Text, Verification
 
 ROWS, S = 400, 3
@@ -131,3 +134,62 @@ def test_tensors_that_no_training_makes() -> None:
     assert suspicious(facts_of({"fc": np.round(matrix)})) == ()  # quantised, not pruned
     broken = facts_of({"fc": {"kernel": np.full((2, 2), np.nan, np.float32)}})
     assert suspicious(broken) == ("fc.kernel holds numbers that are not finite",)
+
+
+def on_grid(x: np.ndarray, bits: int, *, group: int | None = None) -> np.ndarray:
+    """Symmetric, rounded to nearest; x: [inputs, outputs]. A scale an output, or a group of it."""
+    groups = x.T.reshape(x.shape[1], -1, group or x.shape[0])
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
+    rounded: np.ndarray = np.round(groups / scale) * scale
+    return rounded.reshape(x.shape[1], -1).T
+
+
+def head(seed: int, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Matrices of a head's shapes, heavy tails among them, and a norm."""
+    rng = np.random.default_rng(seed)
+    shapes = {"fc": (384, 128), "up": (128, 256), "down": (256, 128), "narrow": (128, 16)}
+    drawn = {name: rng.standard_t(5, size=shape) * 0.02 for name, shape in shapes.items()}
+    kernels = {name: {"kernel": change(x).astype(np.float32)} for name, x in drawn.items()}
+    return {**kernels, "norm": {"scale": np.ones(128, np.float32)}}
+
+
+HEALTHY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float32": lambda x: x,
+    "bfloat16": lambda x: x.astype(ml_dtypes.bfloat16),
+    "fp8": lambda x: (x / np.abs(x).max() * 448).astype(ml_dtypes.float8_e4m3fn),
+    "int8": lambda x: on_grid(x, 8),
+    "int8, then bfloat16": lambda x: on_grid(x, 8).astype(ml_dtypes.bfloat16),
+    "int4": lambda x: on_grid(x, 4),
+    "int4 in groups": lambda x: on_grid(x, 4, group=32),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_head_that_was_quantised_once_or_not_is_not_coarse(kind: str, seed: int) -> None:
+    assert coarse_levels(facts_of(head(seed, HEALTHY[kind]))) is None
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("bits", [(4, 3), (8, 3), (3, 4), (3, 8), (4, 2)])
+@pytest.mark.parametrize("axis", ["outputs", "inputs"])
+def test_a_head_that_was_quantised_twice_is_coarse(
+    bits: tuple[int, int], seed: int, axis: str
+) -> None:
+    def twice(x: np.ndarray) -> np.ndarray:
+        x = x if axis == "outputs" else x.T
+        x = on_grid(on_grid(x, bits[0]), bits[1]).astype(ml_dtypes.bfloat16)
+        return x if axis == "outputs" else x.T
+
+    levels = coarse_levels(facts_of(head(seed, twice)))
+    assert levels is not None
+    assert levels == {2: 3, 3: 7}[min(bits)]
+
+
+def test_weak_heads_are_told_apart_by_their_weights() -> None:
+    weak = agreement(0.36, confidence=0.37)
+    assert fits(weak)
+    assert not fits(weak, is_coarse=True)
+    assert fits(agreement(0.7, confidence=0.6), is_coarse=True)  # coarse, and good enough
+    assert "7 different numbers" in unfit(weak, 7).what
+    assert unfit(weak, 7).kind == unfit(weak, None).kind == "unfit"

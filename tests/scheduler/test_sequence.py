@@ -292,4 +292,5 @@ def test_the_chunk_reports_the_cut() -> None:
         "logprobs": (),
         "prompt_logprobs": (),
         "hidden_states": (),
+        "draft_tree": None,
     }

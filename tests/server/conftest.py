@@ -22,6 +22,8 @@ from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
+from .helpers import wait_idle
+
 TEMPLATE = """{{ eos_token }}{% if tools %}{{ tools | tojson }}
 {% endif %}{% for message in messages %}
 {% if message.role not in ("system", "user", "assistant", "tool") %}
@@ -95,3 +97,17 @@ def subprocess_env() -> dict[str, str]:
         "PYTHONPATH": root,
         "PYTHONUNBUFFERED": "1",
     }
+
+
+@pytest.fixture(scope="session")
+def other_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(tmp_path_factory.mktemp("other"), seed=5, max_position=16384)
+
+
+@pytest.fixture
+def served(engine: Engine, tiny_pair: TinyPair) -> Iterator[Engine]:
+    """The shared engine, which gets its own weights again."""
+    yield engine
+    back = {"speculative_draft_model_path": str(tiny_pair.draft_path), "weight_version": "default"}
+    engine.update_weights_from_disk(str(tiny_pair.target_path), abort_all_requests=True, **back)
+    wait_idle(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jspec.text.calls import gpt_oss
+from jspec.text.calls import deepseek, gpt_oss
 
 HERMES_TEMPLATE = """{% if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool.function | tojson }}
@@ -53,12 +53,14 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
     "glm45": ("<|im_start|>", "<|im_end|>"),
+    "deepseekv3": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>"),
 }
 TEMPLATES: Mapping[str, str] = {
     "qwen": HERMES_TEMPLATE,
     "qwen3_coder": HERMES_TEMPLATE,
     "glm45": HERMES_TEMPLATE,
+    "deepseekv3": HERMES_TEMPLATE,
     "llama3": LLAMA_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "gpt-oss": HARMONY_TEMPLATE,
@@ -73,6 +75,8 @@ CALLS: Mapping[str, str] = {
     "</function>\n</tool_call>",
     "glm45": "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris é</arg_value>\n"
     "</tool_call>",
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "gpt-oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     f"{ARGUMENTS}<|call|>",
 }

@@ -140,3 +140,20 @@ def test_a_phone_needs_no_sideways_scrolling(page: Any, width: int) -> None:
         "[...document.querySelectorAll('dt, dd, button, input')]"
         ".every((e) => e.getBoundingClientRect().right <= window.innerWidth)"
     )
+
+
+def test_the_tree_of_a_step_is_drawn_and_reached_by_keys(page: Any) -> None:
+    page.check("#trees")
+    page.fill("#max_new_tokens", "24")
+    page.click("#go")
+    wait(page, "panels[0].meta !== null && !panels[0].running", seconds=240)
+    known = page.evaluate("[...panels[0].steps.keys()]")
+    page.focus(".out")
+    for key, step in (("ArrowRight", known[0]), ("ArrowRight", known[1]), ("ArrowLeft", known[0])):
+        page.keyboard.press(key)
+        assert f"Verification {step}: 3 drafted" in page.locator(".step").text_content()
+        tree = page.evaluate(f"panels[0].trees.get({step})")
+        assert page.locator(".tree .chip.root").count() == 1
+        assert page.locator(".tree .chip.draft").count() == len(tree["accepted"])
+        refused = len(tree["ids"]) - 1 - len(tree["accepted"])
+        assert page.locator(".tree .chip.no").count() == refused

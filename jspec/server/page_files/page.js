@@ -110,9 +110,15 @@ class Panel {
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("bar").requestSubmit();
     });
+    const out = this.get(".out");
     for (const kind of ["pointerover", "click"]) {
-      this.get(".out").addEventListener(kind, (event) => this.showStep(event.target.dataset.step));
+      out.addEventListener(kind, (event) => this.showStep(event.target.dataset.step));
     }
+    out.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+      event.preventDefault();
+      this.goBy(event.key === "ArrowRight" ? 1 : -1);
+    });
     this.reset();
   }
   get(selector) { return this.section.querySelector(selector); }
@@ -133,6 +139,7 @@ class Panel {
     this.get(".histogram").hidden = true;
     this.output.clear();
     this.steps = new Map();
+    this.trees = new Map();
     this.meta = this.first = this.hot = null;
     this.isWaiting = false;
     this.showStep();
@@ -160,7 +167,7 @@ class Panel {
   }
   async generate(sampling, signal) {
     const answer = await post({text: this.prompt.value, stream: true, return_spec_tokens: true,
-      sampling_params: sampling}, signal);
+      return_draft_trees: $("trees").checked, sampling_params: sampling}, signal);
     let shown = 0, error = null;
     for await (const event of events(answer.body)) {
       if (event.error) { error = event.error.message; break; }
@@ -169,6 +176,7 @@ class Panel {
         this.add(piece);
         shown += 1;
       }
+      for (const tree of event.meta_info.draft_trees ?? []) this.trees.set(tree.step, tree);
       this.show(event.meta_info);
     }
     if (error) throw new Error(error);
@@ -216,6 +224,14 @@ class Panel {
     });
     this.get(".histogram").hidden = false;
   }
+  // The next step, or the one before; from none the first, or the last.
+  goBy(by) {
+    const known = [...this.steps.keys()], at = known.indexOf(Number(this.hot));
+    const next = at < 0 ? (by > 0 ? 0 : known.length - 1) : at + by;
+    if (!(next in known)) return;
+    this.showStep(String(known[next]));
+    this.section.querySelector(".hot")?.scrollIntoView({block: "nearest"});
+  }
   showStep(step) {
     const box = this.get(".step");
     if (step && step === this.hot) return;
@@ -225,17 +241,44 @@ class Panel {
     if (!pieces) { box.replaceChildren(); return; }
     for (const span of this.section.querySelectorAll(`[data-step="${step}"]`)) span.classList.add("hot");
     const accepted = pieces.filter((piece) => piece.accepted), own = pieces.filter((piece) => !piece.accepted);
-    const proposed = Math.round(this.meta.spec_num_proposed_drafts / this.meta.spec_verify_ct);
+    const tree = this.trees.get(Number(step));
+    const proposed = tree ? tree.ids.length - 1
+      : Math.round(this.meta.spec_num_proposed_drafts / this.meta.spec_verify_ct);
+    const numAccepted = tree ? tree.accepted.length : accepted.length;
+    const said = `Verification ${step}: ${proposed} drafted, ${numAccepted} accepted, then the target's own`;
+    if (tree) { box.replaceChildren(said, drawn(tree, own.map((piece) => piece.text).join(""))); return; }
     const chips = make("div", "chips");
     for (const piece of accepted) chips.append(make("span", "chip draft", visible(piece.text)));
     for (const piece of own) chips.append(make("span", "chip", visible(piece.text)));
     const refused = proposed - accepted.length;
     if (refused > 0) chips.append(make("span", "chip no", refused + " not taken"));
-    box.replaceChildren(`Verification ${step}: ${proposed} drafted, ${accepted.length} accepted, then the target's own`, chips);
+    box.replaceChildren(said, chips);
   }
 }
 function visible(text) { return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥"); }
 
+// A tree as nested lists, from its root: what was accepted, what was not, and the target's own.
+function drawn(tree, own) {
+  const last = tree.accepted.at(-1) ?? 0, box = make("div", "tree");
+  const items = tree.ids.map((id, node) => {
+    const isTaken = tree.accepted.includes(node), item = make("li");
+    const chip = make("span", node === 0 ? "chip root" : isTaken ? "chip draft" : "chip no", visible(tree.texts?.[node] ?? String(id)));
+    chip.title = (node === 0 ? "the token before" : isTaken ? "accepted" : "not taken") + ", id " + id;
+    chip.setAttribute("aria-label", chip.textContent + ", " + chip.title);
+    item.append(chip);
+    return item;
+  });
+  const under = (node) => items[node].querySelector(":scope > ul") ?? items[node].appendChild(make("ul"));
+  tree.parents.forEach((parent, node) => { if (node) under(parent).append(items[node]); });
+  if (own) {
+    const item = make("li"), chip = item.appendChild(make("span", "chip", visible(own)));
+    chip.title = "the target's own";
+    under(last).append(item);
+  }
+  box.append(make("ul"));
+  box.firstChild.append(items[0]);
+  return box;
+}
 function sampling() {
   const found = {};
   for (const [id, name] of Object.entries(FIELDS)) {

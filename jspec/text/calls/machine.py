@@ -89,15 +89,17 @@ class CallMachine(ABC):
     def _num_blanks(self) -> int:
         return len(self._rest) - len(self._rest.lstrip(BLANKS))
 
-    def _until(self, marker: str) -> list[Event] | None:
-        """Content up to a marker, which then is in _raw; None if there may be one."""
-        begin = self._rest.find(marker)
+    def _until(self, *markers: str) -> list[Event] | None:
+        """Content up to the first of some markers, which then is in _raw; None if there may be one.
+        None of them begins another."""
+        found = {self._rest.find(marker): marker for marker in markers}
+        begin = min((place for place in found if place >= 0), default=-1)
         if begin < 0:
-            end = len(self._rest) - num_undecided(self._rest, [marker])
+            end = len(self._rest) - num_undecided(self._rest, markers)
             text, self._rest = self._rest[:end], self._rest[end:]
             return self._content(text) if text else None
         text, self._rest = self._rest[:begin], self._rest[begin:]
-        self._look(len(marker))
+        self._look(len(found[begin]))
         # What was looked at comes after it, should it be content.
         return self._content(text)
 

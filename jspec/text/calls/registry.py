@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jspec.core.grammar import ReasoningMarks
-from jspec.text.calls import gpt_oss, hermes, llama3, mistral, thinking, xml_calls
+from jspec.text.calls import deepseek, gpt_oss, hermes, llama3, mistral, thinking, xml_calls
 from jspec.text.calls.call_list import CallListParser
 from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
 
@@ -68,6 +68,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             *filter(None, xml_calls.GLM45.key),
         ),
     ),
+    "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=gpt_oss.MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -79,6 +80,7 @@ CALL_ALIASES: Mapping[str, str] = {
     "qwen25": "qwen",
     "hermes": "qwen",
     "llama3_json": "llama3",
+    "deepseek_v3": "deepseekv3",
     "openai": GPT_OSS,
 }
 REASONING_ALIASES: Mapping[str, str] = {

@@ -36,6 +36,7 @@ LLAMA, QWEN = AnswerFormat(calls="llama3"), AnswerFormat(calls="qwen", reasoning
 MISTRAL = AnswerFormat(calls="mistral")
 GPT_OSS = AnswerFormat(calls="gpt-oss", reasoning="gpt-oss")
 R1 = AnswerFormat(reasoning="deepseek-r1")
+DEEPSEEK = AnswerFormat(calls="deepseekv3")
 FORCED = AnswerFormat()
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
@@ -47,6 +48,7 @@ STYLES = {
     "forced": FORCED,
     "qwen3_coder": CODER,
     "glm45": GLM,
+    "deepseekv3": DEEPSEEK,
 }
 
 
@@ -78,6 +80,8 @@ def short(events: Sequence[Event]) -> list[str]:
 CALL = '{"name": "f", "arguments": {"x": 1}}'
 TWO = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Pa{ris"}}'
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+DS_ALL, DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+DS_END, DS_ALL_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (QWEN, "Hello < world", ["Hello < world"]),
@@ -121,6 +125,14 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
         "<arg_value>null</arg_value></tool_call>",
         ["get_weather({}", 'f({"id": null}'],
     ),
+    (
+        DEEPSEEK,
+        f'Ok.\n{DS_ALL}{DS}f\n```json\n{{"x": 1}}\n```{DS_END}\n{DS}get_weather\n'
+        f"```json\n{{}}\n```{DS_END}{DS_ALL_END}\n",
+        ["Ok.\n", 'f({"x": 1}', "get_weather({}"],
+    ),
+    (DEEPSEEK, f"{DS}f\n{{}}{DS_END} done ```", ["f({}", " done ```"]),
+    (DEEPSEEK, f"{DS_ALL}{DS}f\n```\n{{}}\n```{DS_ALL_END}", ["f({}"]),
     (LLAMA, TWO, ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, f"<|python_tag|>{TWO}", ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', ["f({}"]),
@@ -164,6 +176,13 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (GLM, "<tool_call>nobody<arg_key>x</arg_key>", None),
     (GLM, "<tool_call>f is a function", None),
     (GLM, "<tool_call>f", None),
+    (DEEPSEEK, f"{DS_ALL}{DS}nobody\n```json\n{{}}\n```", None),
+    (DEEPSEEK, f"{DS_ALL} and then", None),
+    (DEEPSEEK, f"{DS}f\njson{{}}", None),
+    (DEEPSEEK, f"{DS}f\n```js", None),
+    (DEEPSEEK, f"{DS}f", None),
+    (DEEPSEEK, "a <｜tool▁calls▁be", None),
+    (DEEPSEEK, f'{DS}f\n{{"x": 01}} x', ['f({"x": 01', "} x"]),
     (LLAMA, '{"city": "Paris"}', None),
     (LLAMA, "<|python_tag|>search.call(query='x')", None),
     (LLAMA, 'Say {"name": "f", "parameters": {}}', None),
@@ -197,6 +216,7 @@ PARTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
         *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
+        *(DS_ALL, DS, DS[:21], DS_END, DS_ALL_END, "```json", "```"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
         *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
@@ -232,7 +252,10 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(["qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"]), TEXTS)
+@given(
+    st.sampled_from(["qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45", "deepseekv3"]),
+    TEXTS,
+)
 def test_no_word_is_lost(name: str, text: str) -> None:
     """Each é of the text comes back somewhere: no mark has one."""
     events = read(STYLES[name], [text])

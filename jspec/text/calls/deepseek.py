@@ -1,0 +1,86 @@
+"""Calls as DeepSeek-V3 and R1 write them: a name, and its arguments in a block of JSON.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+Between two calls stands a line break. The outer marks say nothing that the inner ones do not.
+"""
+
+from __future__ import annotations
+
+from jspec.text.calls.call_reader import ArgumentsReader
+from jspec.text.calls.events import Event
+from jspec.text.calls.json_scan import BLANKS
+from jspec.text.calls.machine import CallMachine
+
+ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+MARKERS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
+FENCE = "```"
+_KIND = "function"
+
+
+class DeepseekParser(CallMachine):
+    """See the module; the marks that close, and the block's fences, may be missing."""
+
+    _closing: tuple[str, ...] = ()  # marks that may still follow the last call
+
+    def _step(self) -> list[Event] | None:
+        if self._reader is not None:
+            return self._read(self._reader)
+        if self._closing:
+            return self._close()
+        return self._head() if self._raw else self._until(ALL_BEGIN, BEGIN)
+
+    def _head(self) -> list[Event] | None:
+        """What stands before a call's arguments, the first mark being in _raw."""
+        text, blanks = self._rest.lstrip(BLANKS), self._num_blanks()
+        if self._raw.endswith(ALL_BEGIN):
+            if text.startswith(BEGIN):
+                self._look(blanks + len(BEGIN))
+                return []
+            return None if BEGIN.startswith(text) else self._give_up()
+        return self._named(_KIND + SEPARATOR)
+
+    def _named(self, before: str) -> list[Event] | None:
+        """function, the separator, a known name, a fence or none, and the arguments' brace."""
+        if not self._rest.startswith(before):
+            return None if before.startswith(self._rest) else self._give_up()
+        name, line_end, tail = self._rest[len(before) :].partition("\n")
+        if not line_end:
+            may_be = any(known.startswith(name.rstrip(BLANKS)) for known in self._names)
+            return None if may_be else self._give_up()
+        if name.rstrip(BLANKS) not in self._names:
+            return self._give_up()
+        fenced = tail.lstrip(BLANKS)
+        after = fenced.removeprefix(f"{FENCE}json").removeprefix(FENCE).lstrip(BLANKS)
+        if after.startswith("{"):
+            self._look(len(self._rest) - len(after))
+            self._reader = ArgumentsReader(name.rstrip(BLANKS))
+            return []
+        is_open = not after or f"{FENCE}json".startswith(fenced)
+        return None if is_open else self._give_up()
+
+    def _close(self) -> list[Event] | None:
+        """The fence, the call's end, and what stands up to the next call."""
+        text = self._rest.lstrip(BLANKS)
+        for index, mark in enumerate(self._closing):
+            if text.startswith(mark):
+                self._rest, self._closing = text[len(mark) :], self._closing[index + 1 :]
+                return []
+        if any(mark.startswith(text) for mark in self._closing):
+            return None
+        self._closing = ()
+        return []
+
+    def _call_ended(self, *, is_whole: bool) -> None:
+        self._closing = (FENCE, END, ALL_END) if is_whole else ()
+
+    def flush(self) -> list[Event]:
+        """See AnswerParser; a part of a closing mark is a mark."""
+        rest = self._rest.strip(BLANKS)
+        if any(mark.startswith(rest) for mark in self._closing):
+            self._rest = ""
+        return super().flush()
