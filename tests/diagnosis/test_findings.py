@@ -7,6 +7,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jspec.core.request import Request, SamplingParams
 from jspec.diagnosis.agreement import Agreement, gain
@@ -15,6 +16,7 @@ from jspec.diagnosis.readings import Reading, nearby_layers, usual_layers
 from jspec.diagnosis.records import buckets_of, by_depth
 from jspec.diagnosis.tensors import coarse_levels, facts_of, suspicious
 from jspec.diagnosis.texts import Text, Verification
+from jspec.engine.loading import BUNDLED
 
 ROWS, S = 400, 3
 
@@ -184,6 +186,34 @@ def test_a_head_that_was_quantised_twice_is_coarse(
     levels = coarse_levels(facts_of(head(seed, twice)))
     assert levels is not None
     assert levels == {2: 3, 3: 7}[min(bits)]
+
+
+def whole(x: np.ndarray) -> np.ndarray:
+    """To 4 bits with one scale for all of it, which the largest number of it sets."""
+    scale = np.abs(x).max() / 7
+    rounded: np.ndarray = np.round(x / scale) * scale
+    return rounded
+
+
+TRAINED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int | None]] = {
+    **{name: (change, None) for name, change in HEALTHY.items()},
+    "4 bits, then 3": (lambda x: on_grid(on_grid(x, 4), 3), 7),
+    "3 bits": (lambda x: on_grid(x, 3), 7),  # nobody can tell it from the one before
+    "8 bits, then 4": (lambda x: on_grid(on_grid(x, 8), 4), None),  # as good as 4 bits once
+    "4 bits, a scale a tensor": (whole, 6),  # most of 15 numbers are for its few large ones
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_how_coarse_trained_weights_are(kind: str) -> None:
+    change, levels = TRAINED[kind]
+    read = load_file(BUNDLED / "draft" / "model.safetensors")
+    params = {
+        name: {"kernel": change(x.astype(np.float32).T).astype(np.float32)}
+        for name, x in read.items()
+        if x.ndim == 2
+    }
+    assert coarse_levels(facts_of(params)) == levels
 
 
 def test_weak_heads_are_told_apart_by_their_weights() -> None:

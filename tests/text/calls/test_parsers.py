@@ -37,6 +37,7 @@ MISTRAL = AnswerFormat(calls="mistral")
 GPT_OSS = AnswerFormat(calls="gpt-oss", reasoning="gpt-oss")
 R1 = AnswerFormat(reasoning="deepseek-r1")
 DEEPSEEK = AnswerFormat(calls="deepseekv3")
+DEEPSEEK_R1 = AnswerFormat(calls="deepseekv3", reasoning="deepseek-r1")
 FORCED = AnswerFormat()
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
 STYLES = {
@@ -49,6 +50,7 @@ STYLES = {
     "qwen3_coder": CODER,
     "glm45": GLM,
     "deepseekv3": DEEPSEEK,
+    "deepseekv3 and r1": DEEPSEEK_R1,
 }
 
 
@@ -151,6 +153,12 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     (GPT_OSS, "no channel at all", ["no channel at all"]),
     (R1, "Well\n\n</think>\n\nYes", ["?Well", "Yes"]),
     (R1, "<think>Well</think>Yes", ["?Well", "Yes"]),
+    (
+        DEEPSEEK_R1,
+        f'<think>Hm, {DS}f\n{{}}{DS_END}</think>Ok. {DS_ALL}{DS}f\n```json\n{{"x": 1}}\n```{DS_END}'
+        f"{DS_ALL_END}",
+        [f"?Hm, {DS}f\n{{}}{DS_END}", "Ok. ", 'f({"x": 1}'],  # what is only thought is no call
+    ),
     (FORCED, f"[{CALL},\n {CALL}]", ['f({"x": 1}', 'f({"x": 1}']),
     (FORCED, CALL, ['f({"x": 1}']),
 ]
