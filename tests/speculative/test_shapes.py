@@ -108,7 +108,8 @@ def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int)
 def test_a_drafter_that_is_always_right_still_is_whatever_it_missed(setting: Setting) -> None:
     """Its caches and state are those of a row that was never off: every draft is accepted."""
     kind = KINDS[setting.kind]
-    requests = requests_of(4, num_tokens=80, seed=90)
+    # As many steps, whatever the rounds of each: some shapes must last.
+    requests = requests_of(4, num_tokens=80 * setting.rounds, seed=90)
     texts = plain_texts(tuple(requests), target=setting.kind)
     own = kind.always_right([r.prompt_ids + ids for r, ids in zip(requests, texts, strict=True)])
     target, own = laid_out(setting, kind.right_target(), own)
