@@ -278,7 +278,9 @@ class Sized:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt-oss"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tiny-moe", marks=pytest.mark.exhaustive), "tiny-gpt-oss"]
+)
 def test_a_mixture_end_to_end(name: str, tmp_path: Path) -> None:
     workload = replace(WORKLOADS[name], batches=(1,), prefills=())
     record = record_at(tmp_path / "table.json")
@@ -315,6 +317,7 @@ def test_the_head_of_a_mixture_is_a_plain_dense_layer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_whole_table_as_a_command(tmp_path: Path) -> None:
     """Started as a file; processes of its own; a second start with a warm cache."""

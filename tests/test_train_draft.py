@@ -70,7 +70,10 @@ def commands(folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", list(HEADS))
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(a, marks=() if a == "EAGLE3" else pytest.mark.exhaustive) for a in HEADS],
+)
 def test_the_pages_commands_lead_to_a_head_that_is_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:

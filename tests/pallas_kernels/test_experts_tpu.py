@@ -91,7 +91,15 @@ def test_the_bundle_takes_the_kernel_for_few_tokens(tokens: int, kernels: bool) 
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:2x2",
+        pytest.param("v5p:2x2x1", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", marks=pytest.mark.exhaustive),
+        "tpu7x:2x2x1",
+    ],
+)
 def test_compiles_for_a_tpu_and_copies_no_weights(topology: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.tpu_experts_compile", topology],

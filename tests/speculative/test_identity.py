@@ -156,7 +156,11 @@ def test_speculative_equals_plain(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case not in FAST], ids=lambda case: case.name
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if i % 2 else ())
+        for i, case in enumerate(each for each in CASES if each not in FAST)
+    ],
 )
 def test_speculative_equals_plain_in_the_rest_of_the_array(case: Case) -> None:
     check(case)

@@ -75,7 +75,14 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name, scope="module")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=setting.name, marks=pytest.mark.exhaustive if i % 3 else ())
+        for i, setting in enumerate(SETTINGS)
+    ],
+    scope="module",
+)
 def test_the_text_depends_on_no_shape_at_any_depth(setting: Setting) -> None:
     depth = 2 * (SETTINGS.index(setting) % 2)
     check_identity(setting, depth=depth, batch=3, num_tokens=90)
