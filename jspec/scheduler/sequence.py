@@ -45,10 +45,10 @@ class Tenancy:
     """A sequence's stay in a slot, named (slot, epoch) in plans.
 
     table: the columns of the row's numbers. fill_ids: prompt and what had been emitted at
-    admission. page_ids: in order of position, first those of the prefix cache. num_filled: fill tokens dispatched, or cached.
-    cached_len: fill tokens that were cached at admission. namespace, last_cached: where in the
-    cache the row is, and the last page that it holds there (None: it keeps nothing).
-    num_cached: how many of page_ids are in the cache.
+    admission. page_ids: in order of position, first those of the prefix cache. num_filled: fill
+    tokens dispatched, or cached. cached_len: those that were cached at admission. namespace,
+    last_cached: where in the cache the row is, and the last page that it holds there (None: it
+    keeps nothing). num_cached: how many of page_ids are in the cache.
     """
 
     row: RowRef
