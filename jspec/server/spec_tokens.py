@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from jspec.core.request import FinishKind, StreamChunk
+from jspec.core.request import FinishKind, SpecCounters, StreamChunk
 from jspec.text.detokenizer import new_detokenizer
 from jspec.text.tokenizer import Tokenizer
 
@@ -19,15 +20,24 @@ class SpecToken:
     """A piece of text and whether it came from an accepted draft token.
 
     step: which verification of its sequence emitted the token, from 1; 0: none did (a prompt's
-    first token, and all where nothing is drafted).
+    first token, and all where nothing is drafted). proposed: drafts that this verification judged.
     """
 
     text: str
     accepted: bool
     step: int = 0
+    proposed: int = 0
 
     def to_json(self) -> dict[str, str | bool | int]:
-        return {"text": self.text, "accepted": self.accepted, "step": self.step}
+        origin = {"accepted": self.accepted, "step": self.step, "proposed": self.proposed}
+        return {"text": self.text, **origin}
+
+
+class _Step(NamedTuple):
+    """A verification's number, from 1, and its drafts; or none."""
+
+    number: int = 0
+    proposed: int = 0
 
 
 class SpecTokenTracker:
@@ -44,7 +54,9 @@ class SpecTokenTracker:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         # (number of characters, accepted, step)
-        self._queued: deque[tuple[int, bool, int]] = deque()
+        self._queued: deque[tuple[int, bool, _Step]] = deque()
+        self._counters = SpecCounters()
+        self._step = _Step()  # of the last ids
 
     def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
         """The pieces of the chunk's text, in order; none is empty."""
@@ -56,23 +68,37 @@ class SpecTokenTracker:
             and isinstance(finish.matched, int)
         )
         ids = chunk.new_ids[:-1] if is_stop_id else chunk.new_ids
-        step = chunk.counters.verify_ct
+        if chunk.new_ids:
+            self._step = self._step_of(chunk.counters)
         for index, token_id in enumerate(ids):
             text = self._detokenizer.push(token_id)
-            self._queued.append((len(text), index < chunk.num_accepted, step))
+            self._queued.append((len(text), index < chunk.num_accepted, self._step))
         if finish is not None:
-            self._queued.append((len(self._detokenizer.flush()), False, step))
+            self._queued.append((len(self._detokenizer.flush()), False, self._step))
         return self._take(chunk.text)
+
+    def _step_of(self, counters: SpecCounters) -> _Step:
+        """Of a chunk with ids: none where no verification was counted since the last such chunk,
+        as in a plain step, or after a retraction."""
+        before, self._counters = self._counters, counters
+        if counters.verify_ct == before.verify_ct:
+            return _Step()
+        return _Step(counters.verify_ct, counters.num_proposed - before.num_proposed)
 
     def _take(self, text: str) -> tuple[SpecToken, ...]:
         pieces: list[SpecToken] = []
         begin = 0
         while begin < len(text):
-            known = self._queued.popleft() if self._queued else (len(text), False, 0)
+            known = self._queued.popleft() if self._queued else (len(text), False, _Step())
             num_chars, accepted, step = known
             end = min(begin + num_chars, len(text))
             if end > begin:
-                pieces.append(SpecToken(text=text[begin:end], accepted=accepted, step=step))
+                number, proposed = step
+                pieces.append(
+                    SpecToken(
+                        text=text[begin:end], accepted=accepted, step=number, proposed=proposed
+                    )
+                )
             if begin + num_chars > end:
                 self._queued.appendleft((begin + num_chars - end, accepted, step))
             begin = end

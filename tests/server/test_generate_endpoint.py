@@ -166,6 +166,8 @@ def test_spec_tokens_add_up_and_count_the_accepted(client: httpx.Client) -> None
     accepted = [p["accepted"] for p in events[-1]["spec_tokens"]]
     assert 0 < sum(accepted) <= events[-1]["meta_info"]["spec_num_correct_drafts"]
     assert not all(accepted)
+    drafts = {p["step"]: p["proposed"] for p in events[-1]["spec_tokens"] if p["step"]}
+    assert set(drafts.values()) == {3}
     assert generate(client, **body)["spec_tokens"] == events[-1]["spec_tokens"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.request import FinishKind, FinishReason, StreamChunk
+from jspec.core.request import FinishKind, FinishReason, SpecCounters, StreamChunk
 from jspec.server.spec_tokens import SpecTokenTracker
 from jspec.testing.tiny_models import TinyPair
 from jspec.text.stream import TokenizedStream
@@ -68,6 +68,37 @@ def test_text_cut_at_a_stop_string(tokenizer: Tokenizer) -> None:
     tracker = SpecTokenTracker(tokenizer)
     got = pairs(tracker, chunk(tokenizer.encode("abcd"), "ab", 3, stop))
     assert got == [("a", True), ("b", True)]
+
+
+def counted(tokenizer: Tokenizer, text: str, counters: SpecCounters) -> StreamChunk:
+    ids = tokenizer.encode(text)
+    return StreamChunk(request_id="r", new_ids=ids, num_accepted=0, text=text, counters=counters)
+
+
+def test_each_step_says_its_own_drafts(tokenizer: Tokenizer) -> None:
+    """Shapes change: 6 drafts, then 1. What no verification wrote belongs to none."""
+    told = (
+        ("a", SpecCounters()),  # the prompt's first
+        ("b", SpecCounters(verify_ct=1, num_proposed=6)),
+        ("c", SpecCounters(verify_ct=1, num_proposed=6)),  # a plain step, or a refill
+        ("d", SpecCounters(verify_ct=2, num_proposed=7)),
+    )
+    tracker = SpecTokenTracker(tokenizer)
+    pieces = [piece for told_of in told for piece in tracker.push(counted(tokenizer, *told_of))]
+    found = [(piece.text, piece.step, piece.proposed) for piece in pieces]
+    assert found == [("a", 0, 0), ("b", 1, 6), ("c", 0, 0), ("d", 2, 1)]
+
+
+def test_text_flushed_by_a_chunk_without_ids_keeps_its_step(tokenizer: Tokenizer) -> None:
+    first, _ = tokenizer.encode("é")
+    counters, tracker = SpecCounters(verify_ct=1, num_proposed=3), SpecTokenTracker(tokenizer)
+    torn = StreamChunk(request_id="r", new_ids=(first,), num_accepted=0, text="", counters=counters)
+    assert tracker.push(torn) == ()
+    end = StreamChunk(
+        request_id="r", new_ids=(), num_accepted=0, text="\ufffd", finish=LENGTH, counters=counters
+    )
+    (piece,) = tracker.push(end)
+    assert (piece.text, piece.step, piece.proposed) == ("\ufffd", 1, 3)
 
 
 @given(

@@ -1,6 +1,7 @@
 "use strict";
 // Each panel is one streaming request to /generate with `return_spec_tokens`: pieces of text, each
-// with the verification ("step") that wrote it and whether it was an accepted draft token.
+// with the verification ("step") that wrote it, the drafts that it judged ("proposed"), and whether it
+// was an accepted draft token.
 
 const $ = (id) => document.getElementById(id);
 const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens",
@@ -242,8 +243,7 @@ class Panel {
     for (const span of this.section.querySelectorAll(`[data-step="${step}"]`)) span.classList.add("hot");
     const accepted = pieces.filter((piece) => piece.accepted), own = pieces.filter((piece) => !piece.accepted);
     const tree = this.trees.get(Number(step));
-    const proposed = tree ? tree.ids.length - 1
-      : Math.round(this.meta.spec_num_proposed_drafts / this.meta.spec_verify_ct);
+    const proposed = tree ? tree.ids.length - 1 : pieces[0].proposed;
     const numAccepted = tree ? tree.accepted.length : accepted.length;
     const said = `Verification ${step}: ${proposed} drafted, ${numAccepted} accepted, then the target's own`;
     if (tree) { box.replaceChildren(said, drawn(tree, own.map((piece) => piece.text).join(""))); return; }
