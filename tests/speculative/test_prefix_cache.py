@@ -125,6 +125,16 @@ class Session:
         self.view = ViewRunner(self.runner, limits)
         self.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
 
+    @property
+    def resumed(self) -> set[str]:
+        """The requests that went on over output which they found cached."""
+        return {
+            admission.request.request_id
+            for plan, _ in self.view.steps
+            for admission in plan.admissions
+            if admission.cached_len > admission.prompt_len
+        }
+
     def serve(
         self, requests: list[Request], *, retract_after: int | None = None
     ) -> list[list[StreamChunk]]:
@@ -234,13 +244,7 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
     ]
     steps = {"standalone": 10, "multi_layer": 20}.get(kind, 30)  # before a row has ended
     served = session.serve(requests, retract_after=steps)
-    resumed = {
-        admission.request.request_id
-        for plan, _ in session.view.steps
-        for admission in plan.admissions
-        if admission.cached_len > admission.prompt_len
-    }
-    assert resumed == {request.request_id for request in requests}
+    assert session.resumed == {request.request_id for request in requests}
     return [ids_of(chunks) for chunks in served], [plain_ids(request) for request in requests]
 
 

@@ -170,13 +170,7 @@ def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     served = session.serve(requests, retract_after={"itself": 10}.get(kind, 20))
     expected = cold.serve(requests)
     assert [ids_of(chunks) for chunks in served] == [ids_of(chunks) for chunks in expected]
-    resumed = {
-        admission.request.request_id
-        for plan, _ in session.view.steps
-        for admission in plan.admissions
-        if admission.cached_len > admission.prompt_len
-    }
-    assert resumed == {request.request_id for request in requests}
+    assert session.resumed == {request.request_id for request in requests}
     again = dataclasses.replace(requests[0], prompt_ids=(*requests[0].prompt_ids, *half(expected)))
     warm, other = session.serve([again])[0], cold.serve([again])[0]
     assert ids_of(warm) == ids_of(other)
