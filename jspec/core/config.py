@@ -15,8 +15,9 @@ from jspec.core.speculation import Algorithm as Algorithm
 from jspec.core.speculation import SpeculativeConfig as SpeculativeConfig
 
 MAX_RECALL = 4096
-# W: tokens of a row whose features wait while its steps are plain ones (speculative/deferred.py).
-DEFERRED_TOKENS = 16
+# W, tokens of a row whose features wait while its steps are plain (speculative/deferred.py), is a
+# page's, within these: telling a drafter costs a launch, and what it was not told is not cached.
+LEAST_DEFERRED, MOST_DEFERRED = 16, 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -132,8 +133,10 @@ class ServeLimits:
     @property
     def deferred_tokens(self) -> int:
         """W: most tokens of a row that its drafter has not been told of. 0: it is told at once."""
-        is_off = any(shape.is_plain for shape in self.shapes) and not self.spec.is_plain
-        return max(DEFERRED_TOKENS, self.num_rounds) if is_off else 0
+        if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
+            return 0
+        of_page = min(max(self.page_size, LEAST_DEFERRED), MOST_DEFERRED)
+        return max(of_page, self.num_rounds)
 
     @property
     def recall_size(self) -> int:

@@ -9,7 +9,7 @@ from jspec.core.features import StepFeatures
 from jspec.core.plan import StepPlan, StepResult
 from jspec.scheduler.shape_policy import ShapeTotals
 
-LONGEST_RUN = 24  # beyond what may wait for a drafter (core.config.DEFERRED_TOKENS)
+LONGEST_RUN = 24  # beyond what may wait for a drafter (core.config.LEAST_DEFERRED)
 
 
 class RandomShapes:
