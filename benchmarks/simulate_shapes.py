@@ -44,6 +44,7 @@ DIALS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CHANGES = ((0.1, 0.9), (0.9, 0.1))
 POSITIONS = 4096  # of the dial's draws, which then repeat
 NOISE = 0.01  # of a step's time, either way
+COLD_RUNS, COLD_MS = 2, 10.0  # of a program: how many of its first runs are longer, and by how much
 CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
 
 
@@ -137,6 +138,7 @@ def run(
         lengths += emitted
         tokens += int(emitted.sum())
         seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
+        seconds += COLD_MS * (used[str(shape)] <= COLD_RUNS)
         if told:
             seconds += CATCH_UP * (table.step(CHAIN, rows) - table.step(limits.shapes[0], rows))
         now += seconds

@@ -1,9 +1,10 @@
 """The chooser of an adaptive engine: takes what is worth most by late statistics, and looks around.
 
 Two things can only be known by trying. What a shape costs at a bucket: each shape is tried a few
-times in a row where a bucket is new, and rarely again. What a deeper shape would accept: while the
-steps are plain or shallow, one in PROBE_STEPS is of the largest shape, whose verifications say how
-far drafts would get. What is tried is rare enough to cost about 1%.
+times in a row where a bucket is new, again after FIRST_REFRESH steps, and then ever more rarely:
+one look may have met a moment when all was slow. What a deeper shape would accept: while the steps
+are plain or shallow, one in PROBE_STEPS is of the largest shape, whose verifications say how far
+drafts would get. What is tried is rare enough to cost about 1%.
 
 The statistics are the engine's: all rows of a step share its shape. It decides nothing about rows.
 """
@@ -18,6 +19,7 @@ from jspec.core.features import StepFeatures
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.scheduler.shape_choice import ReadyShapes
 from jspec.scheduler.shape_policy import (
+    COLD_RUNS,
     ENOUGH_SAMPLES,
     Costs,
     ShapeTotals,
@@ -28,9 +30,13 @@ from jspec.scheduler.shape_policy import (
 
 PROBE_STEPS = 64  # one of so many looks at depths that nothing else shows
 SOON_STEPS = 16  # ... where what is seen at depth 1 says that they might pay
+# Beyond so many rows a look costs more, beside a plain step, and shows more: it is rarer by that,
+# up to MOST_RARE times.
+PROBE_ROWS, MOST_RARE = 16, 4
 FIRST_STEPS = 8  # one of so many tries a shape whose cost is unknown
-REFRESH_STEPS = 2048  # one of so many measures a known cost again
-TRY_STEPS = ENOUGH_SAMPLES + 1  # in a row: the first may tell the drafter what it missed
+FIRST_REFRESH, REFRESH_STEPS = 128, 2048  # after so many a known cost is measured again
+# In a row: the first may tell the drafter what it missed. A program's cold runs come on top.
+TRY_STEPS = ENOUGH_SAMPLES + 1
 
 
 class AdaptiveShapes:
@@ -49,6 +55,7 @@ class AdaptiveShapes:
         self._num_chosen = 0
         self._last_probe = self._last_try = 0
         self._measured_at: dict[tuple[SpeculativeConfig, int], int] = {}
+        self._refresh_after: dict[tuple[SpeculativeConfig, int], int] = {}
         self._trying, self._num_tries_left = limits.spec, 0
         self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
 
@@ -74,7 +81,7 @@ class AdaptiveShapes:
             expected={shape: self.expected_tokens(shape) for shape in ready},
             costs={shape: cost for shape, cost in known.items() if cost is not None},
         )
-        probe = self._probe(ready, known, bucket)
+        probe = self._probe(ready, known, bucket, num_rows=num_rows)
         self._count(changed=self._current != before, probed=probe is not None)
         return probe or self._current
 
@@ -83,6 +90,8 @@ class AdaptiveShapes:
         ready: tuple[SpeculativeConfig, ...],
         known: dict[SpeculativeConfig, float | None],
         bucket: int,
+        *,
+        num_rows: int,
     ) -> SpeculativeConfig | None:
         """Another shape than the current one, if it is time to look at it."""
         now, others = self._num_chosen, [shape for shape in ready if shape != self._current]
@@ -91,7 +100,7 @@ class AdaptiveShapes:
             return self._trying
         unknown = [shape for shape in others if known[shape] is None]
         if known[self._current] is not None and unknown and now - self._last_try >= FIRST_STEPS:
-            return self._try(unknown[0])
+            return self._try(unknown[0], extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         hidden = [
             shape
@@ -100,18 +109,23 @@ class AdaptiveShapes:
             and (key != family(self._current) or shape.num_steps > self._current.num_steps)
         ]
         might_pay = any(self._might_pay(shape, known) for shape in hidden)
-        if hidden and now - self._last_probe >= (SOON_STEPS if might_pay else PROBE_STEPS):
+        rarer = min(max(num_rows / PROBE_ROWS, 1), MOST_RARE)
+        if hidden and now - self._last_probe >= (SOON_STEPS if might_pay else PROBE_STEPS * rarer):
             self._last_probe = now
             return min(hidden, key=lambda shape: self._seen_at[family(shape)])
         for shape in others:
-            if now - self._measured_at.get((shape, bucket), now) >= REFRESH_STEPS:
-                self._measured_at[shape, bucket] = now
+            key = (shape, bucket)
+            after = self._refresh_after.get(key, FIRST_REFRESH)
+            if now - self._measured_at.get(key, now) >= after:
+                self._measured_at[key] = now
+                self._refresh_after[key] = min(2 * after, REFRESH_STEPS)
+                self._costs.forget(shape, bucket)
                 return self._try(shape)
         return None
 
-    def _try(self, shape: SpeculativeConfig) -> SpeculativeConfig:
+    def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
         self._last_try = self._num_chosen
-        self._trying, self._num_tries_left = shape, TRY_STEPS - 1
+        self._trying, self._num_tries_left = shape, TRY_STEPS + extra - 1
         return shape
 
     def _might_pay(

@@ -25,6 +25,7 @@ HALF_STEPS = 256  # what is not observed any more counts half after so many deco
 MARGIN = 0.015  # another shape must be worth so much more to be taken
 COST_SAMPLES = 9  # a cost is the median of the last so many steps
 ENOUGH_SAMPLES = 3  # and is known from so many on
+COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in them
 DOUBTS = 4.0  # verifications that the first guess counts for: half of all drafts are accepted
 
 
@@ -67,13 +68,22 @@ class Survival:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds of a step by shape and bucket."""
+    """Seconds of a step by shape and bucket, without the first COLD_RUNS of each."""
 
     samples: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
+    cold: dict[tuple[SpeculativeConfig, int], int] = field(default_factory=dict)
 
     def see(self, shape: SpeculativeConfig, bucket: int, seconds: float) -> None:
-        found = self.samples.setdefault((shape, bucket), deque(maxlen=COST_SAMPLES))
-        found.append(seconds)
+        key = (shape, bucket)
+        left = self.cold.setdefault(key, COLD_RUNS)
+        if left:
+            self.cold[key] = left - 1
+            return
+        self.samples.setdefault(key, deque(maxlen=COST_SAMPLES)).append(seconds)
+
+    def forget(self, shape: SpeculativeConfig, bucket: int) -> None:
+        """It is about to be measured again."""
+        self.samples.pop((shape, bucket), None)
 
     def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
         """The median; None while there is too little to say."""

@@ -36,6 +36,27 @@ def test_what_changes_is_followed(dials: tuple[float, ...]) -> None:
     assert min(found["steps"]["0/1/1"], found["steps"]["3/1/4"]) > 500
 
 
+class SlowAtFirst(CostTable):
+    """Plain steps take half as long again while the first hundred of all steps last."""
+
+    asked = 0
+
+    def step(self, shape: SpeculativeConfig, rows: int) -> float:
+        SlowAtFirst.asked += 1
+        slow = 1.5 if shape.is_plain and SlowAtFirst.asked < 100 else 1.0
+        return slow * super().step(shape, rows)
+
+
+def test_a_cost_is_not_believed_for_ever() -> None:
+    """A shape that was slow when it was tried is tried again soon."""
+    SlowAtFirst.asked, limits = 0, limits_of()
+    chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
+    table = CostTable.measured()
+    slow = SlowAtFirst(table.plain, table.chain)
+    _, used = run(chooser, limits, rows=1, dials=(0.0,), num_steps=1000, table=slow)
+    assert used["0/1/1"] > 600, used
+
+
 def test_only_what_is_ready_is_chosen() -> None:
     limits, asked = limits_of(), []
 
