@@ -7,9 +7,11 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
@@ -19,7 +21,7 @@ from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine import interrupts
 from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
 from jspec.engine.device_memory import least_memory
-from jspec.engine.loading import load_models, resolve_paths
+from jspec.engine.loading import LoadedModels, ModelPaths, load_models, resolve_paths
 from jspec.engine.memory import size_pool
 from jspec.engine.memory_report import check_scratch_fits, held_bytes, scratch_bytes
 from jspec.engine.program_bucket import GS, ProgramBucket
@@ -33,25 +35,32 @@ from jspec.speculative.step import StepProgram
 log = logging.getLogger(__name__)
 
 
+class Load(Protocol):
+    """As `load_models`, with its own families and drafters."""
+
+    def __call__(self, args: EngineArgs, paths: ModelPaths, /, *, mesh: Mesh) -> LoadedModels: ...
+
+
 def build_runner(
-    args: EngineArgs, *, progress: Progress | None
+    args: EngineArgs, *, progress: Progress | None, load: Load = load_models
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
 
-    Also returns what it was built from, and its weights, to be read and changed.
+    Also returns what it was built from, and its weights, to be read and changed. load: for models
+    or drafters that no registry has.
 
     Raises ConfigError and CheckpointError for what cannot be.
     Whoever keeps an error of it keeps no weights, state or programs.
     """
     try:
-        return _build_runner(args, progress=progress)
+        return _build_runner(args, progress=progress, load=load)
     except BaseException as error:
         clear_frames(error)
         raise
 
 
 def _build_runner(
-    args: EngineArgs, *, progress: Progress | None
+    args: EngineArgs, *, progress: Progress | None, load: Load
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     started = time.monotonic()
     store = _open_store(args.compilation_cache_dir)
@@ -65,7 +74,7 @@ def _build_runner(
         )
     devices = available[: args.tp_size]
     mesh = sharding.make_mesh(devices)
-    models = load_models(args, resolve_paths(args), mesh=mesh)
+    models = load(args, resolve_paths(args), mesh=mesh)
     interrupts.check()
     groups = models.target.cache_groups + models.drafter.cache_groups
     target_bytes, draft_bytes = held_bytes(models.params).values()

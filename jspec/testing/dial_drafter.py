@@ -148,8 +148,11 @@ def dialled(
     return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
 
 
-def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: float) -> Any:
-    """Rank of the true token at each position, or `topk` where the dial leaves it out."""
+def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: Any) -> Any:
+    """Rank of the true token at each position, or `topk` where the dial leaves it out.
+
+    acceptance: a number, or an array that broadcasts to the others.
+    """
     bits = mix32(
         jnp.asarray(seed_low).astype(jnp.uint32) * jnp.uint32(2654435761)
         ^ mix32(jnp.asarray(positions).astype(jnp.uint32) + jnp.uint32(0x51ED27))
