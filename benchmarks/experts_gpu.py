@@ -150,6 +150,7 @@ def planned(model: Model, tokens: int) -> ExpertsTuning:
         num_experts=model.num_experts,
         size=model.size,
         inner=model.inner,
+        is_packed=model.is_packed,
     )
     if found is None:
         raise ValueError(f"{tokens} tokens of {model} have no plan; expected sizes with tiles")

@@ -1,8 +1,8 @@
 """The static shape of the experts' GPU kernels, and where they are used: integers, no device.
 
-Nothing here has been timed yet. Assumed: a decode or verification step is bound by reading the
-weights of the experts that it touches, which wants at least two programs a multiprocessor, each
-with some 64 KiB on their way. benchmarks/experts_gpu.py measures it.
+A decode or verification step is bound by reading the weights of the experts that it touches, which
+wants at least two programs a multiprocessor, each with some 64 KiB on their way: reckoned, and then
+timed on an H200 (docs/kernels.md, Experts; benchmarks/experts_gpu.py and few_tiles_gpu.py).
 
 Seen in programs compiled for an H200 (jax 0.12): XLA makes of its grouped product a dense one, of
 [R, X * E], a copy of x that is 0 but for each row's expert, and [X * E, N]. So one token reads the
@@ -111,8 +111,8 @@ def choose_experts(
 
 # Packed weights are multiplied as they are while an expert has no more pairs than this; for more
 # they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens
-# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json); those
-# for any number were timed with one group a round and another way to scale, and not since.
+# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json). For more
+# tokens these alone were timed with the kernel as it is: 276 us at 32 of them, 279 at 64.
 MOST_PACKED = LEAST
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
