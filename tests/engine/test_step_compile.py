@@ -117,7 +117,13 @@ def test_a_step_compiles_for_a_tpu(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 60)
 @needs_compiler
-@pytest.mark.parametrize("job", multi_layer()[1:3], ids=str)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=str(job), marks=pytest.mark.exhaustive if i else ())
+        for i, job in enumerate(multi_layer()[1:3])
+    ],
+)
 def test_a_multi_layer_draft_compiles_for_a_tpu(job: Job) -> None:
     """Decode steps: layers of different pools, each of which stays where it is."""
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)

@@ -94,7 +94,7 @@ def test_the_bundle_takes_the_kernel_for_few_tokens(tokens: int, kernels: bool) 
 @pytest.mark.parametrize(
     "topology",
     [
-        "v5e:2x2",
+        pytest.param("v5e:2x2", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x1", marks=pytest.mark.exhaustive),
         pytest.param("v6e:2x2", marks=pytest.mark.exhaustive),
         "tpu7x:2x2x1",

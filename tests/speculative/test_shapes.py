@@ -41,9 +41,15 @@ SETTINGS = (
     Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
 )
+BY_HAND = SETTINGS[9:11]  # trees again, of other drafters
 EVERY_SETTING = [
     pytest.param(setting, id=setting.name, marks=() if i < 1 else pytest.mark.slow)
     for i, setting in enumerate(SETTINGS)
+    if setting not in BY_HAND
+]
+EVERY_SETTING += [
+    pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+    for setting in BY_HAND
 ]
 
 
@@ -78,7 +84,11 @@ def test_the_text_depends_on_no_shape(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(setting, id=setting.name, marks=pytest.mark.exhaustive if i % 3 else ())
+        pytest.param(
+            setting,
+            id=setting.name,
+            marks=pytest.mark.exhaustive if i % 3 or setting in BY_HAND else (),
+        )
         for i, setting in enumerate(SETTINGS)
     ],
     scope="module",

@@ -23,7 +23,7 @@ PROMPT_LENS = (37, 1, 18)  # several chunks, none but a root's, across a page
     ("shape", "total"),
     [
         pytest.param((0, 1, 1), None, marks=pytest.mark.exhaustive),
-        ((3, 1, 4), None),
+        pytest.param((3, 1, 4), None, marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 4), None, marks=pytest.mark.exhaustive),
         ((2, 2, 4), 1.2),
     ],
