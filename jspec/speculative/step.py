@@ -27,42 +27,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, pack_output
+from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored
 from jspec.core.config import SpeculativeConfig
 from jspec.core.drafting import NO_DRAFTING
 from jspec.core.errors import ConfigError
 from jspec.core.features import PLAIN, Feature, StepFeatures
-from jspec.core.layout import output_columns
-from jspec.core.state import (
-    EngineState,
-    put_rows,
-    take_rows,
-)
+from jspec.core.state import EngineState, put_rows, take_rows
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.penalties import count_emitted
 from jspec.speculative.deferred import defer
-from jspec.speculative.drafter import (
-    Drafter,
-    Emitted,
-    NoDrafter,
-    RowsInStep,
-    emitted_by,
-    following_ids,
-)
-from jspec.speculative.hidden import hidden_bits, rows_of, without_hidden
-from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
-from jspec.speculative.node_budget import num_drafts, pack_nodes, spend_budget
+from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, RowsInStep, emitted_by
+from jspec.speculative.hidden import without_hidden
+from jspec.speculative.node_budget import pack_nodes, spend_budget
+from jspec.speculative.outputs import decode_output, prefill_output
 from jspec.speculative.roots import sample_roots, see_chunks
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import Params, Target
-from jspec.speculative.verify import (
-    choose_at_nodes,
-    features_of,
-    score,
-    settle,
-)
+from jspec.speculative.verify import choose_at_nodes, features_of, score, settle
+
+READ_ALL = frozenset({Feature.LOGPROBS, Feature.HIDDEN})  # something is said of every prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +98,7 @@ def speculative_step(
     """One verification for each row of the batch.
 
     params: {"target": ..., "draft": ...}. Returns the next state and, packed for one transfer,
-    `core.layout.output_columns` of each row: i32[B, 1 + M], or more with log-probabilities.
+    `outputs.decode_output` of each row: i32[B, 1 + M], or more with log-probabilities.
     """
     state, tree = propose_tree(program, params, state, batch)
     state, scored = score_tree(program, params, state, batch.slots, tree)
@@ -193,13 +178,11 @@ def settle_tree(
         groups=target.cache_groups,
         packed=packed,
     )
-    says_hidden, path_hidden = Feature.HIDDEN in program.features, verified.features.hidden
-    if says_hidden and not program.drafter.needs.hidden:
-        verified = without_hidden(verified)
+    told = verified if program.drafter.needs.hidden else without_hidden(verified)
     if program.is_deferring:
-        state = dataclasses.replace(state, deferred=defer(state.deferred, slots, verified, rows))
+        state = dataclasses.replace(state, deferred=defer(state.deferred, slots, told, rows))
     else:
-        emitted = emitted_by(verified, rows)
+        emitted = emitted_by(told, rows)
         kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
         draft = put_rows(state.draft, slots, draft)
         state = dataclasses.replace(state, draft_kv=kept, draft=draft)
@@ -211,19 +194,17 @@ def settle_tree(
         seq_lens=rows.seq_lens,
         counted_from=target.token_ids()[0] if is_counted else None,
     )
-    next_state = dataclasses.replace(state, kv=kv, rows=after)
-    output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
-    if spec.counts_nodes:
-        output["num_proposed"] = num_drafts(packed, slots, spec=spec)
-    if Feature.LOGPROBS in program.features:
-        output |= emitted_logprobs(target, scored.logits, verified, rows.sampling, packed)
-    if says_hidden:
-        output["hidden"] = hidden_bits(path_hidden)
-    words = rows_of(path_hidden).words if says_hidden else 0
-    columns = output_columns(
-        spec.max_emitted, program.features, counts_nodes=spec.counts_nodes, hidden_words=words
+    output = decode_output(
+        target,
+        scored,
+        verified,
+        spec=spec,
+        features=program.features,
+        slots=slots,
+        sampling=rows.sampling,
+        packed=packed,
     )
-    return next_state, pack_output(columns, output)
+    return dataclasses.replace(state, kv=kv, rows=after), output
 
 
 def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
@@ -263,16 +244,15 @@ def prefill_step(
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
     """KV of one chunk of each row, in target and draft; the root behind a final chunk.
 
-    Returns the next state and `core.layout.output_columns` of each row, i32[R, 2]: one id, the
-    root, is emitted behind a final chunk. With log-probabilities or hidden states there are R + T
-    wider rows.
+    Returns the next state and `outputs.prefill_output`: one id, the root, is emitted behind a final
+    chunk.
     """
     target = program.target
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    says = {Feature.LOGPROBS, Feature.HIDDEN}.intersection(program.features)
-    reads_all = program.drafter.needs.hidden or bool(says)
+    # Where nobody reads the others, the last layer computes each row's last token alone.
+    reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.features))
     hidden, aux, kv = target.forward(
         params["target"],
         batch.token_ids,
@@ -317,32 +297,18 @@ def prefill_step(
     after = start_rows(state.rows, batch.slots, roots=roots, ends=ends, seen=seen)
     draft = put_rows(state.draft, batch.slots, draft)
     next_state = dataclasses.replace(state, kv=kv, draft_kv=draft_kv, draft=draft, rows=after)
-    output = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
-    words = rows_of(hidden).words if Feature.HIDDEN in says else 0
-    columns = output_columns(1, program.features, hidden_words=words)
-    if not says:
-        return next_state, pack_output(columns, output)
-    none = jnp.zeros(batch.token_ids.shape, jnp.int32)
-    of_prompts = {"num_emitted": none, "emitted_ids": none[:, None]}
-    if Feature.LOGPROBS in says:
-        output |= root_logprobs(target, logits, roots, sampling)
-        of_prompts |= prompt_logprobs(
-            target,
-            params["target"],
-            hidden,
-            following_ids(emitted),
-            sampling,
-            index=index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None),
-            positions=rows.q_positions,
-            prompt_lens=prompt_lens,
-        )
-    if Feature.HIDDEN in says:
-        output["hidden"], of_prompts["hidden"] = (
-            hidden_bits(final)[:, None],
-            hidden_bits(hidden)[:, None],
-        )
-    packed = pack_output(columns, output), pack_output(columns, of_prompts)
-    return next_state, jnp.concatenate(packed, axis=0)
+    output = prefill_output(
+        target,
+        params["target"],
+        batch,
+        emitted,
+        features=program.features,
+        roots=roots,
+        logits=logits,
+        hidden=hidden,
+        prompt_lens=prompt_lens,
+    )
+    return next_state, output
 
 
 def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:

@@ -236,7 +236,7 @@ def test_programs_without_the_feature_do_nothing_for_it(monkeypatch: pytest.Monk
     def never(*_: Any) -> Any:
         raise AssertionError("called")
 
-    monkeypatch.setattr("jspec.speculative.step.emitted_logprobs", never)
+    monkeypatch.setattr("jspec.speculative.outputs.emitted_logprobs", never)
     assert text_of(PLAIN) == plain
     with pytest.raises(AssertionError, match="called"):
         text_of(ALL)

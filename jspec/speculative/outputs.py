@@ -1,0 +1,94 @@
+"""What a step tells the host, packed for one transfer: the columns of `core.layout.output_columns`.
+
+Always how many tokens each row emitted, and which. Only in programs made for them: drafts that a
+budget left to a row, log-probabilities, hidden states.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.batch import PrefillBatch, Scored, Verified, pack_output
+from jspec.core.config import SpeculativeConfig
+from jspec.core.features import Feature, StepFeatures
+from jspec.core.layout import output_columns
+from jspec.core.state import SamplingRows
+from jspec.pallas_kernels.attention.rows import index_queries
+from jspec.speculative.drafter import Emitted, following_ids
+from jspec.speculative.hidden import hidden_bits, rows_of
+from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
+from jspec.speculative.node_budget import PackedNodes, num_drafts
+from jspec.speculative.target import Params, Target
+
+
+def decode_output(
+    target: Target,
+    scored: Scored,
+    verified: Verified,
+    *,
+    spec: SpeculativeConfig,
+    features: StepFeatures,
+    slots: Int[Array, "B"],
+    sampling: SamplingRows,
+    packed: PackedNodes | None,
+) -> Int[Array, "B M1"]:
+    """Of a verification: i32[B, 1 + M], or more."""
+    output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
+    if spec.counts_nodes:
+        output["num_proposed"] = num_drafts(packed, slots, spec=spec)
+    if Feature.LOGPROBS in features:
+        output |= emitted_logprobs(target, scored.logits, verified, sampling, packed)
+    words = 0
+    if Feature.HIDDEN in features:
+        path = verified.features.hidden
+        output["hidden"], words = hidden_bits(path), rows_of(path).words
+    columns = output_columns(
+        spec.max_emitted, features, counts_nodes=spec.counts_nodes, hidden_words=words
+    )
+    return pack_output(columns, output)
+
+
+def prefill_output(
+    target: Target,
+    params: Params,
+    batch: PrefillBatch,
+    emitted: Emitted,
+    *,
+    features: StepFeatures,
+    roots: Int[Array, "R"],
+    logits: Float[Array, "R 1 V"],
+    hidden: Float[Array, "_ E"],
+    prompt_lens: Int[Array, "R"],
+) -> Int[Array, "R 2"]:
+    """Of chunks: i32[R, 2], the root behind a final one. With log-probabilities or hidden states
+    R + T wider rows: what is said of the roots, then of the packed tokens.
+
+    logits: of each chunk's last token; hidden: of all tokens where something is said of them.
+    """
+    says = {Feature.LOGPROBS, Feature.HIDDEN}.intersection(features)
+    of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
+    words = rows_of(hidden).words if Feature.HIDDEN in says else 0
+    columns = output_columns(1, features, hidden_words=words)
+    if not says:
+        return pack_output(columns, of_roots)
+    none = jnp.zeros(batch.token_ids.shape, jnp.int32)
+    of_prompts = {"num_emitted": none, "emitted_ids": none[:, None]}
+    if Feature.LOGPROBS in says:
+        of_roots |= root_logprobs(target, logits, roots, emitted.sampling)
+        of_prompts |= prompt_logprobs(
+            target,
+            params,
+            hidden,
+            following_ids(emitted),
+            emitted.sampling,
+            index=index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None),
+            positions=emitted.rows.q_positions,
+            prompt_lens=prompt_lens,
+        )
+    if Feature.HIDDEN in says:
+        final = jnp.take(hidden, emitted.last, axis=0, mode="clip")
+        of_roots["hidden"] = hidden_bits(final)[:, None]
+        of_prompts["hidden"] = hidden_bits(hidden)[:, None]
+    both = pack_output(columns, of_roots), pack_output(columns, of_prompts)
+    return jnp.concatenate(both, axis=0)
