@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+# Dividing by less could take a logit out of float32's range; down here only the maximum is left.
+COLDEST = 1e-6
+
 
 def mix32(x: jax.Array) -> jax.Array:
     """MurmurHash3's finaliser: a bijection on u32 in which every input bit moves every output."""

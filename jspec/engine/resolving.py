@@ -21,9 +21,8 @@ from jspec.core.model_spec import ModelSpec
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.core.shape_sets import read_candidate_steps, shapes_for
 from jspec.engine.programs import FEW_PROGRAMS, step_programs
-from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
+from jspec.pallas_kernels.choose import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.ops_gpu import gpu_problem
 
 LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
 # Clients send their whole benchmark or batch at once; each waiting request holds its ids.
@@ -139,8 +138,7 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
 
 def ops_of(config: ResolvedConfig) -> Ops:
     """The kernels that run here."""
-    ops = OPS[config.kernels]
-    return with_columns(ops, columns=True) if config.by_columns else ops
+    return OPS[config.kernels].with_columns(config.by_columns)
 
 
 def head_dims_of(models: Iterable[ModelSpec]) -> tuple[int, ...]:
@@ -155,6 +153,8 @@ def _kernels(
     """The platform's own where they serve, unless told otherwise."""
     problem = None
     if device.platform == "gpu":
+        from jspec.pallas_kernels.ops_gpu import gpu_problem
+
         problem = gpu_problem(
             compute_capability=device.compute_capability,
             dtype=jnp.dtype(dtype),

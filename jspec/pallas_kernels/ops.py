@@ -27,7 +27,6 @@ from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
-from jspec.pallas_kernels.sample.gpu import COLDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,11 @@ class Ops:
     def by_columns(self) -> bool:
         """Whether weights marked so lie as [out, in] in memory."""
         return False
+
+    def with_columns(self, columns: bool) -> Ops:
+        """The same for weights that lie by columns, or not, where its kernels can read them so."""
+        del columns
+        return self
 
     def pool_width(self, head_dim: int) -> int:
         """D of a KV pool for heads of `head_dim`."""
@@ -237,7 +241,7 @@ def without_nan(logits: jax.Array) -> jax.Array:
 def scaled(logits: Float[Array, "B N V"], temperature: Float[Array, "B"]) -> jax.Array:
     """What the filters compare: logits / T, or the logits where T is 0; no NaN."""
     wide = temperature[:, None, None]
-    return without_nan(logits) / jnp.where(wide > 0, jnp.maximum(wide, COLDEST), 1.0)
+    return without_nan(logits) / jnp.where(wide > 0, jnp.maximum(wide, noise.COLDEST), 1.0)
 
 
 def _written(

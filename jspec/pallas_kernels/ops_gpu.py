@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -56,6 +56,9 @@ class GpuOps(Ops):
     @property
     def by_columns(self) -> bool:
         return self.columns
+
+    def with_columns(self, columns: bool) -> GpuOps:
+        return replace(self, columns=columns)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """For some widths other products: one in splits is faster by itself, but not with the

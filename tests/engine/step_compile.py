@@ -59,7 +59,7 @@ from jspec.models.eagle1 import Eagle1Head
 from jspec.models.eagle3 import Eagle3Head
 from jspec.models.mtp import MtpHead
 from jspec.models.placement import abstract_params, param_specs
-from jspec.pallas_kernels.choose import OPS, with_columns
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.eagle import EagleDrafter
@@ -239,7 +239,7 @@ def _program(
     """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
     shard = Shard(shards, sharding.TENSOR_AXIS)
-    ops = with_columns(ops, columns=num_steps > 0)  # as an engine has it
+    ops = ops.with_columns(num_steps > 0)  # as an engine has it
     spec = SpeculativeConfig.plain()
     made: Drafter = NoDrafter()
     if num_steps:

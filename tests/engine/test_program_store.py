@@ -29,7 +29,7 @@ from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
-from jspec.pallas_kernels.choose import OPS, with_columns
+from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 from jspec.testing.tiny_models import tiny_target_config
@@ -149,7 +149,7 @@ def places(store: ProgramStore) -> list[Path | None]:
     program, params = make_program()
     arrays = (params, fresh_state(program))
     gpu, turned = (
-        dataclasses.replace(program.target, ops=with_columns(OPS["gpu"], columns=columns))
+        dataclasses.replace(program.target, ops=OPS["gpu"].with_columns(columns))
         for columns in (False, True)
     )
     options = {"option": 1}

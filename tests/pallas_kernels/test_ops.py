@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +20,7 @@ from jspec.core.errors import ConfigError
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionRows
-from jspec.pallas_kernels.choose import OPS, choose_ops, with_columns
+from jspec.pallas_kernels.choose import OPS, choose_ops
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
@@ -95,13 +97,13 @@ def test_bundles_are_compared_by_what_they_run() -> None:
     assert len(set(OPS.values())) == len(OPS)
     assert choose_ops("gpu") == OPS["gpu"]
     assert hash(choose_ops("gpu")) == hash(OPS["gpu"])
-    assert with_columns(OPS["gpu"], columns=True) != OPS["gpu"]
+    assert OPS["gpu"].with_columns(True) != OPS["gpu"]
 
 
 def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
-    turned = {name for name, ops in OPS.items() if with_columns(ops, columns=True).by_columns}
+    turned = {name for name, ops in OPS.items() if ops.with_columns(True).by_columns}
     assert turned == {"gpu", "gpu_interpret"}
-    assert not any(with_columns(ops, columns=False).by_columns for ops in OPS.values())
+    assert not any(ops.with_columns(False).by_columns for ops in OPS.values())
 
 
 def written_and_seen(ops: Ops, *, packed: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -175,3 +177,14 @@ def test_every_bundle_takes_sinks_a_window_and_yarn_s_rotation(name: str, packed
     out = rotated_and_mixed(OPS[name], packed=packed)
     expected = rotated_and_mixed(OPS["reference"], packed=packed)
     np.testing.assert_allclose(out, expected, atol=0.02)
+
+
+def test_an_engine_imports_no_kernels_of_another_platform() -> None:
+    """Mosaic GPU alone is a quarter of the time that the import takes."""
+    code = (
+        "import sys, jspec.engine.building as b; from jspec.pallas_kernels.choose import OPS; "
+        "others = {'jax.experimental.pallas.mosaic_gpu', 'jspec.pallas_kernels.ops_tpu'}; "
+        "OPS['xla']; print(*others.intersection(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == []

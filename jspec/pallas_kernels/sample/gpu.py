@@ -30,8 +30,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.core import noise
 
-# Dividing by less could take a logit out of float32's range; down here only the maximum is left.
-COLDEST = 1e-6
 _NO_ID = 2**31 - 1
 _NO_KEY = -(2**31)  # below the key of every float
 _NAN_KEY = 2**31 - 1  # above all of them, as argmax has it
@@ -227,7 +225,7 @@ def _folded(bits: jax.Array) -> jax.Array:
 
 
 def _divisor(temperature: jax.Array) -> jax.Array:
-    return jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
+    return jnp.where(temperature > 0, jnp.maximum(temperature, noise.COLDEST), 1.0)
 
 
 def _least_logit(threshold: jax.Array, temperature: jax.Array) -> jax.Array:
