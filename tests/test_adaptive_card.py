@@ -34,16 +34,3 @@ def test_the_dial_says_what_is_accepted(engine: CountingEngine, acceptance: floa
     tolerance = 0.0 if acceptance in (0.0, 1.0) else 0.4
     wanted = expected_length(acceptance, spec.num_steps)
     assert emitted / verified == pytest.approx(wanted, abs=tolerance)
-
-
-@pytest.mark.slow
-def test_the_chooser_follows_the_dial(engine: CountingEngine) -> None:
-    """What it chooses on a busy CPU is not sure; that it expects what comes is."""
-    engine.switched.renew()
-    for _ in range(3):
-        seconds_of(engine, TINY, 2, 1.0, TINY.long_run)
-    chooser = engine.switched.adaptive
-    assert chooser.expected_tokens(engine.limits.spec) == pytest.approx(4.0, abs=0.5)
-    for _ in range(6):
-        seconds_of(engine, TINY, 2, 0.0, TINY.long_run)
-    assert chooser.expected_tokens(engine.limits.spec) < 2.5
