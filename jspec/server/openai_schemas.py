@@ -41,6 +41,8 @@ from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall, common_fields
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
+# Of OpenAI's: who asks, for a provider's own books. Text is taken, and changes no answer.
+CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 ANSWER_FIELDS = frozenset(
     {
         "model",
@@ -49,7 +51,8 @@ ANSWER_FIELDS = frozenset(
         "rid",
         "priority",
         *EXTRA_KEYS,
-        "user",
+        *CALLER_FIELDS,
+        "metadata",
         "return_meta_info",
         "return_spec_tokens_details",
     }
@@ -84,8 +87,6 @@ NEUTRAL_OPENAI: Neutral = {
     "add_special_tokens": (None, True),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
-    "metadata": (None, {}),
-    "prompt_cache_key": (None,),
 }
 NEUTRAL_COMPLETION: Neutral = {
     **NEUTRAL_OPENAI,
@@ -194,9 +195,11 @@ def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingPara
 
 def answer_options(values: JsonObject) -> AnswerOptions:
     """ANSWER_FIELDS but for rid. Raises RequestError."""
-    for name in ("model", "user"):
+    for name in ("model", *CALLER_FIELDS):
         if values.get(name) is not None:
             check_text(name, values[name])
+    if values.get("metadata") is not None:
+        as_object(values["metadata"], "metadata")
     return AnswerOptions(
         stream=get_bool(values, "stream"),
         **_usage_options(values),

@@ -34,6 +34,7 @@ from jspec.server import (
     score_endpoint,
 )
 from jspec.server.fields import EXTRA_KEYS, Neutral
+from jspec.server.openai_schemas import CALLER_FIELDS
 from jspec.text.chat_messages import ROLES
 
 Schema = dict[str, Any]
@@ -80,6 +81,9 @@ OTHERS: Mapping[str, Schema] = {
         },
     },
     "metadata": {"type": ["object", "null"]},
+    **{name: {"type": ["string", "null"]} for name in CALLER_FIELDS},
+    "reasoning": {"type": ["object", "null"]},
+    "reasoning_effort": {"enum": [None, *chat_schemas.EFFORTS]},
     "model": {"type": ["string", "null"]},
     "parallel_tool_calls": FLAG,
     "priority": {"type": ["integer", "null"]},
@@ -112,7 +116,6 @@ OTHERS: Mapping[str, Schema] = {
         "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": ["object", "null"]}]
     },
     "tools": {"type": ["array", "null"], "items": ANY},
-    "user": {"type": ["string", "null"]},
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, StreamChunk
 from jspec.core.response import Completion
+from jspec.server.chat_schemas import parse_chat
 from jspec.server.openai_answers import spec_details, usage_of
 from jspec.server.openai_schemas import (
     NEUTRAL_COMPLETION,
@@ -44,6 +45,21 @@ def test_names_are_translated() -> None:
         ignore_eos=True,
         n=2,
     )
+
+
+def test_who_asks_is_taken_and_changes_nothing() -> None:
+    caller = {
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "metadata": {"a": "b"},
+    }
+    assert parse_completion({"prompt": "x", **caller}) == parse_completion({"prompt": "x"})
+    messages = [{"role": "user", "content": "x"}]
+    assert parse_chat({"messages": messages, **caller}) == parse_chat({"messages": messages})
+    for name in caller:
+        with pytest.raises(RequestError, match=f"{name} is 17; expected"):
+            parse_chat({"messages": messages, name: 17})
 
 
 def test_defaults_are_openais() -> None:
