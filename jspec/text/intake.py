@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 from jspec.core.errors import RequestError
 from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import Request, SamplingParams
-from jspec.core.seeds import MAX_SEED, choice_seed
+from jspec.core.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.chat_messages import check_messages
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.stop_matcher import StopAutomaton
@@ -312,8 +312,7 @@ class Intake:
             return sampling.sampling_seed & MAX_SEED
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
-        # Told in the answer: JSON's readers in JavaScript are exact up to 53 bits.
-        return int.from_bytes(os.urandom(8), "little") >> 11
+        return int.from_bytes(os.urandom(8), "little") >> 64 - TOLD_BITS
 
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
