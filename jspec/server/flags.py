@@ -112,7 +112,7 @@ def named_model(argv: Sequence[str]) -> Sequence[str]:
 
 def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if not word.startswith("--"):
-        takes_prompt = any(not action.option_strings for action in parser._actions)
+        takes_prompt = any(action.dest == "prompt" for action in parser._actions)
         hint = " (quote a prompt of several words)" if takes_prompt else ""
         return f"unexpected argument {word!r}; expected flags{hint}"
     name = word.split("=", 1)[0]

@@ -144,6 +144,8 @@ class OpenAIEndpoints:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
+        if not request.path_params["name"]:
+            return await self.models(request)
         self._check_name(request.path_params["name"])
         return JSONResponse(self._card())
 

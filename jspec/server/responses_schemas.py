@@ -24,10 +24,11 @@ from jspec.server.fields import (
     without_neutral,
 )
 from jspec.server.openai_schemas import CALLER_FIELDS, SAMPLING_NAMES
+from jspec.server.schemas import OUTPUT_FIELDS
 
 LENGTH = "max_output_tokens"
 # Fields that mean what they mean in a chat, under the same name there.
-SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens"}) | {
+SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens", *OUTPUT_FIELDS}) | {
     "model",
     "stream",
     "rid",

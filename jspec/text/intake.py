@@ -110,9 +110,9 @@ class Intake:
         """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        self._check_ids("token_ids_logprob", sampling.token_ids_logprob)
+        self.check_ids("stop_token_ids", sampling.stop_token_ids)
+        self.check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        self.check_ids("token_ids_logprob", sampling.token_ids_logprob)
         texts = sampling.stop or sampling.stop_regex
         if self._tokenizer is None and texts:
             name = "stop" if sampling.stop else "stop_regex"
@@ -286,12 +286,12 @@ class Intake:
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
             return self.encode(prompt, emits_nothing=emits_nothing)
         assert input_ids is not None
-        self._check_ids("input_ids", input_ids)
+        self.check_ids("input_ids", input_ids)
         return tuple(input_ids)
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises for the first that is no id. Prompts are long, and wait for this: all are checked
-        at once, and one by one only where something is odd."""
+    def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises RequestError for the first that is no id of the vocabulary. Prompts are long, and
+        wait for this: all are checked at once, and one by one only where something is odd."""
         if len(token_ids) == 0 or (
             set(map(type, token_ids)) == {int}
             and min(token_ids) >= 0

@@ -15,6 +15,7 @@ from jspec.server.openai_schemas import (
     NEUTRAL_COMPLETION,
     parse_completion,
 )
+from jspec.server.responses_schemas import parse_response
 
 
 def test_names_are_translated() -> None:
@@ -60,6 +61,16 @@ def test_who_asks_is_taken_and_changes_nothing() -> None:
     for name in caller:
         with pytest.raises(RequestError, match=f"{name} is 17; expected"):
             parse_chat({"messages": messages, name: 17})
+
+
+@pytest.mark.parametrize("name", ["return_logprob", "return_hidden_states", "return_draft_trees"])
+def test_what_only_meta_info_tells_needs_it(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} is true without return_meta_info"):
+        parse_completion({"prompt": "x", name: True})
+    call = parse_completion({"prompt": "x", name: True, "return_meta_info": True})
+    assert getattr(call.prompts[0].sampling, name) is True
+    with pytest.raises(RequestError, match=f"the unknown field '{name}'"):
+        parse_response({"input": "x", name: True})
 
 
 def test_defaults_are_openais() -> None:

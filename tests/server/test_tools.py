@@ -177,7 +177,8 @@ def test_how_much_to_reason_is_the_templates_variable(
 ) -> None:
     template = "Reasoning: {{ reasoning_effort or 'medium' }}. {{ messages[0].content }}"
     write_text_files(tmp_path / "effort", template=template)
-    with SpeakingEngine(tmp_path / "effort") as engine:
+    engine = SpeakingEngine(tmp_path / "effort")
+    with engine:
         speak = Speaker(engine, ServerArgs())
         speak("x", reasoning_effort="low")
         assert engine.prompts[-1] == "Reasoning: low. Weather?"

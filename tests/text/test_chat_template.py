@@ -146,7 +146,7 @@ def test_a_named_file_must_be_there(tmp_path: Path) -> None:
 
 def test_what_was_only_thought_goes_back_without_content() -> None:
     """An answer cut while it reasoned."""
-    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    thought: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
     assert check_messages([thought]) == ({**thought, "content": ""},)
 
 
