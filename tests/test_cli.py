@@ -146,6 +146,10 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         (["chat", "hello"], "unexpected argument 'hello'"),
         (["generate", "x", "y"], "unexpected argument 'y'; expected flags (quote a prompt"),
         (["batch", "a", "b", "c"], "unexpected argument 'c'; expected flags\n"),
+        (
+            ["batch", "a", "b", "--tool-call-parser", "x"],
+            "tool_call_parser is 'x'",
+        ),
         (["flags", "x"], "unexpected argument 'x'; jspec flags takes none"),
         (["version", "x"], "unexpected argument 'x'; jspec version takes none"),
         (["info", "--memory", "80"], "--memory is '80'; expected a size such as 80GB"),

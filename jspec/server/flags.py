@@ -50,13 +50,26 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = tuple(GROUPS)) -> None:
-    """Adds `--config` and the rows of `groups`; only implemented ones are in the help."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    groups: Sequence[str] = tuple(GROUPS),
+    also: Sequence[str] = (),
+) -> None:
+    """Adds `--config` and the rows of `groups`; only implemented ones are in the help.
+
+    also: arguments of other groups, which stand under Answers.
+    """
     parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
     for title in groups:
         section = parser.add_argument_group(title)
         for flag in GROUPS[title]:
             _add_flag(section, flag)
+    if also:
+        section = parser.add_argument_group("Answers")
+        for flag in FLAGS:
+            if flag.argument in also:
+                _add_flag(section, flag)
 
 
 def _add_flag(section: argparse._ArgumentGroup, flag: Flag) -> None:
