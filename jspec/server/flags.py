@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jspec.core.arguments import meant_argument
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.peer_flags import advice
 from jspec.core.request import SAMPLING_FIELDS
 from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
-from jspec.server.peer_flags import advice
 from jspec.server.server_args import ServerArgs
 
 NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
@@ -173,10 +174,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     known = (*EngineArgs.names(), *ServerArgs.names())
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"config file {str(path)!r} has the unknown key {key!r}; did you mean {near[0]!r}?"
-            )
+            meant = meant_argument(key, EngineArgs, ServerArgs)
+            raise ConfigError(f"config file {str(path)!r} has the unknown key {key!r}{meant}")
     return values
 
 

@@ -6,6 +6,7 @@ Text that is too long whatever the tokenizer makes of it is refused before it is
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ class LogprobOptions(TypedDict, total=False):
     token_ids_logprob: Sequence[int]
     return_text_in_logprobs: bool
     return_hidden_states: bool
+
+
+# What a call may name, for who names it wrongly.
+GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +142,11 @@ class Intake:
 
     def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
         named: dict[str, Any] = {**logprobs}
+        for name in named:
+            if name not in LogprobOptions.__annotations__:
+                near = difflib.get_close_matches(name, GENERATE_NAMES, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"generate() got an unexpected argument {name!r}{hint}")
         named.pop("return_text_in_logprobs", None)
         if "token_ids_logprob" in named:
             named["token_ids_logprob"] = tuple(named["token_ids_logprob"] or ())

@@ -1,6 +1,6 @@
 """What flags of other servers are called here, for who writes them by habit. Data alone.
 
-Source: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own (flag_table.py).
+Source: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own (server/flag_table.py).
 """
 
 from __future__ import annotations
