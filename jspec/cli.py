@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train-draft": run_train_draft,
         "verify": run_verify,
         "doctor": run_doctor,
-        "flags": lambda _: _say(markdown_table()),
-        "version": lambda _: _say(f"jspec {__version__}"),
+        "flags": lambda words: _alone("flags", words) or _say(markdown_table()),
+        "version": lambda words: _alone("version", words) or _say(f"jspec {__version__}"),
         "--version": lambda _: _say(f"jspec {__version__}"),
         "help": lambda _: _say(USAGE.rstrip()),
         "--help": lambda _: _say(USAGE.rstrip()),
@@ -69,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jspec: {what}\n{USAGE}", end="", file=sys.stderr)
         return 2
     return _guarded(lambda: commands[command](rest))
+
+
+def _alone(command: str, words: Sequence[str]) -> int:
+    """0. Raises ConfigError for a word after a command that takes none."""
+    if words:
+        raise ConfigError(f"unexpected argument {words[0]!r}; jspec {command} takes none")
+    return 0
 
 
 def _say(text: str) -> int:

@@ -20,6 +20,8 @@ from jspec.server.flag_table import GROUPS
 from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
 
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
+# Of a server's arguments those that an answer depends on.
+ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
 def run_batch_command(argv: Sequence[str]) -> int:
@@ -33,7 +35,7 @@ def run_batch_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("requests", metavar="IN.jsonl", help="One request a line")
     parser.add_argument("answers", metavar="OUT.jsonl", help="One answer a line")
-    add_flags(parser, groups=ENGINE_GROUPS)
+    add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
     options, settings = parse_flags(parser, argv)
     for warning in settings.warnings:
         print(f"jspec: warning: {warning}", file=sys.stderr)
@@ -76,7 +78,10 @@ def _answer(
             read_stats=lambda: engine.stats,
         )
         of_run = BatchSettings(
-            seed=settings.engine_args.random_seed or 0, created=created, window=window_of(engine)
+            seed=settings.engine_args.random_seed or 0,
+            created=created,
+            window=window_of(engine),
+            server=settings.server,
         )
         with closing(progress), closing(read_lines(requests)) as lines:
             left = itertools.islice(lines, answers.num_written, None)

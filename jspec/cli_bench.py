@@ -183,7 +183,7 @@ def _add_prompts(parser: FlagParser) -> None:
 
 def _add_server(parser: FlagParser) -> None:
     server = parser.add_argument_group("A server")
-    server.add_argument("--base-url", help="http://HOST:PORT of a server that runs")
+    server.add_argument("--base-url", "--url", help="http://HOST:PORT of a server that runs")
     server.add_argument(
         "--baseline-url", help="Of a second one, without speculation, that takes turns with it"
     )

@@ -14,7 +14,7 @@ from jspec.server.flags import FlagParser
 if TYPE_CHECKING:
     from jspec.engine.checkpoint_info import CheckpointInfo
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 

@@ -150,7 +150,7 @@ class Summary:
         if self.num_tokens > 1:
             rate = (self.num_tokens - 1) / (self.seconds - self.first_seconds)
             line += f", {rate:.1f} tokens/s after the first"
-        if self.counters.verify_ct:
+        if self.counters.full_verify_ct:
             line += f", acceptance length {self.counters.acceptance_length:.2f}"
         seed = f", seed {self.seed}" if self.temperature else ""
         return f"{line}, temperature {self.temperature:g}{seed}"

@@ -6,16 +6,21 @@ docs come from the field's name, type, default and metadata, so nothing else rep
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from jspec.core.errors import ConfigError
+from jspec.core.peer_flags import advice
 
+T = TypeVar("T")
 _METADATA = "argument"
+_FLAG = re.compile(r"--([a-z-]+)")
+NEAR_NAME = 0.7  # least likeness of a name that is suggested
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 SGLANG_ATTENTION = (  # its names of kernels
@@ -134,6 +139,39 @@ def _bounds(kind: str, says: Argument) -> str:
     if says.high is None:
         return f"{noun} of at least {says.low}"
     return f"{noun} from {says.low} to {says.high}"
+
+
+def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
+    """The engine's arguments by their names. Raises ConfigError for a name that none has, saying
+    what was meant."""
+    known = {each.name for each in fields(declared)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown engine argument {name!r}{meant_argument(name, declared)}")
+    return declared(**values)
+
+
+def meant_argument(name: str, *declared: type[Any]) -> str:
+    """How a message about a name that no argument has goes on; empty if nobody can tell.
+
+    declared: dataclasses of arguments. Other names of the flags are known, and those of vLLM's.
+
+        tensor_parallel_size → "; did you mean 'tp_size'?"
+        gpu_memory_utilization → ": write mem_fraction_static"
+    """
+    flag, known = f"--{name.replace('_', '-')}", [each for cls in declared for each in fields(cls)]
+    for each in known:
+        says = argument_of(each)
+        if flag in says.aliases:
+            return f"; did you mean {each.name!r}?"
+        for short in says.shorthands:
+            if flag == short.flag:
+                return f": write {each.name}={short.value!r}"
+    if instead := advice(flag):
+        return f": {_FLAG.sub(lambda found: found[1].replace('-', '_'), instead)}"
+    names = [each.name for each in known]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=NEAR_NAME)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:

@@ -7,12 +7,18 @@ in docs/server.md come from it. What follows from the checkpoint and the devices
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jspec.core.arguments import SGLANG_ATTENTION, Shorthand, argument, check_arguments, unset_error
+from jspec.core.arguments import (
+    SGLANG_ATTENTION,
+    Shorthand,
+    argument,
+    check_arguments,
+    of_names,
+    unset_error,
+)
 from jspec.core.config import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
@@ -319,11 +325,7 @@ class EngineArgs:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineArgs:
         """Raises ConfigError for a name that is not an argument, suggesting the nearest one."""
-        for name in values:
-            if name not in cls.names():
-                near = difflib.get_close_matches(name, cls.names(), n=1, cutoff=0.0)
-                raise ConfigError(f"unknown engine argument {name!r}; did you mean {near[0]!r}?")
-        return cls(**values)
+        return of_names(cls, values)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Completion:
 
     logprobs: how the sequence's log-probabilities are told, if it was asked for any.
     seed: the final one, with which the same text comes again. token_text: what draft trees call
-    their nodes, if anything.
+    their nodes, if anything. reasoning_tokens: set by a door that tells reasoning apart.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Completion:
         self.hidden_states: list[np.ndarray] = []
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.reasoning_tokens = 0
         self.num_retractions = 0
         self.cached_tokens = 0
         self.weight_version = DEFAULT_VERSION
@@ -174,6 +174,7 @@ class Completion:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": len(self.output_ids),
             "cached_tokens": self.cached_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
             "weight_version": self.weight_version,
             "num_retractions": self.num_retractions,
         }

@@ -8,10 +8,12 @@ id. A run that was killed therefore goes on as if it had not been.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -22,19 +24,24 @@ from jspec.core.errors import EngineClosedError
 from jspec.core.seeds import MAX_SEED, choice_seed
 from jspec.offline.batch_file import AnswerFile, Line, answer, refusal
 from jspec.server.app import create_app
+from jspec.server.server_args import ServerArgs
 
 RETRY_SECONDS = 0.05
+# Ids of calls as the server draws them (jspec.text.calls.registry).
+_LONG_ID, _SHORT_ID = re.compile("call_[0-9a-f]{24}"), re.compile("[A-Za-z0-9]{9}")
 SEED_NAMES = ("seed", "sampling_seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
     """seed: with a line's number it gives the seed of a line without one. created: the time that
-    answers carry, seconds since 1970. window: lines under way at once."""
+    answers carry, seconds since 1970. window: lines under way at once. server: the model's name,
+    and how its answers are read."""
 
     seed: int
     created: int
     window: int
+    server: ServerArgs = field(default_factory=ServerArgs)
 
 
 def window_of(engine: Engine) -> int:
@@ -56,7 +63,7 @@ async def run_batch(
 
     Raises EngineClosedError if the engine ends first; what is written stays.
     """
-    app = create_app(engine)
+    app = create_app(engine, settings.server)
     waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
 
     async def write_next() -> None:
@@ -129,9 +136,21 @@ def _of_line(line: Line, found: Any, settings: BatchSettings) -> Any:
     if not isinstance(found, dict) or "created" not in found:
         return found
     kind = str(found["id"]).split("-")[0]
+    for choice in found["choices"]:
+        calls = choice.get("message", {}).get("tool_calls") or ()
+        for i, call in enumerate(calls):
+            call["id"] = _call_id(call["id"], f"{line.answer_id} {choice['index']} {i}")
     usage = {**found["usage"], "prompt_tokens_details": None}
     of_line = {"id": f"{kind}-{line.answer_id}", "created": settings.created, "usage": usage}
     return {**found, **of_line}
+
+
+def _call_id(given: str, place: str) -> str:
+    """The id of a call; one that was drawn follows from its place instead, in its own form."""
+    digest = hashlib.blake2b(place.encode()).hexdigest()
+    if _LONG_ID.fullmatch(given):
+        return f"call_{digest[:24]}"
+    return digest[:9] if _SHORT_ID.fullmatch(given) else given
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, Any]:

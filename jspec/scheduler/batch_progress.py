@@ -63,7 +63,7 @@ class BatchProgress:
         if self.num_errors:
             parts.append(f"{self.num_errors} error{'s' if self.num_errors > 1 else ''}")
         parts.append(f"{(stats.num_emitted - self._emitted_before) / seconds:.0f} tokens/s")
-        if stats.counters.verify_ct:
+        if stats.counters.full_verify_ct:
             parts.append(f"acceptance length {stats.counters.acceptance_length:.2f}")
         left = self._total - self._before - self._now
         if left and self._now:

@@ -358,8 +358,13 @@ class EngineCalls(LiveWeights, ABC):
             return list(encode(text, add_special_tokens=add_special_tokens))
         return [list(encode(each, add_special_tokens=add_special_tokens)) for each in text]
 
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Raises RequestError, which names them so, for the first that is not of the vocabulary."""
+        self._intake.check_ids(name, ids)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """The text of ids. Raises RequestError for one that is not of the vocabulary."""
+        self.check_ids("ids", ids)
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def async_flush_cache(self) -> bool:

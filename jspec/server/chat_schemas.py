@@ -50,6 +50,7 @@ CHAT_FIELDS = (
         "add_generation_prompt",
         "continue_final_message",
         "chat_template_kwargs",
+        "reasoning_effort",
         "tools",
         "tool_choice",
         "parallel_tool_calls",
@@ -63,7 +64,7 @@ NEUTRAL_CHAT: Neutral = {
     "modalities": (None, "text"),
     "audio": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
     "stream_reasoning": (None, True),
     "chat_template": (None,),
     "documents": (None, []),
@@ -72,6 +73,7 @@ NEUTRAL_CHAT: Neutral = {
     "best_of": (None, 1),
     "add_special_tokens": (None, False),
 }
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's words
 CHAT_HINTS: Hints = {
     **{name: hint for name, hint in COMPLETION_HINTS.items() if name != "messages"},
     "max_new_tokens": "'max_completion_tokens'",
@@ -138,7 +140,6 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         raise RequestError(
             "add_generation_prompt and continue_final_message are true; expected one of them"
         )
-    kwargs = values.get("chat_template_kwargs")
     names = ("tools", "tool_choice", "parallel_tool_calls")
     tools = check_tools(*(values.get(name) for name in names))
     splits = values.get("separate_reasoning") is None or get_bool(values, "separate_reasoning")
@@ -148,7 +149,7 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         template_options={
             "add_generation_prompt": adds,
             "continue_final_message": continues,
-            "variables": None if kwargs is None else as_object(kwargs, "chat_template_kwargs"),
+            "variables": _variables(values),
             "tools": tools.shown_tools,
         },
         options=replace(answer_options(values), logprobs=asks),
@@ -157,6 +158,20 @@ def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatC
         tools=tools,
         separate_reasoning=splits,
     )
+
+
+def _variables(values: JsonObject) -> JsonObject | None:
+    """What else the template may name: chat_template_kwargs, and reasoning_effort, which is a
+    template's variable (gpt-oss's). Raises RequestError."""
+    kwargs, effort = values.get("chat_template_kwargs"), values.get("reasoning_effort")
+    given = None if kwargs is None else as_object(kwargs, "chat_template_kwargs")
+    if effort is None:
+        return given
+    if effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {shorten(effort)}; expected one of {', '.join(EFFORTS)}"
+        )
+    return {"reasoning_effort": effort, **(given or {})}
 
 
 def _with_one_length(values: JsonObject) -> dict[str, Any]:

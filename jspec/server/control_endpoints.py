@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.core.errors import RequestError
+from jspec.server.chat_schemas import parse_chat
 from jspec.server.fields import (
+    JsonObject,
     as_object,
     check_ids,
     check_text,
@@ -27,6 +29,17 @@ from jspec.server.http import error_response, read_json
 from jspec.server.service import INLINE_CHARS, Service
 
 BODY = "the request body"
+# Of a chat's fields those that its prompt depends on.
+CHAT_PROMPT_FIELDS = frozenset(
+    {
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "tools",
+    }
+)
 PAUSE_MODES = ("abort", "in_place")
 
 
@@ -59,13 +72,17 @@ class ControlEndpoints:
         return PlainTextResponse("ready\n")
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}."""
+        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"} and
+        the template's fields of a chat, as vLLM has it."""
         values = without_neutral(
             BODY,
             as_object(await read_json(request, self.service.args), BODY),
-            read=frozenset({"prompt", "add_special_tokens", "model"}),
+            read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
             neutral={"return_token_strs": (None, False)},
+            hints={"text": "'prompt'"},
         )
+        if values.get("messages") is not None:
+            return await self._tokenize_chat(values)
         prompt = values.get("prompt")
         texts = [check_text("prompt", text) for text in prompt] if isinstance(prompt, list) else []
         texts = texts or [check_text("prompt", prompt)]
@@ -86,6 +103,16 @@ class ControlEndpoints:
             }
         )
 
+    async def _tokenize_chat(self, values: JsonObject) -> Response:
+        """The prompt that a chat would have."""
+        if values.get("prompt") is not None:
+            raise RequestError("prompt and messages are given; expected one of them")
+        given = {name: values[name] for name in CHAT_PROMPT_FIELDS if name in values}
+        prompt = await self.service.chat_prompt(parse_chat(given))
+        ids = list(prompt.input_ids or ())
+        most = self.service.engine.limits.context_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize {"tokens": ids or lists of ids, "skip_special_tokens": true}.
 
@@ -100,9 +127,8 @@ class ControlEndpoints:
         tokens: Any = values.get("tokens")
         is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
         rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
-        for token_id in (token_id for row in rows for token_id in row):
-            if not 0 <= token_id < 2**31:
-                raise RequestError(f"tokens holds {shorten(token_id)}; expected token ids")
+        for row in rows:
+            self.service.engine.check_ids("tokens", row)
         skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
         decode = partial(self.service.engine.tokenizer.decode_all, skip_special_tokens=skips)
         is_long = sum(map(len, rows)) > INLINE_CHARS  # an id has a character at least, or nearly

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jspec.core.arguments import meant_argument
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.peer_flags import advice
 from jspec.core.request import SAMPLING_FIELDS
 from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
-from jspec.server.peer_flags import advice
 from jspec.server.server_args import ServerArgs
 
 NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
@@ -50,13 +51,26 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = tuple(GROUPS)) -> None:
-    """Adds `--config` and the rows of `groups`; only implemented ones are in the help."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    groups: Sequence[str] = tuple(GROUPS),
+    also: Sequence[str] = (),
+) -> None:
+    """Adds `--config` and the rows of `groups`; only implemented ones are in the help.
+
+    also: arguments of other groups, which stand under Answers.
+    """
     parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
     for title in groups:
         section = parser.add_argument_group(title)
         for flag in GROUPS[title]:
             _add_flag(section, flag)
+    if also:
+        section = parser.add_argument_group("Answers")
+        for flag in FLAGS:
+            if flag.argument in also:
+                _add_flag(section, flag)
 
 
 def _add_flag(section: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -112,7 +126,7 @@ def named_model(argv: Sequence[str]) -> Sequence[str]:
 
 def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if not word.startswith("--"):
-        takes_prompt = any(not action.option_strings for action in parser._actions)
+        takes_prompt = any(action.dest == "prompt" for action in parser._actions)
         hint = " (quote a prompt of several words)" if takes_prompt else ""
         return f"unexpected argument {word!r}; expected flags{hint}"
     name = word.split("=", 1)[0]
@@ -160,10 +174,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     known = (*EngineArgs.names(), *ServerArgs.names())
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"config file {str(path)!r} has the unknown key {key!r}; did you mean {near[0]!r}?"
-            )
+            meant = meant_argument(key, EngineArgs, ServerArgs)
+            raise ConfigError(f"config file {str(path)!r} has the unknown key {key!r}{meant}")
     return values
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import hmac
 import json
 import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
@@ -38,6 +39,7 @@ LOGGER = logging.getLogger("jspec.server")
 # How much of a body that is too long is still taken, so that its client reads the answer.
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
+NEAR_PATH = 0.8  # least likeness of a path that is suggested
 MAX_LOGGED = 300  # characters of a path, or of a refusal's message
 # In a body: more than any batch has (one list or object a prompt, one for how it is sampled).
 MAX_CONTAINERS = 262_144
@@ -101,12 +103,29 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND and message == HTTPStatus.NOT_FOUND.phrase:
-        message = f"{request.method} {request.url.path} is not served; see docs/server.md"
+        path = request.url.path
+        near = near_path(path, [route.path for route in request.app.routes])
+        hint = f"did you mean {near}? " if near else ""
+        message = (
+            f"{request.method} {path[:MAX_LOGGED]} is not served; {hint}GET /docs lists what is"
+        )
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} {request.url.path} is not served; expected {allowed}"
     log_refusal(request, error.status_code, message)
     return error_response(message, error.status_code, headers=error.headers)
+
+
+def near_path(path: str, known: Sequence[str]) -> str:
+    """The route that was meant by a path that is none; empty if nobody can tell.
+
+    /chat/completions → /v1/chat/completions, /v1/v1/models → /v1/models, /v1/generate → /generate
+    """
+    path = "/" + "/".join(filter(None, path[:MAX_LOGGED].split("/")))
+    for near in known:
+        if near != "/" and (near.endswith(path) or path.endswith(near)):
+            return near
+    return next(iter(difflib.get_close_matches(path, known, n=1, cutoff=NEAR_PATH)), "")
 
 
 async def on_gone(_: Request, __: Exception) -> Response:

@@ -38,6 +38,10 @@ class AnswerShape(Protocol):
         """
         ...
 
+    def reasoning(self, index: int) -> Sequence[str]:
+        """Passages of a sequence's text, so far as it was told, that are reasoning."""
+        ...
+
 
 class TextShape:
     """/v1/completions."""
@@ -66,6 +70,11 @@ class TextShape:
         """See AnswerShape."""
         del is_first
         return self.choice(index, text, finish)
+
+    def reasoning(self, index: int) -> Sequence[str]:
+        """See AnswerShape: nothing is told apart."""
+        del index
+        return ()
 
 
 class ChatShape:
@@ -96,6 +105,11 @@ class ChatShape:
             delta["content"] = text
         return {"index": index, "delta": delta, "logprobs": None, **ending(finish)}
 
+    def reasoning(self, index: int) -> Sequence[str]:
+        """See AnswerShape: nothing is told apart."""
+        del index
+        return ()
+
 
 def ending(finish: FinishReason | None) -> dict[str, Any]:
     """SGLang's matched_stop says what ended it."""
@@ -124,16 +138,22 @@ class AnswerHead:
         }
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object; a prompt counts once, however many choices it has.
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
+) -> dict[str, Any]:
+    """OpenAI's usage object, with SGLang's reasoning_tokens; a prompt counts once, however many
+    choices it has.
 
-    Details are there if any of the prompt was cached, as SGLang has it.
+    Details are there if any of the prompt was cached, as SGLang has it, or if any was reasoning.
     """
+    details = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
+        "completion_tokens_details": details if reasoning_tokens else None,
+        **details,
     }
 
 
@@ -145,6 +165,7 @@ def usage_of(completions: Sequence[Completion], prompt_idxs: Sequence[int]) -> d
         sum(c.prompt_tokens for c in first.values()),
         sum(len(c.output_ids) for c in completions),
         sum(c.cached_tokens for c in first.values()),
+        sum(c.reasoning_tokens for c in completions),
     )
 
 

@@ -27,7 +27,12 @@ from jspec.server.openai_schemas import (
     openai_names,
     parse_completion,
 )
-from jspec.server.parsed_chat import ParsedChatShape, check_answerable, prepare
+from jspec.server.parsed_chat import (
+    ParsedChatShape,
+    check_answerable,
+    note_reasoning,
+    prepare,
+)
 from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
 from jspec.text.token_texts import TokenTexts
@@ -112,6 +117,7 @@ class OpenAIEndpoints:
             completion = fold.completion
             text = answer.echo(index) + completion.text
             choice = shape.choice(index, text, completion.finish)
+            answer.count_reasoning(index)
             choice["logprobs"] = answer.logprobs(index, first_id=0)
             choice["seed"] = completion.seed
             if options.return_meta_info:
@@ -138,6 +144,8 @@ class OpenAIEndpoints:
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
+        if not request.path_params["name"]:
+            return await self.models(request)
         self._check_name(request.path_params["name"])
         return JSONResponse(self._card())
 
@@ -166,6 +174,12 @@ class _Answer:
     def echo(self, index: int) -> str:
         """What stands before the text of a sequence."""
         return self._echoes[self.work.prompt_idxs[index]] if self._echoes else ""
+
+    def count_reasoning(self, index: int) -> None:
+        """Notes how many tokens of a sequence that was told whole are reasoning."""
+        if passages := self.shape.reasoning(index):
+            texts = self.work.service.engine.token_texts
+            note_reasoning(self.work.folds[index].completion, passages, texts)
 
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
         """Of a sequence's tokens from here on; of its prompt's before the first, if they were
@@ -199,6 +213,7 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
         choice["logprobs"] = answer.logprobs(index, first_id=first_id)
         begun.add(index)
         if finish is not None:
+            answer.count_reasoning(index)
             choice["seed"] = fold.completion.seed
         if options.return_meta_info and finish is not None:
             choice["meta_info"] = fold.to_json()["meta_info"]

@@ -41,6 +41,11 @@ from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall, common_fields
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
+CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # of all that an engine's error may name
+# Of OpenAI's: who asks, for a provider's own books. Text is taken, and changes no answer.
+CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+# SGLang's, which OpenAI's answers have no other place for.
+TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
 ANSWER_FIELDS = frozenset(
     {
         "model",
@@ -49,7 +54,8 @@ ANSWER_FIELDS = frozenset(
         "rid",
         "priority",
         *EXTRA_KEYS,
-        "user",
+        *CALLER_FIELDS,
+        "metadata",
         "return_meta_info",
         "return_spec_tokens_details",
     }
@@ -84,8 +90,6 @@ NEUTRAL_OPENAI: Neutral = {
     "add_special_tokens": (None, True),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
-    "metadata": (None, {}),
-    "prompt_cache_key": (None,),
 }
 NEUTRAL_COMPLETION: Neutral = {
     **NEUTRAL_OPENAI,
@@ -194,9 +198,17 @@ def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingPara
 
 def answer_options(values: JsonObject) -> AnswerOptions:
     """ANSWER_FIELDS but for rid. Raises RequestError."""
-    for name in ("model", "user"):
+    for name in ("model", *CALLER_FIELDS):
         if values.get(name) is not None:
             check_text(name, values[name])
+    if values.get("metadata") is not None:
+        as_object(values["metadata"], "metadata")
+    for name in TOLD_IN_META:
+        if values.get(name) is True and not get_bool(values, "return_meta_info"):
+            raise RequestError(
+                f"{name} is true without return_meta_info; expected return_meta_info true, since "
+                "meta_info is where it is told"
+            )
     return AnswerOptions(
         stream=get_bool(values, "stream"),
         **_usage_options(values),
@@ -213,9 +225,9 @@ def openai_names() -> Iterator[None]:
         yield
     except RequestError as error:
         message = str(error)
-        if message.split(" ", 1)[0] not in SAMPLING_NAMES.values():
+        if message.split(" ", 1)[0] not in CLIENT_NAMES.values():
             raise
-        for outer, inner in SAMPLING_NAMES.items():
+        for outer, inner in CLIENT_NAMES.items():
             message = re.sub(rf"\b{inner}\b", outer, message)
         raise RequestError(message) from None
 

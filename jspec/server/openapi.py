@@ -28,12 +28,14 @@ from jspec.core.sampling_fields import (
 )
 from jspec.server import (
     chat_schemas,
+    control_endpoints,
     openai_schemas,
     responses_schemas,
     schemas,
     score_endpoint,
 )
 from jspec.server.fields import EXTRA_KEYS, Neutral
+from jspec.server.openai_schemas import CALLER_FIELDS
 from jspec.text.chat_messages import ROLES
 
 Schema = dict[str, Any]
@@ -80,6 +82,9 @@ OTHERS: Mapping[str, Schema] = {
         },
     },
     "metadata": {"type": ["object", "null"]},
+    **{name: {"type": ["string", "null"]} for name in CALLER_FIELDS},
+    "reasoning": {"type": ["object", "null"]},
+    "reasoning_effort": {"anyOf": [{"enum": list(chat_schemas.EFFORTS)}, {"type": "null"}]},
     "model": {"type": ["string", "null"]},
     "parallel_tool_calls": FLAG,
     "priority": {"type": ["integer", "null"]},
@@ -112,7 +117,6 @@ OTHERS: Mapping[str, Schema] = {
         "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": ["object", "null"]}]
     },
     "tools": {"type": ["array", "null"], "items": ANY},
-    "user": {"type": ["string", "null"]},
 }
 
 
@@ -235,8 +239,12 @@ def _openai_bodies() -> dict[str, Schema]:
 def _other_bodies() -> dict[str, Schema]:
     texts_and_ids: Schema = {
         "type": "object",
-        "properties": {"prompt": OTHERS["text"], "add_special_tokens": FLAG, "model": TEXT},
-        "required": ["prompt"],
+        "properties": {
+            "prompt": OTHERS["text"],
+            "add_special_tokens": FLAG,
+            "model": TEXT,
+            **{name: OTHERS[name] for name in sorted(control_endpoints.CHAT_PROMPT_FIELDS)},
+        },
     }
     ids: Schema = {
         "type": "object",

@@ -6,12 +6,13 @@ Whether a request needs that, and with which parser, is decided here; formats ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.request import FinishKind, FinishReason, SamplingParams
+from jspec.core.response import Completion
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.openai_answers import ChatShape, ending
 from jspec.server.schemas import PromptCall
@@ -26,6 +27,7 @@ from jspec.text.calls.events import (
 )
 from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
 from jspec.text.calls.tools import ToolUse, calls_schema
+from jspec.text.token_texts import TokenTexts, num_tokens_in
 from jspec.text.tokenizer import Tokenizer
 
 PROMPT_END_IDS = 16  # of a prompt, among which a template's mark of reasoning is found
@@ -133,6 +135,8 @@ class AnswerParts:
         self._reading = reading
         self._parser = reading.new_parser()
         self._num_calls = 0
+        self.reasoning: list[str] = []  # its passages, with something else between them
+        self._is_reasoning = False
 
     @property
     def has_calls(self) -> bool:
@@ -147,7 +151,18 @@ class AnswerParts:
         events = self._parser.push(text)
         if is_last:
             events = [*events, *self._parser.flush()]
+        for event in events:
+            self._note(event)
         return list(self._wanted(events))
+
+    def _note(self, event: Event) -> None:
+        if not isinstance(event, Reasoning):
+            self._is_reasoning = False
+            return
+        if not self._is_reasoning:
+            self._is_reasoning = True
+            self.reasoning.append("")
+        self.reasoning[-1] += event.text
 
     def _wanted(self, events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
         most = self._reading.most_calls
@@ -156,6 +171,14 @@ class AnswerParts:
             is_of_call = isinstance(event, CallBegin | CallArguments)
             if not is_of_call or most is None or self._num_calls <= most:
                 yield self._num_calls - 1, event
+
+
+def note_reasoning(completion: Completion, passages: Sequence[str], texts: TokenTexts) -> None:
+    """Tells a completion that is over how many of its tokens are in these passages."""
+    if passages:
+        completion.reasoning_tokens = num_tokens_in(
+            passages, completion.text, completion.output_ids, texts
+        )
 
 
 class ParsedChatShape(ChatShape):
@@ -167,7 +190,7 @@ class ParsedChatShape(ChatShape):
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
         """See AnswerShape; content is null beside calls alone."""
-        parts = AnswerParts(self._reading)
+        parts = self._parts[index] = AnswerParts(self._reading)
         said = self._said(parts.take(text, is_last=True))
         calls = said.get("tool_calls")
         for call in calls or ():
@@ -192,6 +215,10 @@ class ParsedChatShape(ChatShape):
         first = {"role": "assistant", "content": None} if is_first else {}
         ends = ending_of(finish, parts)
         return {"index": index, "delta": {**first, **said}, "logprobs": None, **ends}
+
+    def reasoning(self, index: int) -> Sequence[str]:
+        """See AnswerShape."""
+        return self._parts[index].reasoning if index in self._parts else ()
 
     def _said(self, events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
         """The fields of a delta: texts joined, and each call once."""

@@ -145,7 +145,7 @@ def _usage(completion: Completion) -> Json:
             "cache_write_tokens": 0,  # nothing is charged for
         },
         "output_tokens": num_out,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens},
         "total_tokens": num_prompt + num_out,
     }
 

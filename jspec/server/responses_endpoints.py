@@ -16,12 +16,14 @@ from jspec.server.parsed_chat import (
     PLAIN_READING,
     AnswerParts,
     check_answerable,
+    note_reasoning,
     prepare,
 )
 from jspec.server.responses_answers import ResponseItems, named_events
 from jspec.server.responses_schemas import ResponseCall, parse_response
 from jspec.server.service import Work, answer_stream
 from jspec.server.streaming import SequenceFold
+from jspec.text.token_texts import TokenTexts
 
 
 class ResponsesEndpoints(OpenAIEndpoints):
@@ -42,7 +44,8 @@ class ResponsesEndpoints(OpenAIEndpoints):
             prompt, reading = prepare(chat, prompt, style, self.service.engine.tokenizer)
             work = await self.service.submit([prompt], group=chat.rid)
         reading = reading or PLAIN_READING
-        answer = _Response(ResponseItems(self._head(call)), AnswerParts(reading))
+        items, texts = ResponseItems(self._head(call)), self.service.engine.token_texts
+        answer = _Response(items, AnswerParts(reading), texts)
         if chat.options.stream:
             return answer.stream(work)
         await work.finish(request.receive)
@@ -61,8 +64,8 @@ class ResponsesEndpoints(OpenAIEndpoints):
 class _Response:
     """One response on its way."""
 
-    def __init__(self, items: ResponseItems, parts: AnswerParts) -> None:
-        self._items, self._parts = items, parts
+    def __init__(self, items: ResponseItems, parts: AnswerParts, texts: TokenTexts) -> None:
+        self._items, self._parts, self._texts = items, parts, texts
         self._has_begun = False
 
     def _take(self, fold: SequenceFold) -> list[dict[str, Any]]:
@@ -72,7 +75,10 @@ class _Response:
         said = self._parts.take(fold.take_text(), is_last=fold.is_finished)
         grown = self._items.add((event, self._parts.new_id()) for _, event in said)
         events = [*begun, *grown]
-        return [*events, *self._items.end(fold.completion)] if fold.is_finished else events
+        if not fold.is_finished:
+            return events
+        note_reasoning(fold.completion, self._parts.reasoning, self._texts)
+        return [*events, *self._items.end(fold.completion)]
 
     def whole(self, fold: SequenceFold) -> dict[str, Any]:
         """The response object of a sequence that is over."""

@@ -23,17 +23,18 @@ from jspec.server.fields import (
     shorten,
     without_neutral,
 )
-from jspec.server.openai_schemas import SAMPLING_NAMES
+from jspec.server.openai_schemas import CALLER_FIELDS, SAMPLING_NAMES
+from jspec.server.schemas import OUTPUT_FIELDS
 
 LENGTH = "max_output_tokens"
 # Fields that mean what they mean in a chat, under the same name there.
-SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens"}) | {
+SAME_FIELDS = (frozenset(SAMPLING_NAMES) - {"n", "max_tokens", *OUTPUT_FIELDS}) | {
     "model",
     "stream",
     "rid",
     "priority",
     *EXTRA_KEYS,
-    "user",
+    *CALLER_FIELDS,
     "parallel_tool_calls",
     "chat_template_kwargs",
     "separate_reasoning",
@@ -45,6 +46,7 @@ RESPONSE_FIELDS = SAME_FIELDS | {
     "tools",
     "tool_choice",
     "text",
+    "reasoning",
     "metadata",
 }
 NEUTRAL_RESPONSE: Neutral = {
@@ -54,14 +56,11 @@ NEUTRAL_RESPONSE: Neutral = {
     "background": (None, False),
     "include": (None, []),
     "prompt": (None,),
-    "reasoning": (None, {}),
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
     "max_tool_calls": (None,),
     "service_tier": (None, "auto", "default"),
     "stream_options": (None, {}),
-    "safety_identifier": (None,),
-    "prompt_cache_key": (None,),
     "prompt_cache_retention": (None,),
     "n": (None, 1),
 }
@@ -72,6 +71,10 @@ RESPONSE_HINTS: Hints = {
     "response_format": "'text'",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_NEUTRAL: Neutral = {"verbosity": (None, "medium")}
+# Reasoning is told in full, where it is told; auto leaves the choice to the server.
+_REASONING_NEUTRAL: Neutral = {"summary": (None, "auto"), "generate_summary": (None, "auto")}
+_OTHER_EFFORT = ("reasoning_effort", "reasoning.effort")
 _OTHER_FORMAT = re.compile(r"\bresponse_format(\.json_schema)?\b")
 _OTHER_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
 
@@ -100,11 +103,12 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
     chat["tools"] = _tools(values.get("tools"))
     chat["tool_choice"] = _choice(values.get("tool_choice"))
     chat["response_format"] = _format(values.get("text"))
+    chat["reasoning_effort"] = _effort(values.get("reasoning"))
     metadata = values.get("metadata")
     try:
         call = parse_chat(chat, defaults)
     except RequestError as error:
-        message = _OTHER_LENGTH.sub(LENGTH, str(error))
+        message = _OTHER_LENGTH.sub(LENGTH, str(error)).replace(*_OTHER_EFFORT)
         raise RequestError(_OTHER_FORMAT.sub("text.format", message)) from None
     return ResponseCall(
         chat=call,
@@ -114,6 +118,7 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
             "metadata": {} if metadata is None else as_object(metadata, "metadata"),
             "parallel_tool_calls": call.tools.parallel,
             "previous_response_id": None,
+            "reasoning": {"effort": chat["reasoning_effort"], "summary": None},
             "temperature": call.sampling.temperature,
             "tool_choice": values.get("tool_choice") or "auto",
             "tools": [
@@ -194,7 +199,7 @@ def _format(text: object) -> Mapping[str, Any] | None:
     if text is None:
         return None
     fields = without_neutral(
-        "text", as_object(text, "text"), read=frozenset({"format"}), neutral={"verbosity": (None,)}
+        "text", as_object(text, "text"), read=frozenset({"format"}), neutral=_TEXT_NEUTRAL
     )
     if fields.get("format") is None:
         return None
@@ -202,6 +207,19 @@ def _format(text: object) -> Mapping[str, Any] | None:
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
+
+
+def _effort(reasoning: object) -> object:
+    """`reasoning.effort`, which a chat checks."""
+    if reasoning is None:
+        return None
+    fields = without_neutral(
+        "reasoning",
+        as_object(reasoning, "reasoning"),
+        read=frozenset({"effort"}),
+        neutral=_REASONING_NEUTRAL,
+    )
+    return fields.get("effort")
 
 
 def _tools(tools: object) -> object:

@@ -28,6 +28,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call for templates of both kinds: an object for those that write it by
+    `tojson`, its JSON where it is printed or added to text (DeepSeek's)."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text if isinstance(text, str) else NotImplemented
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self) if isinstance(text, str) else NotImplemented
+
+
 def check_messages(messages: object, *, name: str = "messages") -> tuple[Message, ...]:
     """The messages with text as content; parts of text are joined by a newline, as vLLM does.
 
@@ -61,7 +75,7 @@ def _message(value: object, where: str) -> Message:
         if field in message:
             _check_text(message[field], f"{where}.{field}")
     content = message.get("content")
-    if content is None and not calls:
+    if content is None and not calls and not message.get("reasoning_content"):
         raise RequestError(f"{where}.content is null; expected text or a list of parts")
     message["content"] = "" if content is None else _text(content, f"{where}.content")
     return message
@@ -98,7 +112,13 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _object(arguments, f"{where}[{i}].function.arguments")
-        checked.append({**call, "function": {**function, "arguments": arguments or {}}})
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise RequestError(
+                f"{where}[{i}].function.arguments is {_shown(arguments)}; expected a JSON object "
+                "as text"
+            )
+        given = Arguments(arguments or {})
+        checked.append({**call, "function": {**function, "arguments": given}})
     return checked
 
 

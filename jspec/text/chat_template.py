@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jspec.core.errors import CheckpointError, ConfigError, RequestError
+from jspec.core.errors import CheckpointError, ConfigError, RequestError, shown
 from jspec.core.json_files import read_object, read_text
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
@@ -151,6 +151,12 @@ class ChatTemplate:
             raise RequestError(
                 f"tools has {len(tools)}, and the chat template in {self.where} never names "
                 "`tools`; expected a template that shows them to the model (--chat-template FILE)"
+            )
+        effort = (variables or {}).get("reasoning_effort")
+        if effort is not None and "reasoning_effort" not in self.source:
+            raise RequestError(
+                f"reasoning_effort is {shown(effort)}, and the chat template in {self.where} never "
+                "names it; expected a template that does, or leave it out"
             )
         given = [dict(message) for message in messages]
         if continue_final_message:

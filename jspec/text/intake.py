@@ -6,6 +6,7 @@ Text that is too long whatever the tokenizer makes of it is refused before it is
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 from jspec.core.errors import RequestError
 from jspec.core.grammar import ReasoningMarks
 from jspec.core.request import Request, SamplingParams
-from jspec.core.seeds import MAX_SEED, choice_seed
+from jspec.core.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.chat_messages import check_messages
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.stop_matcher import StopAutomaton
@@ -39,6 +40,10 @@ class LogprobOptions(TypedDict, total=False):
     token_ids_logprob: Sequence[int]
     return_text_in_logprobs: bool
     return_hidden_states: bool
+
+
+# What a call may name, for who names it wrongly.
+GENERATE_NAMES = ("prompt", "sampling_params", "input_ids", *LogprobOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +115,9 @@ class Intake:
         """
         sampling = self.sampling(sampling_params)
         ids = self._prompt_ids(prompt, input_ids, emits_nothing=sampling.max_new_tokens == 0)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        self._check_ids("token_ids_logprob", sampling.token_ids_logprob)
+        self.check_ids("stop_token_ids", sampling.stop_token_ids)
+        self.check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        self.check_ids("token_ids_logprob", sampling.token_ids_logprob)
         texts = sampling.stop or sampling.stop_regex
         if self._tokenizer is None and texts:
             name = "stop" if sampling.stop else "stop_regex"
@@ -137,6 +142,11 @@ class Intake:
 
     def _with_logprobs(self, given: Params, **logprobs: Unpack[LogprobOptions]) -> SamplingParams:
         named: dict[str, Any] = {**logprobs}
+        for name in named:
+            if name not in LogprobOptions.__annotations__:
+                near = difflib.get_close_matches(name, GENERATE_NAMES, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"generate() got an unexpected argument {name!r}{hint}")
         named.pop("return_text_in_logprobs", None)
         if "token_ids_logprob" in named:
             named["token_ids_logprob"] = tuple(named["token_ids_logprob"] or ())
@@ -286,12 +296,12 @@ class Intake:
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
             return self.encode(prompt, emits_nothing=emits_nothing)
         assert input_ids is not None
-        self._check_ids("input_ids", input_ids)
+        self.check_ids("input_ids", input_ids)
         return tuple(input_ids)
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises for the first that is no id. Prompts are long, and wait for this: all are checked
-        at once, and one by one only where something is odd."""
+    def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises RequestError for the first that is no id of the vocabulary. Prompts are long, and
+        wait for this: all are checked at once, and one by one only where something is odd."""
         if len(token_ids) == 0 or (
             set(map(type, token_ids)) == {int}
             and min(token_ids) >= 0
@@ -312,8 +322,7 @@ class Intake:
             return sampling.sampling_seed & MAX_SEED
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
-        # Told in the answer: JSON's readers in JavaScript are exact up to 53 bits.
-        return int.from_bytes(os.urandom(8), "little") >> 11
+        return int.from_bytes(os.urandom(8), "little") >> 64 - TOLD_BITS
 
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:

@@ -47,13 +47,13 @@ class ScoreCall:
         is_text = isinstance(query, str)
         if is_text and isinstance(items, str):
             items = [items]
-        head = query if is_text else _ids("query", query)
+        head = query if is_text else _ids("query is", query)
         if not isinstance(items, list | tuple) or not items:
             raise RequestError(
                 f"items is {shown(items)}; expected texts, or lists of token ids, one at least"
             )
-        tails = [_text(item) if is_text else _ids("items", item) for item in items]
-        labels = _ids("label_token_ids", label_token_ids)
+        tails = [_text(item) if is_text else _ids("items holds", item) for item in items]
+        labels = _ids("label_token_ids is", label_token_ids)
         if not 1 <= len(labels) <= MAX_LABELS:
             raise RequestError(
                 f"label_token_ids has {len(labels)} ids; expected from 1 to {MAX_LABELS}"
@@ -124,10 +124,12 @@ def _text(item: Any) -> str:
     return item
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _ids(what: str, value: Any) -> tuple[int, ...]:
+    """what: how a message begins, "items holds"."""
+    name = what.split(" ", 1)[0]
     if not isinstance(value, list | tuple):
         raise RequestError(
-            f"{name} is or holds {shown(value)}; expected token ids"
+            f"{what} {'null' if value is None else shown(value)}; expected token ids"
             + ("" if name == "label_token_ids" else ", or query and items as texts")
         )
     for item in value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 from jspec.text.tokenizer import DecoderKind, Tokenizer
 
@@ -33,3 +34,28 @@ class TokenTexts:
         token = self._tokenizer.id_to_token(token_id) or ""
         byte = _BYTE.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode("utf-8")
+
+
+def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts: TokenTexts) -> int:
+    """How many of a text's ids have a byte in one of its passages, which come in order.
+
+    In: passages ["Hm."], text "<think>Hm.</think>Yes", ids of "<think>" "H" "m.</" "think>" "Yes"
+    Out: 2
+    """
+    spans, char, byte = list[tuple[int, int]](), 0, 0
+    for passage in passages:
+        begin = text.find(passage, char)
+        if begin < 0:
+            break
+        first = byte + len(text[char:begin].encode())
+        char, byte = begin + len(passage), first + len(passage.encode())
+        spans.append((first, byte))
+    found = end = at = 0
+    for token_id in ids:
+        begin, end = end, end + len(texts.bytes_of(token_id))
+        while at < len(spans) and spans[at][1] <= begin:
+            at += 1
+        if at == len(spans):
+            break
+        found += end > spans[at][0]
+    return found

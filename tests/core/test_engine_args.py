@@ -53,5 +53,22 @@ def test_what_is_compiled_at_the_start_has_three_values(value: object) -> None:
         EngineArgs.from_mapping({"compile_at_start": value})
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensor_parallel_size", "; did you mean 'tp_size'?"),
+        ("gpu_memory_utilization", ": write mem_fraction_static"),
+        ("max_num_seqs", ": write max_running_requests"),
+        ("disable_overlap_schedule", ": write overlap_depth=0"),
+        ("pagesize", "; did you mean 'page_size'?"),
+        ("foo", ""),
+    ],
+)
+def test_a_name_of_another_server_is_known(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineArgs.from_mapping({name: 1})
+    assert str(raised.value) == f"unknown engine argument {name!r}{message}"
+
+
 def test_paths_may_be_objects() -> None:
     assert EngineArgs(model_path=Path("m")).model_path == Path("m")  # type: ignore[arg-type]

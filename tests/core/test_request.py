@@ -128,9 +128,9 @@ def test_seeds_of_choices_differ_and_the_first_is_the_requests_own() -> None:
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
     assert choice_seed(MAX_SEED, 0) == MAX_SEED
     assert choice_seed(MAX_SEED, 1) == choice_seed(MAX_SEED, 1)
-    # SplitMix64's published stream from state 0.
-    assert choice_seed(0, 1) == 0xE220A8397B1DCDAF
-    assert choice_seed(0, 2) == 0x6E789E6AA1B965F4
+    # SplitMix64's published stream from state 0, its high 53 bits: a reader of JSON keeps them all.
+    assert choice_seed(0, 1) == 0xE220A8397B1DCDAF >> 11
+    assert choice_seed(0, 2) == 0x6E789E6AA1B965F4 >> 11
 
 
 def request(**values: Any) -> Request:

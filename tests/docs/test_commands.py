@@ -133,3 +133,15 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if "://" in target or target in ("flags.md", "decisions/index.md"):  # generated
             continue
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_check_of_the_list_is_named_and_its_test_is_there() -> None:
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| C")]
+    numbers = [int(number) for cell in cells for number in re.findall(r"\d+", cell)]
+    assert numbers == list(range(1, 25))
+    checks = (ROOT / "tests" / "server" / "test_conformance.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named == set(re.findall(r"^def (test_\w+)", checks, re.MULTILINE))
+    for path in re.findall(r"`(?:pytest .* )?(tests/[\w/]+\.py)`", text):
+        assert (ROOT / path).is_file(), path

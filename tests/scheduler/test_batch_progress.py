@@ -27,7 +27,8 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_it_says_how_far_how_fast_and_how_long(is_terminal: bool) -> None:
     screen = Screen(is_terminal=is_terminal)
-    counters = SpecCounters(verify_ct=100, num_accepted=181, num_proposed=300)
+    drafted = {"verify_ct": 100, "num_accepted": 181, "num_proposed": 300}
+    counters = SpecCounters(**drafted, full_verify_ct=90, full_num_emitted=253)
     stats = cast(SchedulerStats, SimpleNamespace(num_emitted=2400, counters=counters))
     times = iter(float(second) for second in range(0, 1000, 6))
     progress = BatchProgress(
@@ -39,14 +40,16 @@ def test_it_says_how_far_how_fast_and_how_long(is_terminal: bool) -> None:
     said = screen.getvalue()
     end = "102/103 lines, 1 error, "
     assert end in said
-    assert "acceptance length" in said
+    assert "acceptance length 2.81" in said
     assert said.count("\n") == (1 if is_terminal else 2)
     assert ("\r" in said) is is_terminal
 
 
 def test_the_time_left_is_that_of_the_lines_left() -> None:
     screen = io.StringIO()
-    stats = cast(SchedulerStats, SimpleNamespace(num_emitted=100, counters=SpecCounters()))
+    stats = cast(
+        SchedulerStats, SimpleNamespace(num_emitted=100, counters=SpecCounters(verify_ct=1))
+    )
     now = [0.0]
     progress = BatchProgress(
         screen, total=4000, before=10, read_stats=lambda: stats, clock=lambda: now[0]

@@ -46,6 +46,16 @@ MISTRAL_TEMPLATE = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAIL
 elif message.role == "tool" %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]{% elif
 message.tool_calls %}[TOOL_CALLS]{% for call in message.tool_calls %}{{ call.id }}{{ call.function |
 tojson }}{% endfor %}{% else %}{{ message.content }}{% endif %}{% endfor %}"""
+# It adds the arguments to text, as if they were text: so do DeepSeek's own.
+DEEPSEEK_TEMPLATE = """{% if tools %}## Tools
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}{% endif %}{% for message in messages %}{% if message.role == "user" %}{{
+"<｜User｜>" + message.content }}{% elif message.role == "tool" %}{{
+"<｜tool▁output▁begin｜>" + message.content + "<｜tool▁output▁end｜>" }}{% else %}{{
+"<｜Assistant｜></think>" + message.content }}{% for call in message.tool_calls or [] %}{{
+"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + call.function.name + "<｜tool▁sep｜>" +
+call.function.arguments + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>" }}{% endfor %}{% endif
+%}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜></think>{% endif %}"""
 # By --tool-call-parser: what is special in such a tokenizer, and its template.
 SPECIAL: Mapping[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
@@ -54,6 +64,7 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
     "glm45": ("<|im_start|>", "<|im_end|>"),
     "deepseekv3": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
+    "deepseekv31": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>"),
 }
 TEMPLATES: Mapping[str, str] = {
@@ -61,6 +72,7 @@ TEMPLATES: Mapping[str, str] = {
     "qwen3_coder": HERMES_TEMPLATE,
     "glm45": HERMES_TEMPLATE,
     "deepseekv3": HERMES_TEMPLATE,
+    "deepseekv31": DEEPSEEK_TEMPLATE,
     "llama3": LLAMA_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "gpt-oss": HARMONY_TEMPLATE,
@@ -77,6 +89,8 @@ CALLS: Mapping[str, str] = {
     "</tool_call>",
     "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "gpt-oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     f"{ARGUMENTS}<|call|>",
 }

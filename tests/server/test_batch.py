@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from jspec.api import Engine
 from jspec.cli import main
 from jspec.offline.batch_file import AnswerFile, read_lines
 from jspec.offline.batch_run import BatchSettings, run_batch
+from jspec.server.server_args import ServerArgs
+from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
 from tests.server.helpers import wait_idle
+
+from .speaking import CALLS, SPECIAL, TEMPLATES, WEATHER
 
 SETTINGS = BatchSettings(seed=3, created=1_700_000_000, window=4)
 
@@ -45,11 +50,12 @@ def run(
     path: Path,
     *,
     on_answer: Callable[[bool], None] = lambda _: None,
+    settings: BatchSettings = SETTINGS,
 ) -> list[dict[str, Any]]:
     answers = AnswerFile(path, requests)
     with closing(answers), closing(read_lines(requests)) as lines:
         left = itertools.islice(lines, answers.num_written, None)
-        asyncio.run(run_batch(engine, left, answers, SETTINGS, on_answer=on_answer))
+        asyncio.run(run_batch(engine, left, answers, settings, on_answer=on_answer))
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
@@ -118,6 +124,29 @@ def test_a_run_that_was_killed_goes_on_to_the_same_file(engine: Engine, tmp_path
         for one in path.read_text().splitlines()
     }
     assert len(texts) > 6  # every line has its own seed
+
+
+def test_calls_of_tools_are_read_and_have_the_same_ids_again(tmp_path: Path) -> None:
+    directory = write_text_files(
+        tmp_path / "text", special=SPECIAL["qwen"], template=TEMPLATES["qwen"]
+    )
+    asks = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER], "n": 2}
+    requests = requests_file(
+        tmp_path / "in",
+        *(line(n, "/v1/chat/completions", **asks, model="m", max_tokens=200) for n in (1, 2)),
+    )
+    speaking = SpeakingEngine(directory, says=CALLS["qwen"] * 2)
+    server = ServerArgs(served_model_name="m", tool_call_parser="qwen")
+    settings = replace(SETTINGS, server=server)
+    with speaking:
+        found = run(speaking, requests, tmp_path / "out", settings=settings)
+        run(speaking, requests, tmp_path / "again", settings=settings)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "again").read_bytes()
+    choices = [choice for one in found for choice in one["response"]["body"]["choices"]]
+    calls = [call for choice in choices for call in choice["message"]["tool_calls"]]
+    assert [call["function"]["name"] for call in calls] == ["get_weather"] * 8
+    assert len({call["id"] for call in calls}) == 8
+    assert all(call["id"].startswith("call_") for call in calls)
 
 
 def test_wrong_words_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

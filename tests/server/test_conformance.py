@@ -1,9 +1,8 @@
 """Black-box checks of SGLang's surface, by number (C1 to C24): the bundled pair in float32.
 
 One engine for each shape, all checks against it: plain, chain, tree, and NGRAM. The same on a tiny
-pair are in the fast tests of this folder. Elsewhere or not here: C19, sampling masks,
-is optional and not served, C23 tests/scheduler/test_adaptive_shapes, C24
-tests/speculative/test_distribution.
+pair are in the fast tests of this folder. Elsewhere or not here: C19, sampling masks, is optional
+and not served; C24 is tests/speculative/test_distribution. docs/conformance.md lists all.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,23 @@ def arguments(shape: str, cache: Path) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """The engine behind a port of its own; gives the URL."""
+    app = create_app(engine, ServerArgs(log_interval=0))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, loop="asyncio"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=120)
+
+
 class Served:
     """One shape behind a socket."""
 
@@ -119,20 +136,10 @@ def plain_texts(cache: Path) -> list[str]:
     ],
 )
 def served(request: pytest.FixtureRequest, cache: Path) -> Iterator[Served]:
-    with Engine(**arguments(request.param, cache)) as engine:
-        app = create_app(engine, ServerArgs(log_interval=0))
-        config = uvicorn.Config(app, port=0, log_config=None, loop="asyncio")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        found = Served(engine, f"http://127.0.0.1:{port}", request.param)
+    with Engine(**arguments(request.param, cache)) as engine, serving(engine) as url:
+        found = Served(engine, url, request.param)
         yield found
         found.client.close()
-        server.should_exit = True
-        thread.join(timeout=120)
 
 
 def length_of(results: list[Any]) -> float:
@@ -454,15 +461,8 @@ def test_the_official_client_on_every_route(served: Served) -> None:
 def test_c15_who_waits_too_long_is_refused(cache: Path) -> None:
     """One slot and a limit of 1 ms: of what cannot run at once, each gets a 503."""
     own = {**arguments("chain", cache), "max_running_requests": 1, "queue_time_limit": 0.001}
-    with Engine(**{**own, "disable_logprobs": True}) as engine:
-        app = create_app(engine, ServerArgs(log_interval=0))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, loop="asyncio"))
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        url = f"http://127.0.0.1:{port}/generate"
+    with Engine(**{**own, "disable_logprobs": True}) as engine, serving(engine) as base:
+        url = f"{base}/generate"
         body = {"text": FOUR[0], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(httpx.post, url, json=body, timeout=300)
@@ -470,7 +470,45 @@ def test_c15_who_waits_too_long_is_refused(cache: Path) -> None:
                 time.sleep(0.005)
             second = pool.submit(httpx.post, url, json=body, timeout=300)
             answers = [first.result().json(), second.result().json()]
-        server.should_exit = True
-        thread.join(timeout=120)
     refused = [a for a in answers if a.get("object") == "error"]
     assert [a["code"] for a in refused] == [503]
+
+
+@pytest.mark.exhaustive
+def test_c23_drafts_are_as_deep_as_they_pay(cache: Path, tmp_path: Path) -> None:
+    """1 to 3 levels for a text that repeats itself, 3 to 1 for one that no draft can guess: a bias
+    that only the target knows. By hand, since it follows what steps cost on this machine."""
+    levels = tmp_path / "levels.json"
+    levels.write_text('{"candidate_steps": [1, 3]}')
+    own = {
+        **arguments("chain", cache),
+        "max_running_requests": 1,
+        "disable_logprobs": True,
+        "speculative_adaptive": True,
+        "speculative_adaptive_config": str(levels),
+    }
+    endless: dict[str, Any] = {"max_new_tokens": 1600, "ignore_eos": True}
+    ready = {"text": "x = [" + "0, " * 64, "sampling_params": {**endless, "temperature": 0}}
+    bias = {str(token_id): 100 for token_id in range(700, 4000, 12)}
+    poem = {"text": "a", "sampling_params": {**endless, "temperature": 8, "logit_bias": bias}}
+    with (
+        Engine(**own) as engine,
+        serving(engine) as url,
+        httpx.Client(base_url=url, timeout=300, trust_env=False) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def live() -> dict[str, Any]:
+            info: dict[str, Any] = client.get("/server_info").json()
+            return info
+
+        while live()["num_programs"] < live()["num_programs_wanted"]:
+            time.sleep(0.5)
+        for body, expected in ((poem, 1), (ready, 3), (poem, 1)):
+            answer, seen = pool.submit(client.post, "/generate", json=body), []
+            while not answer.done():
+                seen.append(live()["internal_states"][0]["speculative_num_steps"])
+                time.sleep(0.1)
+            assert answer.result().status_code == 200
+            late = seen[len(seen) // 2 :]
+            assert late.count(expected) > len(late) / 2, seen

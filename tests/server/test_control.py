@@ -36,6 +36,24 @@ def test_tokenize(client: httpx.Client, engine: Engine, path: str) -> None:
         assert "prompt is" in response.json()["message"]
 
 
+def test_a_chat_is_tokenized_as_its_prompt(client: httpx.Client, engine: Engine) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = client.post("/tokenize", json={"messages": messages}).json()
+    assert answer["tokens"] == list(engine.chat_prompt(messages)[0])
+    assert answer["count"] == len(answer["tokens"])
+    shorter = {"messages": messages, "add_generation_prompt": False}
+    assert client.post("/tokenize", json=shorter).json()["count"] < answer["count"]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"messages": messages, "prompt": "x"}, "prompt and messages are given"),
+        ({"messages": []}, "messages is []"),
+        ({"text": "x"}, "did you mean 'prompt'?"),
+    ]
+    for body, message in bad:
+        response = client.post("/tokenize", json=body)
+        assert response.status_code == 400
+        assert message in response.json()["message"]
+
+
 def ids_of(engine: Engine, text: str) -> list[int]:
     return list(engine.tokenizer.encode(text))
 
@@ -49,7 +67,7 @@ def test_detokenize(client: httpx.Client, engine: Engine) -> None:
     many = ids * 4000  # decoded in a thread
     texts = client.post("/detokenize", json={"tokens": [many, ids]}).json()["text"]
     assert texts == ["def é(" * 4000, "def é("]
-    for tokens in (None, "x", [-1], [2**31], [[1], 2]):
+    for tokens in (None, "x", [-1], [2**31], [65, 2**20], [[1], 2]):
         response = client.post("/detokenize", json={"tokens": tokens})
         assert response.status_code == 400
         assert "tokens" in response.json()["message"]

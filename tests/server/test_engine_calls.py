@@ -134,6 +134,13 @@ def test_a_wrong_type_is_a_request_error(
         engine.generate(**call, stream=stream)
 
 
+def test_a_name_that_generate_does_not_have(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"unexpected argument 'prompts'; did you mean 'prompt'\?"):
+        engine.generate(prompts=["x"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unexpected argument 'lora_path'$"):
+        engine.generate("x", lora_path="a")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("host", ["ü..x", "a\0b", "a\ud800"])
 def test_a_host_that_is_no_name_is_a_config_error(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen on host"):

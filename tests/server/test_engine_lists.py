@@ -4,6 +4,7 @@ and what of it has a route."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -116,11 +117,14 @@ def test_scores_are_the_next_tokens_probabilities(client: httpx.Client, engine: 
     [
         ({"query": "a", "items": [], "label_token_ids": [1]}, "items is []; expected texts"),
         ({"query": "a", "items": [[1]], "label_token_ids": [1]}, "items holds [1]; expected texts"),
-        ({"query": [1], "items": ["a"], "label_token_ids": [1]}, "items is or holds 'a'"),
-        ({"query": "a", "items": ["a"]}, "label_token_ids is or holds None"),
+        (
+            {"query": [1], "items": ["a"], "label_token_ids": [1]},
+            "items holds 'a'; expected tok",
+        ),
+        ({"query": "a", "items": ["a"]}, "label_token_ids is null; expected token ids"),
         ({"query": "a", "items": ["a"], "label_token_ids": []}, "label_token_ids has 0 ids"),
         ({"query": "a", "items": "b", "label_token_ids": [99999]}, "label_token_ids holds 99999"),
-        ({"query": None, "items": "b", "label_token_ids": [1]}, "query is or holds None"),
+        ({"query": None, "items": "b", "label_token_ids": [1]}, "query is null"),
         ({"query": "a", "itms": "b"}, "did you mean 'items'"),
     ],
 )
@@ -210,6 +214,15 @@ def test_the_openapi_document_has_every_route_and_field(client: httpx.Client) ->
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "POST /v1/score" in page.text
+
+
+def test_the_docs_name_every_route(client: httpx.Client) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    table = text.partition("## Endpoints")[2].partition("###")[0]
+    for path in client.get("/openapi.json").json()["paths"]:
+        name = path.replace("get_server_", "server_").replace("get_model_", "model_")
+        name = name.replace("{name}", "{id}").replace("/v1/tok", "/tok").replace("/v1/det", "/det")
+        assert f"`{name}`" in table or f" {name}`" in table, path
 
 
 def test_the_document_says_nothing_that_is_refused(engine: Engine) -> None:

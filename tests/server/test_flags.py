@@ -10,9 +10,9 @@ import pytest
 
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.peer_flags import OF_VLLM
 from jspec.server.flag_table import FLAGS, Flag, FlagClass, FlagKind
 from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
-from jspec.server.peer_flags import OF_VLLM
 from jspec.server.server_args import ServerArgs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"

@@ -9,11 +9,13 @@ import pytest
 from jspec.core.errors import RequestError
 from jspec.core.request import SamplingParams, StreamChunk
 from jspec.core.response import Completion
+from jspec.server.chat_schemas import parse_chat
 from jspec.server.openai_answers import spec_details, usage_of
 from jspec.server.openai_schemas import (
     NEUTRAL_COMPLETION,
     parse_completion,
 )
+from jspec.server.responses_schemas import parse_response
 
 
 def test_names_are_translated() -> None:
@@ -44,6 +46,31 @@ def test_names_are_translated() -> None:
         ignore_eos=True,
         n=2,
     )
+
+
+def test_who_asks_is_taken_and_changes_nothing() -> None:
+    caller = {
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "metadata": {"a": "b"},
+    }
+    assert parse_completion({"prompt": "x", **caller}) == parse_completion({"prompt": "x"})
+    messages = [{"role": "user", "content": "x"}]
+    assert parse_chat({"messages": messages, **caller}) == parse_chat({"messages": messages})
+    for name in caller:
+        with pytest.raises(RequestError, match=f"{name} is 17; expected"):
+            parse_chat({"messages": messages, name: 17})
+
+
+@pytest.mark.parametrize("name", ["return_logprob", "return_hidden_states", "return_draft_trees"])
+def test_what_only_meta_info_tells_needs_it(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} is true without return_meta_info"):
+        parse_completion({"prompt": "x", name: True})
+    call = parse_completion({"prompt": "x", name: True, "return_meta_info": True})
+    assert getattr(call.prompts[0].sampling, name) is True
+    with pytest.raises(RequestError, match=f"the unknown field '{name}'"):
+        parse_response({"input": "x", name: True})
 
 
 def test_defaults_are_openais() -> None:

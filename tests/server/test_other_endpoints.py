@@ -57,6 +57,8 @@ def test_choices_are_prompt_major(client: httpx.Client) -> None:
         "completion_tokens": 32,
         "total_tokens": 34,
         "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+        "reasoning_tokens": 0,
     }
 
 
@@ -129,6 +131,10 @@ def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={"prompt": "a", "model": "gpt-9"})
     assert response.status_code == 404
     assert "model is 'gpt-9'; expected one of ['target', 'default'" in response.json()["message"]
+
+
+def test_a_slash_after_models_lists_them(client: httpx.Client) -> None:
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
 
 
 def test_models(client: httpx.Client, engine: Engine) -> None:
@@ -298,6 +304,18 @@ def test_what_is_not_served(client: httpx.Client) -> None:
     response = client.post("/v1/embeddings", json={})
     assert response.status_code == 404
     assert "POST /v1/embeddings is not served" in response.json()["error"]["message"]
+    assert "GET /docs lists" in response.json()["message"]
+    for path, meant in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/generate", "/generate"),
+        ("/nothing/here", ""),
+    ):
+        message = client.post(path, json={}).json()["message"]
+        assert f"POST {path} is not served; " in message
+        assert ("did you mean" in message) == bool(meant)
+        assert not meant or f"did you mean {meant}?" in message
     response = client.get("/generate")
     assert response.status_code == 405
     assert response.json()["code"] == 405

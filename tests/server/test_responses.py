@@ -62,6 +62,7 @@ def test_items_come_back_as_items_and_go_in_again(respond: Callable[..., Any]) -
     assert thought.content[0].text == "Hm."
     assert message.content[0].text == answer.output_text == "Let me see."
     assert (call.name, call.arguments) == ("get_weather", ARGUMENTS)
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("Hm.")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
     again = [*items, *(item.model_dump(mode="json") for item in answer.output), result]
@@ -90,6 +91,7 @@ def test_a_stream_tells_the_same(respond: Callable[..., Any]) -> None:
     assert [item.id for item in added] == [item.id for item in done]
     assert [item.status for item in done] == ["completed"] * 3
     assert events[-1].response.output_text == "Let me see."
+    assert events[-1].response.usage.output_tokens_details.reasoning_tokens == len("Hm.")
     assert [item.id for item in events[-1].response.output] == [item.id for item in done]
 
 
@@ -115,6 +117,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "name": "f"}]}, "call_id is null; expected text"),
     ({"max_output_tokens": -1}, "max_output_tokens is -1"),
     ({"temperature": "x"}, "temperature is 'x'"),
+    ({"reasoning": {"summary": "detailed"}}, "summary is 'detailed', which is not implemented"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort is 'much'; expected one of none, mini"),
+    ({"safety_identifier": 5}, "safety_identifier is 5; expected text"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type is 'web_search'; expected 'function'"),
     ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is null"),
     ({"extra_body": {"messages": []}}, "did you mean 'input'"),

@@ -158,6 +158,38 @@ def test_reasoning_is_split_off(speaker: Callable[..., Speaker], name: str) -> N
     assert "reasoning_content" not in whole.model_dump()
 
 
+@pytest.mark.parametrize("name", sorted(THOUGHTS))
+def test_tokens_of_reasoning_are_counted(speaker: Callable[..., Speaker], name: str) -> None:
+    """A token is a byte here; the marks and the blanks beside them are no reasoning."""
+    speak, said, count = speaker(name, reasons=True), THOUGHTS[name], len("It is é".encode())
+    answer = speak(said, n=2, extra_body={"return_meta_info": True})
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * count
+    assert answer.usage.reasoning_tokens == 2 * count  # SGLang's place for it
+    assert answer.choices[1].meta_info["reasoning_tokens"] == count
+    chunks = speak(said, stream=True, stream_options={"include_usage": True})
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == count
+    plain = speaker(name)(said).usage
+    assert (plain.completion_tokens_details, plain.reasoning_tokens) == (None, 0)
+
+
+def test_how_much_to_reason_is_the_templates_variable(
+    speaker: Callable[..., Speaker], tmp_path: Path
+) -> None:
+    template = "Reasoning: {{ reasoning_effort or 'medium' }}. {{ messages[0].content }}"
+    write_text_files(tmp_path / "effort", template=template)
+    engine = SpeakingEngine(tmp_path / "effort")
+    with engine:
+        speak = Speaker(engine, ServerArgs())
+        speak("x", reasoning_effort="low")
+        assert engine.prompts[-1] == "Reasoning: low. Weather?"
+        speak.run("x", "responses", input="Hi", reasoning={"effort": "high", "summary": "auto"})
+        assert engine.prompts[-1] == "Reasoning: high. Hi"
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort is 'much'; expected on"):
+            speak("x", reasoning_effort="much")
+    with pytest.raises(openai.BadRequestError, match=r"reasoning_effort is 'low', and the chat te"):
+        speaker("qwen")("x", reasoning_effort="low")
+
+
 def test_reasoning_and_a_call(speaker: Callable[..., Speaker]) -> None:
     said = "<think>\nI need it\n</think>\n\n" + CALLS["qwen"]
     (choice,) = speaker("qwen", reasons=True)(said, tools=[WEATHER]).choices

@@ -70,6 +70,17 @@ def test_the_sandbox_holds(source: str) -> None:
         template(source).render([USER])
 
 
+@pytest.mark.parametrize("call", ["'<' + a + '>'", "'<' ~ a ~ '>'", "'<' }}{{ a }}{{ '>'"])
+def test_arguments_may_be_added_to_text(call: str) -> None:
+    """As DeepSeek's templates do, which were written for arguments that are text."""
+    called = [{"function": {"name": "f", "arguments": '{"x": "é"}'}}]
+    messages = check_messages([{"role": "assistant", "tool_calls": called}])
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ " + call + " }}"
+    assert template(source).render(messages) == '<{"x": "é"}>'
+    listed = template("{{ messages[0].tool_calls | tojson }}").render(messages)
+    assert listed == '[{"function": {"name": "f", "arguments": {"x": "é"}}}]'
+
+
 def test_a_message_is_continued_where_it_ends() -> None:
     begun = [USER, {"role": "assistant", "content": "The answer "}]
     text = template(CHATML).render(begun, continue_final_message=True)
@@ -131,6 +142,12 @@ def test_a_named_file_must_be_there(tmp_path: Path) -> None:
     empty.write_text("{}")
     with pytest.raises(CheckpointError, match="has no chat_template"):
         ChatTemplate.find(tmp_path, named=str(empty))
+
+
+def test_what_was_only_thought_goes_back_without_content() -> None:
+    """An answer cut while it reasoned."""
+    thought: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    assert check_messages([thought]) == ({**thought, "content": ""},)
 
 
 def test_messages_become_plain() -> None:

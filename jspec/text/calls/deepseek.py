@@ -1,11 +1,18 @@
-"""Calls as DeepSeek-V3 and R1 write them: a name, and its arguments in a block of JSON.
+"""Calls as DeepSeek's models write them: a name, and its arguments as JSON.
+
+V3 and R1 (between two calls stands a line break):
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
 ```json
 {"city": "Paris"}
 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Between two calls stands a line break. The outer marks say nothing that the inner ones do not.
+V3.1 (in one line):
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
+<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+The outer marks say nothing that the inner ones do not.
 """
 
 from __future__ import annotations
@@ -23,9 +30,10 @@ _KIND = "function"
 
 
 class DeepseekParser(CallMachine):
-    """See the module; the marks that close, and the block's fences, may be missing."""
+    """V3's calls; the marks that close, and the block's fences, may be missing."""
 
-    _closing: tuple[str, ...] = ()  # marks that may still follow the last call
+    _ends: tuple[str, ...] = (FENCE, END, ALL_END)  # what may follow a call, in this order
+    _closing: tuple[str, ...] = ()  # those that may still follow the last one
 
     def _step(self) -> list[Event] | None:
         if self._reader is not None:
@@ -42,10 +50,11 @@ class DeepseekParser(CallMachine):
                 self._look(blanks + len(BEGIN))
                 return []
             return None if BEGIN.startswith(text) else self._give_up()
-        return self._named(_KIND + SEPARATOR)
+        return self._named()
 
-    def _named(self, before: str) -> list[Event] | None:
+    def _named(self) -> list[Event] | None:
         """function, the separator, a known name, a fence or none, and the arguments' brace."""
+        before = _KIND + SEPARATOR
         if not self._rest.startswith(before):
             return None if before.startswith(self._rest) else self._give_up()
         name, line_end, tail = self._rest[len(before) :].partition("\n")
@@ -56,11 +65,15 @@ class DeepseekParser(CallMachine):
             return self._give_up()
         fenced = tail.lstrip(BLANKS)
         after = fenced.removeprefix(f"{FENCE}json").removeprefix(FENCE).lstrip(BLANKS)
+        is_open = not after or f"{FENCE}json".startswith(fenced)
+        return self._arguments(name.rstrip(BLANKS), after, is_open=is_open)
+
+    def _arguments(self, name: str, after: str, *, is_open: bool) -> list[Event] | None:
+        """after: the end of _rest, where their brace must be. is_open: it may still come."""
         if after.startswith("{"):
             self._look(len(self._rest) - len(after))
-            self._reader = ArgumentsReader(name.rstrip(BLANKS))
+            self._reader = ArgumentsReader(name)
             return []
-        is_open = not after or f"{FENCE}json".startswith(fenced)
         return None if is_open else self._give_up()
 
     def _close(self) -> list[Event] | None:
@@ -76,7 +89,7 @@ class DeepseekParser(CallMachine):
         return []
 
     def _call_ended(self, *, is_whole: bool) -> None:
-        self._closing = (FENCE, END, ALL_END) if is_whole else ()
+        self._closing = self._ends if is_whole else ()
 
     def flush(self) -> list[Event]:
         """See AnswerParser; a part of a closing mark is a mark."""
@@ -84,3 +97,20 @@ class DeepseekParser(CallMachine):
         if any(mark.startswith(rest) for mark in self._closing):
             self._rest = ""
         return super().flush()
+
+
+class Deepseek31Parser(DeepseekParser):
+    """V3.1's calls; the marks that close may be missing."""
+
+    _ends = (END, ALL_END)
+
+    def _named(self) -> list[Event] | None:
+        """A known name, the separator, and the arguments' brace."""
+        name, separator, tail = self._rest.partition(SEPARATOR)
+        if not separator:
+            may_be = any((known + SEPARATOR).startswith(name) for known in self._names)
+            return None if may_be else self._give_up()
+        if name not in self._names:
+            return self._give_up()
+        after = tail.lstrip(BLANKS)
+        return self._arguments(name, after, is_open=not after)

@@ -69,6 +69,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         ),
     ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
+    "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=gpt_oss.MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -81,11 +82,14 @@ CALL_ALIASES: Mapping[str, str] = {
     "hermes": "qwen",
     "llama3_json": "llama3",
     "deepseek_v3": "deepseekv3",
+    "deepseek_v31": "deepseekv31",
     "openai": GPT_OSS,
 }
 REASONING_ALIASES: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
     "glm45": "qwen3",
+    "deepseek-v3": "qwen3",
+    "deepseek_v3": "qwen3",
     "openai_gptoss": GPT_OSS,
 }
 

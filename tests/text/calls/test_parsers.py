@@ -37,6 +37,7 @@ MISTRAL = AnswerFormat(calls="mistral")
 GPT_OSS = AnswerFormat(calls="gpt-oss", reasoning="gpt-oss")
 R1 = AnswerFormat(reasoning="deepseek-r1")
 DEEPSEEK = AnswerFormat(calls="deepseekv3")
+DEEPSEEK_31 = AnswerFormat(calls="deepseekv31", reasoning="qwen3")
 DEEPSEEK_R1 = AnswerFormat(calls="deepseekv3", reasoning="deepseek-r1")
 FORCED = AnswerFormat()
 CODER, GLM = AnswerFormat(calls="qwen3_coder"), AnswerFormat(calls="glm45", reasoning="qwen3")
@@ -50,6 +51,7 @@ STYLES = {
     "qwen3_coder": CODER,
     "glm45": GLM,
     "deepseekv3": DEEPSEEK,
+    "deepseekv31": DEEPSEEK_31,
     "deepseekv3 and r1": DEEPSEEK_R1,
 }
 
@@ -83,6 +85,7 @@ CALL = '{"name": "f", "arguments": {"x": 1}}'
 TWO = '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Pa{ris"}}'
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 DS_ALL, DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+DS_BEGIN, DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 DS_END, DS_ALL_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 CASES: list[tuple[AnswerFormat, str, list[str]]] = [
@@ -135,6 +138,18 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
     ),
     (DEEPSEEK, f"{DS}f\n{{}}{DS_END} done ```", ["f({}", " done ```"]),
     (DEEPSEEK, f"{DS_ALL}{DS}f\n```\n{{}}\n```{DS_ALL_END}", ["f({}"]),
+    (
+        DEEPSEEK_31,
+        f'Ok.{DS_ALL}{DS_BEGIN}f{DS_SEP}{{"x": 1}}{DS_END}{DS_BEGIN}get_weather{DS_SEP}{{}}'
+        f"{DS_END}{DS_ALL_END}",
+        ["Ok.", 'f({"x": 1}', "get_weather({}"],
+    ),
+    (
+        DEEPSEEK_31,
+        f"<think>Hm</think>\n{DS_ALL}\n{DS_BEGIN}f{DS_SEP}\n{{}}{DS_END}\n{DS_ALL_END} ```",
+        ["?Hm", "f({}", " ```"],
+    ),
+    (DEEPSEEK_31, f"{DS_BEGIN}f{DS_SEP}{{}}``` done", ["f({}", "``` done"]),
     (LLAMA, TWO, ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, f"<|python_tag|>{TWO}", ["f({}", 'get_weather({"city": "Pa{ris"}']),
     (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', ["f({}"]),
@@ -191,6 +206,11 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (DEEPSEEK, f"{DS}f", None),
     (DEEPSEEK, "a <｜tool▁calls▁be", None),
     (DEEPSEEK, f'{DS}f\n{{"x": 01}} x', ['f({"x": 01', "} x"]),
+    (DEEPSEEK_31, f"{DS_ALL}{DS_BEGIN}nobody{DS_SEP}{{}}{DS_END}", None),
+    (DEEPSEEK_31, f"{DS_ALL}{DS}f\n```json\n{{}}\n```{DS_END}", None),
+    (DEEPSEEK_31, f"{DS_BEGIN}get_weather<｜tool▁s", None),
+    (DEEPSEEK_31, f"{DS_BEGIN}f{DS_SEP}f(1)", None),
+    (DEEPSEEK_31, f'{DS_BEGIN}f{DS_SEP}{{"x": "a', ['f({"x": "a']),
     (LLAMA, '{"city": "Paris"}', None),
     (LLAMA, "<|python_tag|>search.call(query='x')", None),
     (LLAMA, 'Say {"name": "f", "parameters": {}}', None),
@@ -224,7 +244,7 @@ PARTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
         *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
-        *(DS_ALL, DS, DS[:21], DS_END, DS_ALL_END, "```json", "```"),
+        *(DS_ALL, DS, DS[:21], DS_BEGIN, DS_SEP, DS_END, DS_ALL_END, "```json", "```"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>"),
         *("<|call|>", "analysis", "final", "commentary to=functions.f", CALL, CALL[:9], CALL[9:]),
@@ -261,7 +281,12 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(["qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45", "deepseekv3"]),
+    st.sampled_from(
+        [
+            *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45"),
+            *("deepseekv3", "deepseekv31"),
+        ]
+    ),
     TEXTS,
 )
 def test_no_word_is_lost(name: str, text: str) -> None:

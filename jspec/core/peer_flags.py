@@ -1,6 +1,6 @@
 """What flags of other servers are called here, for who writes them by habit. Data alone.
 
-Source: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own (flag_table.py).
+Source: vLLM 0.25's `vllm serve --help`. SGLang's names are jspec's own (server/flag_table.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ OF_VLLM: Mapping[str, str] = {
     "--async-scheduling": "leave it out: steps are dispatched ahead (--overlap-depth)",
     "--no-async-scheduling": "write --disable-overlap-schedule",
     "--compilation-config": "leave it out: every step is compiled; --compile-at-start says when",
-    "--guided-decoding-backend": "leave it out: grammars are llguidance's",
-    "--structured-outputs-config": "leave it out: grammars are llguidance's",
+    "--guided-decoding-backend": "write --grammar-backend",
+    "--structured-outputs-config": "write --grammar-backend, llguidance, xgrammar or none",
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser is enough",
     "--max-log-len": "leave it out: the log never has a request's text",
     "--enable-log-requests": "write --log-requests",
