@@ -51,14 +51,21 @@ class Prompt:
         params = {name: value for name, value in sampling.items() if value is not None}
         params |= self.sampling
         try:
-            if self.kind == "messages":
-                ids, made = engine.chat_prompt(self.given, params)
-                return engine.requests(input_ids=ids, sampling_params=made)[0]
-            if self.kind == "input_ids":
-                return engine.requests(input_ids=self.given, sampling_params=params)[0]
-            return engine.requests(prompt=self.given, sampling_params=params)[0]
+            request = self._made(engine, params)
+            if request.sampling.grammar is not None:
+                kind = request.sampling.grammar.kind.value
+                raise RequestError(f"{kind} is given; expected none: no mask is scored again")
         except RequestError as error:
             raise RequestError(f"prompt {self.number}: {error}") from error
+        return request
+
+    def _made(self, engine: Engine, params: Mapping[str, Any]) -> Request:
+        if self.kind == "messages":
+            ids, made = engine.chat_prompt(self.given, params)
+            return engine.requests(input_ids=ids, sampling_params=made)[0]
+        if self.kind == "input_ids":
+            return engine.requests(input_ids=self.given, sampling_params=params)[0]
+        return engine.requests(prompt=self.given, sampling_params=params)[0]
 
 
 def examples() -> tuple[Prompt, ...]:

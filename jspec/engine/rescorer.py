@@ -104,8 +104,12 @@ class Rescorer:
 
         first_chunk: tokens of the first call, so that the others fall elsewhere. features: keeps
         the target's too. before_chunk: called before each; what it raises ends the check.
-        Raises RequestError for a text that is too long or has no output.
+        Raises RequestError for a text that is too long or has no output, and for one that a
+        grammar held to what it allows: which tokens those were is not known here.
         """
+        if request.sampling.grammar is not None:
+            kind = request.sampling.grammar.kind.value
+            raise RequestError(f"the request has a {kind}; expected none: no mask is scored again")
         ids = np.asarray((*request.prompt_ids, *output_ids), np.int32)
         if not 1 < len(ids) <= self._most_tokens:
             raise RequestError(

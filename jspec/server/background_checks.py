@@ -33,8 +33,8 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCounts:
-    """Since the start. num_skipped: chosen but not checked: too long, too many waiting, or written
-    by other weights."""
+    """Since the start. num_skipped: chosen but not checked: too long, too many waiting, written by
+    other weights, or under a grammar."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -119,7 +119,7 @@ class BackgroundChecks:
         return Rescorer(self._engine.served, most_tokens=most)
 
     def _score(self, rescorer: Rescorer, each: _Finished) -> Rescored | None:
-        """None where it cannot be told any more, or where the text is too long."""
+        """None where it cannot be told: not any more, or the text is too long or a grammar's."""
         try:
             return rescorer.score(
                 each.request, each.ids, before_chunk=lambda: self._wait(each.weight_version)

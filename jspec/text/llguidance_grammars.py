@@ -31,7 +31,7 @@ class LlguidanceGrammars:
 
         matcher = llguidance.LLMatcher(self._tokenizer, _definition(source), log_level=0)
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise ValueError(_reason(matcher))
         # Nobody moves this one; each sequence gets a copy.
         return CompiledGrammar(
             lambda: _Matcher(matcher.deep_copy()), eos_token_ids=self._eos_token_ids
@@ -46,7 +46,7 @@ class _Matcher:
 
     @property
     def error(self) -> str:
-        return str(self._matcher.get_error())
+        return _reason(self._matcher)
 
     def fill(self, row: np.ndarray) -> None:
         """See Matcher."""
@@ -59,6 +59,11 @@ class _Matcher:
     def go_back(self) -> None:
         """See Matcher."""
         self._matcher.rollback(1)
+
+
+def _reason(matcher: Any) -> str:
+    """What is wrong, without the parser's state that comes after it."""
+    return str(matcher.get_error()).partition("\n<state>")[0]
 
 
 def _definition(source: GrammarSource) -> str:

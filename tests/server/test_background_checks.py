@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from jspec.api import Engine
-from jspec.core.errors import ConfigError
+from jspec.core.errors import ConfigError, RequestError
 from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
 from jspec.core.response import Completion
+from jspec.diagnosis.prompts import Prompt
 from jspec.server.app import create_app
 from jspec.server.background_checks import BackgroundChecks, CheckCounts
 from jspec.server.server_args import ServerArgs
@@ -95,6 +96,24 @@ def test_what_cannot_be_told_is_skipped_or_forgotten(engine: Engine) -> None:
         return await checked(checks, until=1)
 
     assert asyncio.run(run()) == CheckCounts(num_skipped=1)
+
+
+def test_an_answer_under_a_grammar_is_no_fault(engine: Engine) -> None:
+    """Its tokens are those that the grammar left; rescoring knows no grammar."""
+    pytest.importorskip("llguidance")
+
+    async def run() -> CheckCounts:
+        checks = BackgroundChecks(engine, 1.0)
+        asked = {"temperature": 0, "max_new_tokens": 8, "regex": "[a-f]{8}"}
+        (request,) = engine.requests("a prompt", None, asked)
+        checks.watch([request])
+        checks.finish(await answered(engine, request))
+        return await checked(checks, until=1)
+
+    assert asyncio.run(run()) == CheckCounts(num_skipped=1)
+    asks = Prompt(number=3, kind="prompt", given="a", sampling={"regex": "[a-f]"})
+    with pytest.raises(RequestError, match="prompt 3: regex is given; expected none"):
+        asks.request(engine)
 
 
 def test_a_share_is_chosen(engine: Engine) -> None:

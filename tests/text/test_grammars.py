@@ -221,3 +221,18 @@ def test_sampling_parameters_say_what_was_expected(given: dict[str, Any], messag
     for make in (SamplingParams.from_mapping, lambda values: SamplingParams(**values)):
         with pytest.raises(RequestError, match=message):
             make(given)
+
+
+def test_a_grammar_that_grew_too_large_says_so_in_a_sentence(
+    tokenizer: Tokenizer, vocab_size: int, end_id: int
+) -> None:
+    """llguidance adds its parser's state, some thousand characters of it."""
+    pytest.importorskip("llguidance")
+    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="llguidance")
+    names = {f"k{i}": {"type": "string"} for i in range(1500)}
+    schema = {"type": "object", "properties": names}
+    state = made.compile(source(json_schema=schema)).begin()
+    state.accept(tokenizer.encode("{", add_special_tokens=False))
+    filled(state, [0], [-1], vocab_size)
+    assert "items" in state.failed
+    assert len(state.failed) < 300
