@@ -100,14 +100,14 @@ def test_what_cannot_be_told_is_skipped_or_forgotten(engine: Engine) -> None:
 
 def test_an_answer_under_a_grammar_is_no_fault(engine: Engine) -> None:
     """Its tokens are those that the grammar left; rescoring knows no grammar."""
-    pytest.importorskip("llguidance")
 
     async def run() -> CheckCounts:
         checks = BackgroundChecks(engine, 1.0)
-        asked = {"temperature": 0, "max_new_tokens": 8, "regex": "[a-f]{8}"}
-        (request,) = engine.requests("a prompt", None, asked)
-        checks.watch([request])
-        checks.finish(await answered(engine, request))
+        (request,) = engine.requests("a prompt", None, ASKED)
+        answer = altered(await answered(engine, request), request)
+        tied = dataclasses.replace(request.sampling, ignore_eos=False, regex="[a-f]{20}")
+        checks.watch([dataclasses.replace(request, sampling=tied)])
+        checks.finish(answer)
         return await checked(checks, until=1)
 
     assert asyncio.run(run()) == CheckCounts(num_skipped=1)

@@ -344,6 +344,8 @@ def test_a_grammar_begins_behind_the_reasoning(
 def test_the_flags_know_the_peers_names() -> None:
     args = parse("--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1").server
     assert (args.tool_call_parser, args.reasoning_parser) == ("qwen", "deepseek-r1")
+    args = parse("--tool-call-parser", "deepseek_v31", "--reasoning-parser", "deepseek-v3").server
+    assert (args.tool_call_parser, args.reasoning_parser) == ("deepseekv31", "qwen3")
     with pytest.raises(ConfigError, match="tool_call_parser is 'x'; expected one of llama3, qwen"):
         parse("--tool-call-parser", "x")
     with pytest.raises(ConfigError, match="expected 'gpt-oss' for both"):
