@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from jspec.core.request import SAMPLING_FIELDS
 from jspec.server.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
 from jspec.server.server_args import ServerArgs
 
+_KINDS = {"int": "an integer", "float": "a number"}
+_INVALID = re.compile(r"argument ([\w-]+)(?:/\S+)*: invalid (int|float) value: (.*)", re.DOTALL)
+_MISSING = re.compile(r"argument ([\w-]+)(?:/\S+)*: expected one argument")
 NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
 _PYTHON_TYPES: Mapping[FlagKind, type] = {
     FlagKind.INT: int,
@@ -48,6 +52,12 @@ class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        """In the words of other checks: argparse's own say what is wrong, not what was expected."""
+        if found := _INVALID.fullmatch(message):
+            flag, kind, value = found.groups()
+            raise ConfigError(f"{flag} is {value}; expected {_KINDS[kind]}")
+        if found := _MISSING.fullmatch(message):
+            raise ConfigError(f"{found[1]} has no value; expected one after it")
         raise ConfigError(message)
 
 
