@@ -94,6 +94,9 @@ def _guarded(run: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr)
+        # An interrupt that left exec() of a text, as dataclasses call it at import, makes
+        # `python -m` end by the signal although it was caught; the next exec() takes that back.
+        exec("")
         return 130
     except BrokenPipeError:
         # The reader is gone; without this, Python complains again when it flushes at exit.

@@ -453,6 +453,23 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
         process.communicate()
 
 
+def test_an_interrupt_inside_exec_has_the_status_of_every_other(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\nfrom jspec import cli\n"
+        "cli.run_generate = lambda words: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['generate']))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.run(
+        [sys.executable, "-m", "interrupted"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (process.returncode, process.stderr) == (130, "jspec: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("words", "moment"),
     [
