@@ -27,7 +27,8 @@ class NullRunner:
     """Implements `core.protocols.Runner`. step_seconds: of every step, prefills too.
 
     acceptance: mean ids that a verification emits. busy_seconds, idle_seconds: of the device, since
-    its first step. pack_seconds, unpack_seconds: CPU time of the engine's thread.
+    its first step; decode_idle_seconds: just before a decode, when nobody's prompt was waited for;
+    decode_busy_seconds. pack_seconds, unpack_seconds: CPU time of the engine's thread.
     """
 
     def __init__(
@@ -45,9 +46,7 @@ class NullRunner:
         self._step_seconds = step_seconds
         self._free_at = 0.0
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        self.busy_seconds = self.idle_seconds = 0.0
-        self.num_steps = 0
-        self.pack_seconds = self.unpack_seconds = 0.0
+        self.reset()
         rng = np.random.default_rng(0)
         rows = limits.num_slots * limits.num_rounds
         self._outputs = {
@@ -83,10 +82,13 @@ class NullRunner:
         pack(plan, key, self._limits, vocab_size=self.vocab_size)
         self.pack_seconds += time.thread_time() - began
         now = time.monotonic()
-        if self._free_at:
-            self.idle_seconds += max(now - self._free_at, 0.0)
+        idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
+        self.idle_seconds += idle
         self._free_at = max(now, self._free_at) + self._step_seconds
         self.busy_seconds += self._step_seconds
+        if is_decode:
+            self.decode_idle_seconds += idle
+            self.decode_busy_seconds += self._step_seconds
         self._in_flight.append((plan, self._free_at))
 
     def collect(self) -> StepResult:
@@ -109,7 +111,9 @@ class NullRunner:
 
     def reset(self) -> None:
         """Begins to count anew."""
-        self.busy_seconds = self.idle_seconds = self.pack_seconds = self.unpack_seconds = 0.0
+        self.busy_seconds = self.idle_seconds = 0.0
+        self.decode_busy_seconds = self.decode_idle_seconds = 0.0
+        self.pack_seconds = self.unpack_seconds = 0.0
         self.num_steps = 0
 
     def restart(self) -> None:

@@ -67,9 +67,11 @@ def _answer(
     os.environ.update(share_for_server(os.environ))
     with interruptible():
         from jspec.api import Engine
+        from jspec.engine.heap import settle_heap
         from jspec.offline.batch_run import BatchSettings, run_batch, window_of
 
         engine = Engine(**settings.engine)
+        settle_heap()
     with engine:
         progress = BatchProgress(
             sys.stderr,

@@ -22,6 +22,7 @@ import jax
 from jspec.core.errors import EngineClosedError
 from jspec.core.weight_update import Model, WeightUpdate
 from jspec.engine.building import build_runner
+from jspec.engine.heap import settle_heap
 from jspec.engine.process_messages import (
     Call,
     Enqueue,
@@ -194,6 +195,7 @@ def main() -> int:
         control.send(Failed.of(error))
         return 1
     built.set()
+    settle_heap()
     control.send(started)
     calls = Calls(runner, weights)
     threading.Thread(target=calls.serve, args=(control,), daemon=True).start()

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.core.errors import RequestError
+from jspec.engine.heap import settle_heap
 from jspec.server.chat_schemas import parse_chat
 from jspec.server.fields import (
     JsonObject,
@@ -62,6 +63,7 @@ class ControlEndpoints:
             Route("/start_profile", self.start_profile, methods=["GET", "POST"]),
             Route("/stop_profile", self.stop_profile, methods=["GET", "POST"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/freeze_gc", self.freeze_gc, methods=["GET", "POST"]),
         ]
 
     async def ready(self, _: Request) -> Response:
@@ -176,3 +178,8 @@ class ControlEndpoints:
         if await self.service.engine.async_flush_cache():
             return PlainTextResponse("Cache flushed.\n")
         raise RequestError("requests are running or waiting; expected none while the cache goes")
+
+    async def freeze_gc(self, _: Request) -> Response:
+        """GET or POST /freeze_gc: as at the start, for what has been made since; SGLang's name."""
+        settle_heap()
+        return PlainTextResponse("Garbage collection frozen.\n")

@@ -21,7 +21,7 @@ from jspec.server.server_args import ServerArgs
 
 LOGGER = logging.getLogger("jspec.server")
 # Routes of a GET that changes something.
-ACTING_PATHS = frozenset({"/flush_cache", "/start_profile", "/stop_profile"})
+ACTING_PATHS = frozenset({"/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"})
 FOREIGN = {b"cross-site", b"same-site"}
 
 

@@ -25,6 +25,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.compilation import Progress
+from jspec.engine.heap import settle_heap
 from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
 from jspec.server.connections import bounded_protocol, most_connections
@@ -215,6 +216,7 @@ def serve(settings: Settings) -> None:
                     time.monotonic() - started,
                 ),
             )
+            settle_heap()
         # uvicorn passes the signal on once it has shut down, where it is not ignored.
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[bound])

@@ -161,7 +161,8 @@ def test_pages_of_other_sites_may_not_act(engine: Engine) -> None:
         response = post(app, headers)
         assert response.status_code == 403, headers
         assert "--allowed-origins" in response.json()["message"]
-        assert ask(app, "GET", "/flush_cache", headers=headers).status_code == 403
+        for path in ("/flush_cache", "/freeze_gc"):
+            assert ask(app, "GET", path, headers=headers).status_code == 403
     assert ask(app, "GET", "/v1/models", headers={"Origin": "null"}).status_code == 200
 
 

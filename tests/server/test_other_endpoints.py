@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import time
 from typing import Any
@@ -290,6 +291,19 @@ def test_flush_cache_empties_what_is_cached(client: httpx.Client, method: str) -
     assert (response.status_code, response.text) == (200, "Cache flushed.\n")
     again = client.post("/generate", json=body).json()
     assert again["meta_info"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_freeze_gc_leaves_nothing_to_look_through(client: httpx.Client, method: str) -> None:
+    before = gc.get_threshold()
+    try:
+        response = client.request(method, "/freeze_gc")
+        assert (response.status_code, response.text) == (200, "Garbage collection frozen.\n")
+        assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold() > before
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def test_the_page_needs_nothing_from_elsewhere(client: httpx.Client) -> None:
