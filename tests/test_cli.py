@@ -1,22 +1,17 @@
-"""The command line: painting, prompts, exit statuses, and the real commands in a process."""
+"""The command line: painting, prompts, exit statuses, chats."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import io
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import httpx
 import pytest
 
 from jspec.api import Engine
@@ -40,10 +35,9 @@ from jspec.models.checkpoint import load_sampling_defaults
 from jspec.server.flags import named_model
 from jspec.server.serve import log_progress
 from jspec.server.spec_tokens import SpecToken
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
-ROOT = Path(__file__).resolve().parents[1]
+from .one_stream import flags_of_one_stream
+
 OWN, DRAFT = SpecToken(text="a", accepted=False), SpecToken(text="b", accepted=True)
 
 
@@ -62,35 +56,8 @@ def interruptible() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    pair = write_tiny_pair(tmp_path_factory.mktemp("pair"), max_position=16384)
-    (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
-    return pair
-
-
-@pytest.fixture(scope="module")
-def flags(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What `jspec generate` chooses, said for `serve` too; on disk, so compiled once for all."""
-    return [
-        *("--model-path", str(pair.target_path), "--speculative-algorithm", "EAGLE3"),
-        *("--speculative-draft-model-path", str(pair.draft_path)),
-        *("--max-running-requests", "1", "--chunked-prefill-size", "32"),
-        *("--context-length", "16384", "--max-total-tokens", "20000"),
-        *("--compilation-cache-dir", str(tmp_path_factory.mktemp("programs"))),
-    ]
-
-
-def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-    """One of the programs. It can be interrupted: what is handled here is at its default there."""
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **options,
-    )
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return flags_of_one_stream(tmp_path_factory.mktemp("pair"))
 
 
 def test_paint_in_three_styles() -> None:
@@ -307,11 +274,11 @@ def test_a_chat_remembers_forgets_and_outlives_what_is_stopped(engine: Engine) -
 
 
 def test_a_chat_needs_a_template_before_anything_loads(
-    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "config.json").write_text((pair.target_path / "config.json").read_text())
+    (bare / "config.json").write_text((Path(flags[1]) / "config.json").read_text())
     assert main(["chat", "--model-path", str(bare)]) == 2
     assert "bare' has no chat template (chat_template.jinja" in capsys.readouterr().err
 
@@ -341,17 +308,6 @@ def test_what_generate_is_asked_is_what_it_samples_with() -> None:
         max_new_tokens=7,
     )
     assert set(sampling_asked(parser.parse_args([])).values()) == {None}
-
-
-def read_until(stream: IO[str] | None, text: str) -> str:
-    """Lines up to the one that holds `text`."""
-    assert stream is not None
-    seen = []
-    for line in stream:
-        seen.append(line)
-        if text in line:
-            return line
-    raise AssertionError("".join(seen))
 
 
 def test_the_rate_leaves_the_prompt_out() -> None:
@@ -390,111 +346,3 @@ def test_progress_says_what_was_compiled_and_what_was_loaded() -> None:
     progress(1, 2, "decode B=4", "loaded")
     progress(2, 2, "prefill T=8", "compiled")
     assert lines == ["loaded 1/2: decode B=4", "compiled 2/2: prefill T=8"]
-
-
-def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
-    process = start("run_server.py", *flags, "--port", "0", "--enable-metrics")
-    try:
-        read_until(process.stderr, "--enable-metrics has no effect")
-        read_until(process.stderr, "loading ")
-        read_until(process.stderr, " 6/6: ")
-        ready = read_until(process.stderr, "ready: ")
-        found = re.search(r"ready: (http://127\.0\.0\.1:\d+) after \d+\.\d s", ready)
-        assert found
-        with httpx.Client(base_url=found[1], timeout=120, trust_env=False) as client:
-            assert client.get("/health").status_code == 200
-            body = {"text": "x", "sampling_params": {"max_new_tokens": 16000, "ignore_eos": True}}
-            with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-                lines = response.iter_lines()
-                assert next(lines).startswith("data: ")
-                process.send_signal(signal.SIGINT)
-                rest = [line for line in lines if line]
-        assert '"code": 503' in rest[-2]
-        assert rest[-1] == "data: [DONE]"
-        assert "stopped" in process.communicate(timeout=120)[1]
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        process = start("-m", "jspec.cli", "serve", *flags, "--port", port)
-        errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 2
-    assert f"cannot listen on host 127.0.0.1, port {port}" in errors
-    assert "loading" not in errors
-
-
-def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> None:
-    words = ["-m", "jspec.cli", "generate", *flags]
-    process = start(*words, "--max-new-tokens", "8", "--plain-marks", stdin=subprocess.PIPE)
-    out, errors = process.communicate("def fib(\n", timeout=120)
-    assert process.returncode == 0, errors
-    assert out.startswith("def fib(")
-    found = re.search(r"^\d+ tokens? in .* temperature 1, seed (\d+)$", errors, re.M)
-    assert found, errors
-    again = ("--max-new-tokens", "8", "--plain-marks", "--seed", found[1])
-    assert start(*words, "def fib(", *again).communicate(timeout=120)[0] == out
-    process = start(*words, "def fib(", "--max-new-tokens", "16000", "--seed", "2")
-    try:
-        assert process.stdout is not None
-        assert process.stdout.read(8) == "def fib("
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 130
-        assert "temperature 1, seed 2\n" in errors
-        assert "interrupted" in errors
-        assert "Traceback" not in errors
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_an_interrupt_inside_exec_has_the_status_of_every_other(tmp_path: Path) -> None:
-    (tmp_path / "interrupted.py").write_text(
-        "import sys\nfrom jspec import cli\n"
-        "cli.run_generate = lambda words: exec('raise KeyboardInterrupt')\n"
-        "sys.exit(cli.main(['generate']))\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    process = subprocess.run(
-        [sys.executable, "-m", "interrupted"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (process.returncode, process.stderr) == (130, "jspec: interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "moment"),
-    [
-        (["run_server.py", "--port", "0", "--trust-remote-code"], "--trust-remote-code has no"),
-        (["run_server.py", "--port", "0"], "loading "),
-        pytest.param(
-            ["run_server.py", "--port", "0", "--engine-process"], "loading ", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["-m", "jspec.cli", "generate", "x", "--trust-remote-code"],
-            "--trust-remote-code has no",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_ctrl_c_ends_a_start_at_any_moment(flags: list[str], words: list[str], moment: str) -> None:
-    process = start(*words, *flags)
-    try:
-        read_until(process.stderr, moment)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=120)
-        assert (process.returncode, out) == (130, "")
-        assert errors.endswith("jspec: interrupted\n")
-        assert "Traceback" not in errors
-        assert "ready: " not in errors
-    finally:
-        process.kill()
-        process.communicate()
