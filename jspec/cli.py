@@ -21,6 +21,7 @@ from jspec.cli_info import run_info
 from jspec.cli_verify import run_verify
 from jspec.core.errors import ConfigError, JspecError, RequestError
 from jspec.engine.device_memory import share_for_server
+from jspec.engine.heap import collect_seldom
 from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser, add_flags, markdown_table, named_model, parse_flags
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"unknown command {command!r}" if command else "a command is missing"
         print(f"jspec: {what}\n{USAGE}", end="", file=sys.stderr)
         return 2
+    collect_seldom()
     return _guarded(lambda: commands[command](rest))
 
 

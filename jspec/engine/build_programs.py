@@ -17,6 +17,7 @@ import jax
 from jspec.core import sharding
 from jspec.core.errors import ConfigError
 from jspec.engine.compilation import compile_all
+from jspec.engine.heap import collect_seldom
 from jspec.engine.program_growth import BuildTask
 from jspec.engine.program_store import ProgramStore
 
@@ -71,6 +72,7 @@ def main() -> int:
     """Builds what the standard input asks for."""
     if hasattr(os, "nice"):
         os.nice(NICE)
+    collect_seldom()
     task = pickle.load(sys.stdin.buffer)
     source = os.dup(sys.stdin.fileno())
     threading.Thread(target=end_with, args=(source,), daemon=True).start()

@@ -22,7 +22,7 @@ import jax
 from jspec.core.errors import EngineClosedError
 from jspec.core.weight_update import Model, WeightUpdate
 from jspec.engine.building import build_runner
-from jspec.engine.heap import settle_heap
+from jspec.engine.heap import collect_seldom, settle_heap
 from jspec.engine.process_messages import (
     Call,
     Enqueue,
@@ -187,6 +187,7 @@ def main() -> int:
         task = control.recv()
     except EOFError:
         return 0
+    collect_seldom()
     built = threading.Event()
     threading.Thread(target=end_with, args=(control, built), daemon=True).start()
     try:

@@ -15,6 +15,11 @@ YOUNGEST = 20_000
 COLLECTIONS_BETWEEN = (20, 10)  # of the youngest before the next age's; of that before all
 
 
+def collect_seldom() -> None:
+    """For a process of ours, as it starts: what tracing makes mostly stays; 2 s of a start."""
+    gc.set_threshold(YOUNGEST, *COLLECTIONS_BETWEEN)
+
+
 def settle_heap() -> None:
     """Takes all objects of this process out of the collector's sight, and makes it run seldom.
 
@@ -23,4 +28,4 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNGEST, *COLLECTIONS_BETWEEN)
+    collect_seldom()
