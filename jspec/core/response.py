@@ -7,6 +7,7 @@ and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,27 @@ from jspec.core.request import (
     TokenLogprob,
 )
 
+LOGPROB_LISTS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
 TokenText = Callable[[int], str]
+# Lists of meta_info that say more with every token.
+GROWING = frozenset(
+    {
+        *(f"{of}_{which}" for of in ("output", "input") for which in LOGPROB_LISTS),
+        "draft_trees",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How much of a sequence was told before: ids of the output, draft trees, ids of the prompt."""
+
+    ids: int = 0
+    trees: int = 0
+    prompt_ids: int = 0
+
+
+NOTHING_TOLD = Told()
 
 
 class LogprobForm:
@@ -165,9 +186,16 @@ class Completion:
             "meta_info": self.meta_info(e2e_latency=e2e_latency),
         }
 
-    def meta_info(self, *, e2e_latency: float | None = None, first_id: int = 0) -> dict[str, Any]:
-        """What `to_json` says beside text and ids. first_id: of the output's log-probabilities
-        and the draft trees only those from here on; the prompt's come with the first."""
+    @property
+    def so_far(self) -> Told:
+        """All that there is to tell now."""
+        return Told(len(self.output_ids), len(self.draft_trees), len(self.prompt_logprobs))
+
+    def meta_info(
+        self, *, e2e_latency: float | None = None, told: Told = NOTHING_TOLD
+    ) -> dict[str, Any]:
+        """What `to_json` says beside text and ids; the lists named in GROWING without what was
+        told before."""
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": None if self.finish is None else self.finish.to_json(),
@@ -183,13 +211,13 @@ class Completion:
         if e2e_latency is not None:
             meta["e2e_latency"] = e2e_latency
         if self.logprob_form is not None:
-            ids, known = self.output_ids[first_id:], self.logprobs[first_id:]
-            of_prompt = () if first_id else self.prompt_logprobs
+            ids, known = self.output_ids[told.ids :], self.logprobs[told.ids :]
+            of_prompt = self.prompt_logprobs[told.prompt_ids :]
             meta |= self.logprob_form.fields(ids, known, of_prompt)
         if self.finish is not None and self.hidden_states:  # of a stream its last event has them
             meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
         if self.draft_trees:
-            meta["draft_trees"] = [t for t in self.draft_trees if t["first"] >= first_id]
+            meta["draft_trees"] = self.draft_trees[told.trees :]
         if self.finish is not None and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
         return meta

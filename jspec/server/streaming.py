@@ -16,7 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from jspec.core.errors import JspecError
 from jspec.core.request import StreamChunk
-from jspec.core.response import Completion, LogprobForm, TokenText, spec_fields
+from jspec.core.response import (
+    NOTHING_TOLD,
+    Completion,
+    LogprobForm,
+    TokenText,
+    Told,
+    spec_fields,
+)
 from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.server.event_json import EventJson, encode_event
 from jspec.server.http import ClientGoneError, error_body, status_of, unless_gone
@@ -37,7 +44,7 @@ class ChunkSource(Protocol):
 
 
 class SequenceFold:
-    """One sequence of an answer so far: what to send in full, and what is new since `take`.
+    """One sequence of an answer so far: what to send in full, and what is new since the last event.
 
     tracker: if given, the text is also split by origin, and the counters are sent live.
     """
@@ -60,6 +67,7 @@ class SequenceFold:
         self._spec_tokens: list[dict[str, Any]] = []
         self._new_texts: list[str] = []
         self._num_ids, self._num_spec = 0, 0
+        self._told = NOTHING_TOLD
         self.completion = Completion(
             request_id, logprobs=logprobs, seed=seed, token_text=token_text
         )
@@ -87,12 +95,12 @@ class SequenceFold:
 
     @property
     def num_new_ids(self) -> int:
-        """Ids since the last `take` or `take_text`."""
+        """Ids since the last `take_event` or `take_text`."""
         return len(self.completion.output_ids) - self._num_ids
 
     @property
     def num_taken_ids(self) -> int:
-        """Ids before the last `take` or `take_text`."""
+        """Ids before the last `take_event` or `take_text`."""
         return self._num_ids
 
     @property
@@ -101,34 +109,29 @@ class SequenceFold:
 
     def to_json(self) -> dict[str, Any]:
         """SGLang's response object with everything so far."""
-        return self._body(self.completion.text, first_id=0, first_piece=0)
-
-    def take(self, *, incremental: bool) -> dict[str, Any]:
-        """As to_json, but if `incremental` with text, ids and pieces since the last call only.
-
-        An incremental one costs what is new.
-        """
-        if incremental:
-            new = "".join(self._new_texts)
-            body = self._body(new, first_id=self._num_ids, first_piece=self._num_spec)
-        else:
-            body = self.to_json()
-        self._mark()
+        completion = self.completion
+        body: dict[str, Any] = {
+            "text": completion.text,
+            "output_ids": list(completion.output_ids),
+            "meta_info": self._meta_info(NOTHING_TOLD),
+        }
+        if self._tracker is not None:
+            body["spec_tokens"] = self._spec_tokens
         return body
 
     def take_event(self, *, incremental: bool, index: int | None) -> bytes:
-        """`take` as an event, at the cost of what is new. All calls with the same arguments."""
-        completion = self.completion
-        is_more = completion.logprob_form is not None or bool(completion.draft_trees)
-        if self._tracker is not None or is_more:
-            body = self.take(incremental=incremental)
-            return encode_event(body if index is None else {"index": index, **body})
+        """`to_json` as an event, or what of it is new since the last call if `incremental`; either
+        at the cost of what is new. All calls with the same arguments."""
         if self._json is None:
             self._json = EventJson(keeps_all=not incremental)
         self._json.add("".join(self._new_texts), self.completion.output_ids[self._num_ids :])
+        meta = self._meta_info(self._told)
+        if not incremental and self.completion.logprob_form is not None:
+            meta["output_token_logprobs_length"] += self._told.ids  # of the list in this event
+        spec_tokens = None if self._tracker is None else self._spec_tokens[self._num_spec :]
+        self._told = self.completion.so_far
         self._mark()
-        meta = self.completion.meta_info(e2e_latency=self._clock.elapsed)
-        return self._json.event(meta, index=index)
+        return self._json.event(meta, index=index, spec_tokens=spec_tokens)
 
     def take_text(self) -> str:
         """The text since the last call."""
@@ -136,20 +139,13 @@ class SequenceFold:
         self._mark()
         return text
 
-    def _body(self, text: str, *, first_id: int, first_piece: int) -> dict[str, Any]:
+    def _meta_info(self, told: Told) -> dict[str, Any]:
         completion = self.completion
-        body: dict[str, Any] = {
-            "text": text,
-            "output_ids": completion.output_ids[first_id:],
-            "meta_info": completion.meta_info(e2e_latency=self._clock.elapsed, first_id=first_id),
-        }
-        if self._tracker is not None:
-            body["spec_tokens"] = self._spec_tokens[first_piece:]
-            counters = completion.counters
-            if counters.verify_ct:
-                num_ids = len(completion.output_ids)
-                body["meta_info"] |= spec_fields(counters, completion_tokens=num_ids)
-        return body
+        meta = completion.meta_info(e2e_latency=self._clock.elapsed, told=told)
+        if self._tracker is not None and completion.counters.verify_ct:
+            num_ids = len(completion.output_ids)
+            meta |= spec_fields(completion.counters, completion_tokens=num_ids)
+        return meta
 
     def _mark(self) -> None:
         self._new_texts.clear()

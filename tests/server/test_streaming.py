@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jspec.api import Engine
-from jspec.core.request import FinishKind, FinishReason, SpecCounters, StreamChunk
+from jspec.core.judged_tree import JudgedTree
+from jspec.core.request import (
+    FinishKind,
+    FinishReason,
+    SamplingParams,
+    SpecCounters,
+    StreamChunk,
+    TokenLogprob,
+)
+from jspec.core.response import GROWING, LogprobForm
 from jspec.server.streaming import SequenceFold, fold_events
 
 from .helpers import wait_idle
@@ -124,28 +133,85 @@ def test_a_slow_reader_of_a_generation_gets_few_results(engine: Engine) -> None:
     assert results[-1]["text"] == whole["text"]
 
 
-@pytest.mark.parametrize("incremental", [False, True])
+def fold_of(*, token_text: Callable[[int], str] | None = None) -> SequenceFold:
+    """Of a request that asks for everything of which a stream tells more with each event."""
+    sampling = SamplingParams(
+        return_logprob=True, logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)
+    )
+    return SequenceFold(
+        'r"1',
+        clock=Clock(),  # type: ignore[arg-type]
+        logprobs=LogprobForm.of(sampling, token_text=token_text),
+        token_text=token_text,
+    )
+
+
+def everything_of(number: int, *, is_last: bool = False) -> StreamChunk:
+    """Two ids in every other chunk, with log-probabilities and the tree that they came from."""
+    known = TokenLogprob(logprob=-0.5, top=((-0.5, 7), (-1.5, number)), watched=(-9.0,))
+    has_ids = number % 2 == 1
+    tree = JudgedTree(ids=(1, number), parents=(-1, 0), accepted=(1,))
+    return replace(
+        chunk_of(number),
+        new_ids=(number, 7) if has_ids else (),
+        logprobs=(known, known) if has_ids else (),
+        prompt_logprobs=((3, None), (4, known)) if number == 0 else (),
+        draft_tree=tree if has_ids else None,
+        finish=FinishReason(kind=FinishKind.STOP, matched="é") if is_last else None,
+        counters=SpecCounters(verify_ct=2, num_accepted=3, num_proposed=6),
+    )
+
+
+@pytest.mark.parametrize("asks_more", [False, True])
 @pytest.mark.parametrize("index", [None, 3])
-def test_events_are_those_that_json_would_write(index: int | None, incremental: bool) -> None:
+def test_events_are_those_that_json_would_write(index: int | None, asks_more: bool) -> None:
     texts = ["a", "", 'say "hi"\\\n', "日本\u2028", "\x00\x1f\x7f", "\ufffd🙂"]
-    ours = SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
-    theirs = SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
+    fold = fold_of() if asks_more else SequenceFold('r"1', clock=Clock())  # type: ignore[arg-type]
     for number, text in enumerate(texts):
-        is_last = number == len(texts) - 1
-        chunk = replace(
-            chunk_of(number),
-            text=text,
-            new_ids=(number, 7) if number % 2 else (),
-            finish=FinishReason(kind=FinishKind.STOP, matched="é") if is_last else None,
-            counters=SpecCounters(verify_ct=2, num_accepted=3, num_proposed=6),
-        )
-        ours.add(chunk)
-        theirs.add(chunk)
+        chunk = everything_of(number, is_last=number == len(texts) - 1)
+        if not asks_more:
+            chunk = replace(chunk, logprobs=(), prompt_logprobs=(), draft_tree=None)
+        fold.add(replace(chunk, text=text))
         if number == 2:
             continue  # two chunks in one event
-        body = theirs.take(incremental=incremental)
+        body = fold.to_json()
         expected = json.dumps(
             body if index is None else {"index": index, **body}, ensure_ascii=False
         )
-        event = ours.take_event(incremental=incremental, index=index)
+        event = fold.take_event(incremental=False, index=index)
         assert event == b"data: " + expected.encode() + b"\n\n"
+
+
+def test_incremental_events_add_up_to_the_whole() -> None:
+    fold = fold_of()
+    told: dict[str, Any] = {}
+    for number in range(6):
+        fold.add(everything_of(number, is_last=number == 5))
+        event = json.loads(fold.take_event(incremental=True, index=None).removeprefix(b"data: "))
+        meta = event["meta_info"]
+        assert meta["output_token_logprobs_length"] == len(event["output_ids"])
+        for name in ("text", "output_ids"):
+            told[name] = told[name] + event[name] if number else event[name]
+        for name in GROWING.intersection(meta):
+            told[name] = told.get(name, []) + meta[name]
+    whole = json.loads(json.dumps(fold.to_json()))
+    for name, value in told.items():
+        assert value == whole.get(name, whole["meta_info"].get(name)), name
+    assert set(told) >= GROWING
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_event_with_log_probabilities_costs_what_is_new(incremental: bool) -> None:
+    named: list[int] = []
+
+    def text_of(token_id: int) -> str:
+        named.append(token_id)
+        return "t"
+
+    fold = fold_of(token_text=text_of)
+    for number in range(NUM_CHUNKS):
+        fold.add(everything_of(number))
+        fold.take_event(incremental=incremental, index=None)
+    num_ids = len(fold.completion.output_ids)
+    # A token, its two likeliest, the watched one; a tree of two nodes for two tokens; the prompt.
+    assert len(named) <= num_ids * (1 + 2 + 1 + 1) + 2 * 4
