@@ -58,7 +58,10 @@ class EngineServer(uvicorn.Server):
         """Remembers which signal it was; from here on no request is taken."""
         self._signals.append(sig)
         self._service.is_shutting_down = True
-        super().handle_exit(sig, frame)
+        if len(self._signals) == 1:
+            super().handle_exit(sig, frame)
+        else:  # uvicorn passes on each that it was told of, and asyncio's second one is a traceback
+            self.force_exit = self.force_exit or sig == signal.SIGINT
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then calls on_ready."""
@@ -75,6 +78,8 @@ class EngineServer(uvicorn.Server):
             server.close()
         await self._service.engine.close()
         await super().shutdown(sockets=sockets)
+        if self.force_exit:  # uvicorn leaves the application as it is
+            await self.lifespan.shutdown()
 
     async def _drain(self) -> None:
         seconds = self._service.args.shutdown_timeout
