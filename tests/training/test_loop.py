@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jspec.training import loop
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.loop import LoopConfig
+from tests.interruption import interruption
 
 CONFIG = LoopConfig(
     num_steps=8,
@@ -79,6 +80,19 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_
     assert len(states) == 2
     for a, b in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_an_interrupt_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    """One that comes while a state is written: what began is written to its end."""
+    large = np.random.default_rng(0).random(2**22, np.float32)  # takes longer than the interrupt
+    state = loop.init_state({"w": jnp.asarray(large)}, CONFIG)
+    checkpoints = Checkpoints(tmp_path)
+    with interruption(lambda: None):
+        checkpoints.save(state, state.ema, loop.Progress())
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    found = checkpoints.restore(state)
+    assert found is not None
+    np.testing.assert_array_equal(found[1]["w"], large)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
