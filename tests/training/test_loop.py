@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jspec.core.errors import TrainingError
 from jspec.training import loop
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.loop import LoopConfig
@@ -101,6 +103,18 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert again.num_steps == first.num_steps
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("seldom", "step"), [("log_every", 4), ("log_every eval_every", 6), ("checkpoint_every", 3)]
+)
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, seldom: str, step: int) -> None:
+    """Whatever is looked at first, and no checkpoint of it is left."""
+    config = replace(CONFIG, peak_learning_rate=1e30, warmup_steps=0, checkpoint_every=6)
+    config = replace(config, **dict.fromkeys(seldom.split(), 100))
+    with pytest.raises(TrainingError, match=f"the loss is (nan|inf) at step {step}; expected"):
+        run(tmp_path, config=config)
+    assert Checkpoints(tmp_path).restore(loop.init_state(start(), CONFIG)) is None
 
 
 def test_the_best_evaluation_is_kept() -> None:
