@@ -2,7 +2,7 @@
 
 import sys
 
-from jspec.cli import main
+from jspec.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    run(["serve", *sys.argv[1:]])

@@ -6,9 +6,12 @@ wrongly, 1 for what failed, 130 after Ctrl-C. Engine and server load only when a
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from jspec import __version__
 from jspec.cli_batch import run_batch_command
@@ -25,6 +28,7 @@ from jspec.engine.heap import collect_seldom
 from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser, add_flags, markdown_table, named_model, parse_flags
 
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 USAGE = """usage: jspec COMMAND [flags]
 
   serve       serve a model pair over HTTP; jspec serve --help lists the flags
@@ -96,10 +100,7 @@ def _guarded(run: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr)
-        # An interrupt that left exec() of a text, as dataclasses call it at import, makes
-        # `python -m` end by the signal although it was caught; the next exec() takes that back.
-        exec("")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader is gone; without this, Python complains again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,5 +133,19 @@ def run_train_draft(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command, and ends the process with its exit status."""
+    status = main(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; one more would be a traceback
+    if status == INTERRUPTED:
+        # XLA may still be compiling what an interrupt left, in a thread of its own, and crashes
+        # where jax is taken down meanwhile. Children end with their pipes.
+        with contextlib.suppress(OSError):  # whose reader is gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,6 +112,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} is {value}; expected more than 0")
+    if not 0 <= options.seed < 2**31:
+        raise ConfigError(f"seed is {options.seed}; expected 0 to {2**31 - 1}")
     if options.devices is not None and options.devices > len(jax.devices()):
         raise ConfigError(
             f"devices is {options.devices}; expected at most {len(jax.devices())}, which jax finds"
@@ -266,9 +269,10 @@ def run_train_draft(argv: Sequence[str]) -> int:
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in words.items()
     )
-    target = "" if options.model_path is None else f" --model-path {options.model_path}"
+    given = {"--model-path": options.model_path, "--chat-template": options.chat_template}
+    paths = {**given, "--speculative-draft-model-path": job.out / HEAD}
+    named = [f"{flag} {shlex.quote(str(path))}" for flag, path in paths.items() if path is not None]
     print(
-        f"the head is in {job.out / HEAD}; serve it with\n"
-        f"  jspec serve{target} --speculative-draft-model-path {job.out / HEAD} {flags}"
+        f"the head is in {job.out / HEAD}; serve it with\n  jspec serve {' '.join(named)} {flags}"
     )
     return 0

@@ -121,9 +121,9 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
 
 def test_an_interrupt_inside_exec_has_the_status_of_every_other(tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text(
-        "import sys\nfrom jspec import cli\n"
+        "from jspec import cli\n"
         "cli.run_generate = lambda words: exec('raise KeyboardInterrupt')\n"
-        "sys.exit(cli.main(['generate']))\n"
+        "cli.run(['generate'])\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     process = subprocess.run(
@@ -134,6 +134,35 @@ def test_an_interrupt_inside_exec_has_the_status_of_every_other(tmp_path: Path) 
         timeout=120,
     )
     assert (process.returncode, process.stderr) == (130, "jspec: interrupted\n")
+
+
+COMPILING = """
+import os, signal, threading
+import jax
+import jax.numpy as jnp
+from jspec import cli
+
+def slow(x):
+    for i in range(150):
+        x = jnp.sort(x + i)
+    return x
+
+def compile(words):
+    lowered = jax.jit(slow).lower(jnp.ones(64))
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    lowered.compile()
+
+cli.run_generate = compile
+cli.run(["generate"])
+"""
+
+
+def test_an_interrupt_while_xla_compiles_ends_without_a_crash() -> None:
+    """The compiler goes on in a thread of its own, and must not be left without jax."""
+    process = start("-c", COMPILING)
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, ""), errors
+    assert "jspec: interrupted" in errors
 
 
 @pytest.mark.parametrize(

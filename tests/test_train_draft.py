@@ -77,8 +77,10 @@ def commands(folder: Path) -> list[list[str]]:
 def test_the_pages_commands_lead_to_a_head_that_is_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
 ) -> None:
-    write_target(tmp_path)
-    train, serve = commands(tmp_path)
+    named = tmp_path / "a name"
+    named.mkdir()
+    write_target(named)
+    train, serve = commands(named)
     more = ["--algorithm", algorithm, *TINY, *HEADS[algorithm]]
     assert cli.main([*train, *more]) == 0
     shown = capsys.readouterr().out
@@ -94,7 +96,7 @@ def test_the_pages_commands_lead_to_a_head_that_is_served(
     asked = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     with Engine(**{**settings.engine, **small}) as engine:
         drafted = engine.generate("1 and 1?", asked)
-    with Engine(model_path=str(tmp_path / "target"), **small) as engine:
+    with Engine(model_path=str(named / "target"), **small) as engine:
         plain = engine.generate("1 and 1?", asked)
     assert drafted["output_ids"] == plain["output_ids"]
     assert drafted["meta_info"]["spec_verify_ct"] > 0
@@ -148,6 +150,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         ),
         (["--data", "a", "--out", "x", "--own-samples", "-1"], "own_samples is -1; expected 0 or"),
         (["--data", "a", "--out", "x", "--learning-rate", "nan"], "learning_rate is nan; expected"),
+        (["--data", "a", "--out", "x", "--seed", "-1"], "seed is -1; expected 0 to 2147483647"),
         (["--data", "a", "--out", "x", "--budget-seconds", "-9"], "budget_seconds is -9.0; expect"),
         (["--data", "a", "--out", "x", "--devices", "999"], "devices is 999; expected at most"),
         (["--data", "a", "--out", "x", "--algorithm", "NGRAM"], "invalid choice: 'NGRAM'"),

@@ -51,6 +51,10 @@ class CheckpointError(JspecError, ValueError):
     """A checkpoint that is missing, truncated, or does not match its configuration."""
 
 
+class TrainingError(JspecError):
+    """A training run that cannot go on."""
+
+
 class RequestError(JspecError, ValueError):
     """One request is malformed or can never be served; the engine itself is unharmed."""
 

@@ -248,7 +248,8 @@ class Eagle3Config:
         if not ids[0] < ids[1] < ids[2]:
             raise ConfigError(
                 f"a target of {num_layers} layers has no default EAGLE-3 layers (2, L//2, L-3 "
-                f"gives {ids}); expected eagle_aux_hidden_state_layer_ids in the draft's config"
+                f"gives {ids}); expected eagle_aux_hidden_state_layer_ids in the draft's config, "
+                "or aux_layer_ids where one is trained"
             )
         return ids
 

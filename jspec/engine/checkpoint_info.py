@@ -6,6 +6,7 @@ No weight is read. What is wrong is said in the loader's own words, and the rest
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.engine.memory import kv_bytes_per_token
 from jspec.models.checkpoint import check_target, load_model_spec
+from jspec.models.head_files import LAYER, stored_names
 from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
 from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
@@ -86,12 +88,29 @@ def describe(
     fields = read_fields(path / "config.json")
     names = fields.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else "(none)"
-    algorithm = draft_algorithm(fields)
+    algorithm = draft_algorithm(fields) or _told_by_names(path)
     if algorithm is None and target is not None and architecture in architectures():
         algorithm = "STANDALONE"
     info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
     info = _of_target(info, path) if algorithm is None else _of_draft(info, path, fields, target)
     return info if memory is None else _with_memory(info, memory)
+
+
+def _told_by_names(path: Path) -> str | None:
+    """What a draft is for by its tensors' names: EAGLE's own heads, and layers for multi-token
+    prediction, name a language model's architecture. None for a target, or for unreadable files."""
+    try:
+        names = stored_names(path)
+        if f"{LAYER}hidden_norm.weight" in names:
+            return "EAGLE3"
+        if "fc.weight" in names:
+            return "EAGLE"
+        spec = load_model_spec(path)
+    except JspecError:  # which is said where it is read again
+        return None
+    family = family_named(spec.family)
+    layers = [stored for stored in names.values() if re.search(r"layers\.\d+\.", stored)]
+    return "NEXTN" if layers and all(family.is_draft(spec, name) for name in layers) else None
 
 
 def _of_files(

@@ -260,7 +260,8 @@ class ServedWeights:
         served, families = self._models.target.spec, self._models.request.families
         spec = load_model_spec(path, families)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
-        lines = differences(served, dataclasses.replace(spec, **ends))
+        other = differences(served, dataclasses.replace(spec, **ends))
+        lines = [f"config.json: {line}" for line in other]
         lines += _fault(lambda: check_target(path, served, families))
         if lines:
             raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, best: Params, progress: Progress) -> None:
+        """Writes it to its end, also if an interrupt comes meanwhile, which is raised then.
+
+        orbax writes by threads of its own, which must not outlive the process. No interrupt reaches
+        a thread, and leaving the pool waits for it.
+        """
+        with ThreadPoolExecutor(1, "checkpoint") as pool:
+            pool.submit(self._save, state, best, progress).result()
+
+    def _save(self, state: TrainState, best: Params, progress: Progress) -> None:
         record = {
             "seconds": progress.seconds,
             "best_loss": progress.best_loss if math.isfinite(progress.best_loss) else None,

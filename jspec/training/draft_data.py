@@ -19,7 +19,15 @@ from jspec.training.draft_loss import FeaturesOf
 from jspec.training.draft_recipe import HeadRecipe, draft_vocabulary
 from jspec.training.draft_settings import DRAFT_VOCAB, DraftJob, Kind
 from jspec.training.examples import Reader, RowTable, held_out_from, rows_of
-from jspec.training.feature_store import FeatureStore, key_of, open_features, write_features
+from jspec.training.feature_store import (
+    FeatureStore,
+    Key,
+    key_of,
+    open_features,
+    write_features,
+)
+
+STORES = ("train", "held_out")  # of features, by the table that they are of
 
 
 class Sampling(Protocol):
@@ -68,7 +76,7 @@ def draw_own_samples(
     if not count:
         return train, held_out
     found = []
-    for name, table, number in (("train", train, count), ("held_out", held_out, count // 8)):
+    for name, table, number in zip(STORES, (train, held_out), (count, count // 8), strict=True):
         path = job.out / f"own_samples_{name}.npz"
         if not path.is_file():
             own = own_samples(table, sampling, count=max(number, 1), seed=job.recipe.loop.seed)
@@ -111,6 +119,30 @@ def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
     return draft_vocabulary([np.concatenate(ids)], vocab_size=spec.vocab_size, size=size)
 
 
+def check_features(job: DraftJob, tables: tuple[RowTable, RowTable], head: DraftHead) -> None:
+    """ConfigError for a features_dir that cannot be one, or that has other features.
+
+    Rows that the target says itself are not known yet, so with such it is `read_features` that
+    compares.
+    """
+    if job.features_dir is None:
+        return
+    try:
+        job.features_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"features_dir is {str(job.features_dir)!r}: {error.strerror}; expected a directory"
+        ) from error
+    if not job.num_own_samples:
+        for name, table in zip(STORES, tables, strict=True):
+            open_features(job.features_dir / name, features_key(job, table, head))
+
+
+def features_key(job: DraftJob, table: RowTable, head: DraftHead) -> Key:
+    dtype = job.recipe.compute_dtype
+    return key_of(job.target, table, aux_layer_ids=head.aux_layer_ids, dtype=dtype)
+
+
 def read_features(
     job: DraftJob,
     name: str,
@@ -123,8 +155,7 @@ def read_features(
     """Those of features_dir, which are written first where there are none; None without one."""
     if job.features_dir is None:
         return None
-    folder, dtype = job.features_dir / name, job.recipe.compute_dtype
-    key = key_of(job.target, table, aux_layer_ids=head.aux_layer_ids, dtype=dtype)
+    folder, key = job.features_dir / name, features_key(job, table, head)
     if (found := open_features(folder, key)) is None:
         run = jax.jit(lambda params, batch: features_of(params, batch))
         write_features(

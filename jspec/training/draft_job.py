@@ -11,6 +11,7 @@ stands above this room.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -27,8 +28,10 @@ from jspec.models.checkpoint import check_target, load_model_spec, load_target
 from jspec.models.decoder import Params
 from jspec.training.data_parallel import Placement
 from jspec.training.draft_data import (
+    STORES,
     Sampling,
     batches,
+    check_features,
     draw_own_samples,
     read_examples,
     read_features,
@@ -39,6 +42,7 @@ from jspec.training.draft_loss import features_on_the_fly, stored_features
 from jspec.training.draft_recipe import train_head
 from jspec.training.draft_settings import DraftJob, make_head
 from jspec.training.examples import RowTable
+from jspec.training.feature_store import fingerprint
 from jspec.training.loop import Result, write_report
 
 SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "checkpoints"
@@ -59,7 +63,8 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     head = make_head(job, spec)
     placement = Placement.over(jax.devices()[: job.num_devices], batch_size=job.recipe.batch_size)
     examples = read_examples(job, spec)
-    claim(job, resume=resume)
+    check_features(job, examples, head)
+    claim(job, resume=resume, contents=contents_of(job, examples[0]))
     tables = draw_own_samples(job, *examples, sampling=serving)
     tell(job, tables)
     dtype = job.recipe.compute_dtype
@@ -68,7 +73,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     features_of = features_on_the_fly(spec, head, length=job.recipe.length, dtype=dtype)
     stores = [
         read_features(job, name, table, head, features_of=features_of, target_params=params)
-        for name, table in zip(("train", "held_out"), tables, strict=True)
+        for name, table in zip(STORES, tables, strict=True)
     ]
     if all(stores):
         features_of = stored_features
@@ -111,16 +116,30 @@ def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
     )
 
 
-def claim(job: DraftJob, *, resume: bool) -> None:
-    """Takes the output directory. ConfigError for one that is there, or, to resume, for one that
-    other settings made."""
-    path, asked = job.out / SETTINGS, job.settings()
+def contents_of(job: DraftJob, rows: RowTable) -> dict[str, str]:
+    """What the named files hold, beside their names: rows to train on, and the target's weights."""
+    learnt = (rows.ids.tobytes(), rows.weights.tobytes())
+    return {
+        "data_sha256": hashlib.sha256(b"".join(learnt)).hexdigest(),
+        "target_sha256": fingerprint(job.target),
+    }
+
+
+def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
+    """Takes the output directory. ConfigError for one that is there or cannot be made, or, to
+    resume, for one that was begun with other settings, or with files that had other contents."""
+    path, asked = job.out / SETTINGS, job.settings() | contents
     if not resume:
         if job.out.exists():
             raise ConfigError(
                 f"out is {str(job.out)!r}, which exists; expected a new directory, or --resume"
             )
-        job.out.mkdir(parents=True)
+        try:
+            job.out.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"out is {str(job.out)!r}: {error.strerror}; expected a new directory"
+            ) from error
         path.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
         return
     if not path.is_file():

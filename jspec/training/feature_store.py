@@ -27,6 +27,7 @@ from jspec.training.draft_head import TargetFeatures
 from jspec.training.examples import RowTable
 
 MANIFEST = "manifest.json"
+BLOCKS, BLOCK_BYTES = 64, 4096  # of a file, in its fingerprint
 Key = Mapping[str, Any]  # what the features depend on, as JSON
 
 
@@ -48,17 +49,33 @@ class FeatureStore:
 def key_of(
     target_path: Path, table: RowTable, *, aux_layer_ids: tuple[int, ...], dtype: Any
 ) -> Key:
-    """Target (its config.json and the sizes of its files), rows, captures and dtype."""
-    files = sorted(target_path.glob("*.safetensors"))
-    named = [(file.name, file.stat().st_size) for file in files]
-    config = (target_path / "config.json").read_bytes()
+    """Target, rows, captures and dtype."""
     return {
-        "target": hashlib.sha256(config + repr(named).encode()).hexdigest(),
+        "target": fingerprint(target_path),
         "rows": hashlib.sha256(table.ids.tobytes()).hexdigest(),
         "shape": list(table.ids.shape),
         "aux_layer_ids": list(aux_layer_ids),
         "dtype": np.dtype(dtype).name,
     }
+
+
+def fingerprint(target_path: Path) -> str:
+    """SHA-256 of config.json, and of name, size and evenly spread blocks of each file of weights.
+
+    A target that is trained further keeps names and sizes, but few of its bytes.
+    """
+    digest = hashlib.sha256((target_path / "config.json").read_bytes())
+    flat = (file for suffix in ("safetensors", "bin") for file in target_path.glob(f"*.{suffix}"))
+    for file in sorted((*flat, *(target_path / "orbax").rglob("*"))):
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(target_path)} {size}\n".encode())
+        with file.open("rb") as opened:
+            for i in range(BLOCKS):
+                opened.seek(size * i // BLOCKS)
+                digest.update(opened.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def open_features(folder: Path, key: Key) -> FeatureStore | None:

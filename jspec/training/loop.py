@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jspec.core.errors import TrainingError
 from jspec.core.pytree import pytree
 from jspec.training.data import BatchAt
 from jspec.training.data_parallel import Placement
@@ -164,6 +165,16 @@ def mean_metrics(
     return {key: value.tolist() for key, value in means.items()}
 
 
+def check_finite(loss: Any, *, step: int) -> None:
+    """TrainingError for a loss that is no number: no later step would mend its weights."""
+    value = float(loss)
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the loss is {value} at step {step}; expected a number: a lower learning_rate, or "
+            "more warmup_steps, in a new run"
+        )
+
+
 class _Run:
     """One run's changing parts: the state, the best parameters so far, and where they were."""
 
@@ -189,6 +200,7 @@ class _Run:
         show(
             self.name, step=step, num_steps=self.config.num_steps, progress=share, metrics=held_out
         )
+        check_finite(metrics["loss"], step=step)
         if metrics["loss"] < self.progress.best_loss:
             self.best = jax.tree.map(jnp.copy, self.state.ema)
             self.metrics = metrics
@@ -219,6 +231,7 @@ def train(
     frozen: a pytree passed to the loss untouched (a draft head's target), where `placement` has it.
     placement: whose devices share every batch; None: the first device alone. tokens_a_step: for
     the speed that is shown. Resumes from `checkpoint_dir` if it holds a checkpoint.
+    Raises TrainingError for a loss that is no number; no checkpoint is written of such a run.
     """
     placement = placement or Placement.single()
     checkpoints = _opened(checkpoint_dir) if checkpoint_dir else None
@@ -239,9 +252,11 @@ def train(
             timing = speed(run.clock, step=step, tokens_a_step=tokens_a_step)
             shown = {**values, "lr": rate, "seconds": run.clock.seconds(), **timing}
             show(name, step=step, num_steps=config.num_steps, progress=share, metrics=shown)
+            check_finite(values["loss"], step=step)
         if step % config.eval_every == 0:
             run.evaluate(evaluate, step=step)
         if step % config.checkpoint_every == 0:
+            check_finite(metrics["loss"], step=step)
             run.save(step=step)
         share = run.clock.progress(step)
     if step > first and step % config.eval_every:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jspec.cli import main
 from jspec.cli_info import size_of
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.model_spec import Eagle1Config
 from jspec.engine.checkpoint_info import describe
 from jspec.models.convert import Format, convert
+from jspec.models.eagle1 import eagle1_params, save_eagle1
+from jspec.models.hf_mtp import save_mtp, written_config
+from jspec.models.mtp_params import mtp_params
+from jspec.models.placement import init_params
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
 
@@ -57,6 +63,34 @@ def test_a_draft_is_read_beside_its_target(pair: TinyPair) -> None:
     assert info.problems == ()
     assert info.cache_bytes_per_token == 2 * 2 * 8 * 2
     assert "--speculative-algorithm EAGLE3" in info.serve
+
+
+def test_heads_that_name_a_language_model_are_told_by_their_tensors(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    """As EAGLE's own are published, and layers for multi-token prediction that are trained."""
+    for head in (copy_of(pair.draft_path, tmp_path / "eagle3"), tmp_path / "eagle"):
+        if head.name == "eagle":
+            eagle1 = Eagle1Config(layer=pair.draft_config.layer, draft_vocab_size=320)
+            params = init_params(eagle1_params(eagle1), seed=0)
+            save_eagle1(head, eagle1, params, dtype=np.float32)
+        config = json.loads((head / "config.json").read_text())
+        named = config | {"architectures": ["LlamaForCausalLM"]}
+        (head / "config.json").write_text(json.dumps(named))
+    for name, chained in (("mtp", False), ("chain", True)):
+        layer = pair.target_config.layers[0]
+        layers = written_config(pair.target_config, layer, num_layers=3, chained=chained)
+        own = init_params(mtp_params(layers), seed=0)
+        save_mtp(tmp_path / name, layers, own, target=pair.target_config, dtype=np.float32)
+    kinds = {"eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN", "chain": "NEXTN"}
+    for name, algorithm in kinds.items():
+        alone = describe(tmp_path / name)
+        assert (alone.kind, alone.algorithm, alone.problems) == ("draft", algorithm, ()), name
+        info = describe(tmp_path / name, target=pair.target_path)
+        assert (info.algorithm, info.problems) == (algorithm, ()), name
+        assert f"--speculative-algorithm {algorithm} --speculative-draft-model-path" in info.serve
+    itself = describe(pair.target_path, target=pair.target_path)
+    assert (itself.algorithm, itself.problems) == ("STANDALONE", ())
 
 
 def test_what_was_converted_to_orbax_is_the_same(pair: TinyPair, tmp_path: Path) -> None:

@@ -63,13 +63,39 @@ HOT_IDS = np.array([1, 2, 5, 11, 12, 19, 30, 31, 38], np.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A head as somebody publishes it. config: beside HEAD; hot: whether there is a map of ids."""
+    """A head as somebody publishes it. config: beside HEAD; hot: whether there is a map of ids.
+
+    more: tensors beside those that every head has, written down here and not as jspec reads them.
+    """
 
     config: dict[str, Any] = field(default_factory=dict)
     root: str = ""
     is_hot: bool = False
     has_fc_bias: bool = True
     owns_embed: bool = True
+    more: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """All tensors of the file."""
+        parts = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
+        parts += [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        found = {f"layers.0.{part}" for part in (*parts, "post_attention_layernorm.weight")}
+        found |= {"fc.weight", *self.more}
+        found |= {"fc.bias"} if self.has_fc_bias else set()
+        return found | ({"embed_tokens.weight"} if self.owns_embed else set())
+
+
+def biases(layer: int, *names: str) -> tuple[str, ...]:
+    return tuple(f"layers.{layer}.{name}_proj.bias" for name in names)
+
+
+QKV = tuple(f"self_attn.{part}" for part in "qkv")
+SECOND = (
+    *(f"layers.1.self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    *(f"layers.1.{part}_layernorm.weight" for part in ("input", "post_attention")),
+)
 
 
 LAYOUTS = {
@@ -84,12 +110,17 @@ LAYOUTS = {
         root="model.",
         has_fc_bias=False,
         owns_embed=False,
+        more=(*SECOND, *biases(0, *QKV), *biases(1, *QKV)),
     ),
     "hass_norms_with_frequent_ids": Layout(
         config={"architectures": ["LlamaForCausalLMEagle"], "add_para_norm": True},
         is_hot=True,
+        more=("embedding_layernorm.weight", "hidden_states_layernorm.weight"),
     ),
-    "with_every_bias": Layout(config={"attention_bias": True, "mlp_bias": True}),
+    "with_every_bias": Layout(
+        config={"attention_bias": True, "mlp_bias": True},
+        more=biases(0, *QKV, "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"),
+    ),
 }
 SHARED = LAYOUTS["qwen2_of_two_layers_without_bias_or_embedding"]
 
@@ -156,6 +187,7 @@ def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -
     params = load(tmp_path, config, hot_ids=hot_ids)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors = {name.removeprefix(layout.root): value for name, value in tensors.items()}
+    assert set(tensors) == layout.names
     shared = target_params()
     tensors.setdefault("embed_tokens.weight", np.asarray(shared["embed"]["table"]))
     ids = np.arange(V) if hot_ids is None else hot_ids
@@ -164,10 +196,10 @@ def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -
         head_dim=8,
         eps=1e-6,
         theta=3000.0,
-        num_layers=config.layer.num_layers,
+        num_layers=2 if set(SECOND) <= layout.names else 1,
         lm_head=np.asarray(shared["lm_head"]["kernel"]).T[ids],
         hot_ids=ids,
-        norms_inputs=config.norms_inputs,
+        norms_inputs="embedding_layernorm.weight" in layout.names,
     )
     np.testing.assert_array_equal(params["draft_ids"], ids)
     check_head(Eagle1Head(config, Ops()), params, reference, vocab_size=V, width=E)

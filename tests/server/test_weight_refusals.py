@@ -57,7 +57,8 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
     assert "model.layers.1.self_attn.q_proj.weight or " in str(caught.value)
     smaller = write_tiny_pair(tmp_path / "smaller", num_layers=4)
     with pytest.raises(
-        CheckpointError, match=r"layers has 4 entries; expected 3(.|\n)*unknown tensor"
+        CheckpointError,
+        match=r"config\.json: layers has 4 entries; expected 3(.|\n)*unknown tensor",
     ):
         served.update_weights_from_disk(str(smaller.target_path))
     for given, message in (

@@ -24,14 +24,14 @@ from jspec.core.config import Algorithm, RopeConfig
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError, ConfigError, JspecError
 from jspec.core.json_files import Fields
-from jspec.core.model_spec import DenseSpec, Gate, MoESpec, MtpConfig
+from jspec.core.model_spec import DenseSpec, Gate, MoESpec
 from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
 from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Decoder
-from jspec.models.mtp import RecurrentHead
-from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.mtp import MtpHead, RecurrentHead
+from jspec.models.mtp_params import mtp_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.models.stored import stored_tensors
@@ -39,13 +39,10 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.testing.tiny_models import tiny_tokenizer
 from tests.models.dense_forward import dense_forward
-from tests.models.glm_reference import GlmLayers
 from tests.models.head_laws import check_head
-from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
+from tests.models.mimo_v2_reference import MimoV2Reference
 from tests.models.mtp_reference import MtpReference, RecurrentReference
-from tests.models.qwen3_next_reference import Qwen3NextLayers
 from tests.models.random_params import assert_same
-from tests.models.step_reference import StepLayers
 from tests.models.test_families import attend_of
 from tests.speculative.engines import Compiled, dial_for, make_request, serve
 from tests.speculative.mtp_checkpoints import (
@@ -63,12 +60,17 @@ from tests.speculative.mtp_checkpoints import (
     load,
     write_checkpoint,
 )
+from tests.speculative.mtp_published import DEEPSEEK, PUBLISHED, QWEN, Published
 
 LLAMA = {
     **{name: value for name, value in TINY.items() if name != "max_window_layers"},
     "architectures": ["LlamaForCausalLM"],
     "rms_norm_eps": 1e-5,
 }
+PROPERTIES = (
+    *("recurrent", "chained", "hidden_first", "reads_normed", "feeds_normed"),
+    *("own_heads", "zeroes_first"),
+)
 CHAIN, TREE = (STEPS, 1, STEPS + 1), (STEPS, 2, 2 * STEPS + 1)
 
 
@@ -148,12 +150,12 @@ def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: P
         assert models.drafter.drafting is in_force.drafting
 
 
-def test_layers_compute_what_is_published(checkpoint: Path) -> None:
+def test_layers_compute_what_is_published(checkpoint: Path, published: Published) -> None:
     """Against float64: one layer by every law of a head, several each over its own rows alone."""
     models = load(checkpoint)
     drafter, draft = models.drafter, models.params["draft"]
     head = dataclasses.replace(layers_of(drafter), shard=Shard())
-    reference = reference_of(checkpoint, head.config, head.names)
+    reference = check_published(checkpoint, head, published)
     if head.config.recurrent:
         size, width = head.config.model.vocab_size, head.config.model.hidden_size
         recurrence = RecurrentReference.of(reference)
@@ -190,56 +192,24 @@ def test_layers_compute_what_is_published(checkpoint: Path) -> None:
             given = head.handed_on(draft, layer, out)
 
 
-def reference_of(
-    path: Path, config: MtpConfig, names: MtpNames, *, target: Path | None = None
+@pytest.fixture(scope="module")
+def published(checkpoint: Path) -> Published:
+    return PUBLISHED[load_model_spec(checkpoint).family]
+
+
+def check_published(
+    path: Path, head: MtpHead, published: Published, *, target: Path | None = None
 ) -> MtpReference:
-    """target: where embedding and lm_head are, if not in `path`."""
-    tensors = dict(load_file(path / "model.safetensors"))
-    of_target = tensors if target is None else load_file(target / "model.safetensors")
-    tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
-    tensors["head.weight"] = of_target["lm_head.weight"]
-    attention = config.model.layers[0].attention
+    """The layers in float64, as they are published; what the head declares must say the same."""
     fields = json.loads((path / "config.json").read_text())
-    make: Callable[..., MtpReference] = MtpReference
-    if "hybrid_layer_pattern" in fields:
-        own = MimoV2Reference(config=fields, tensors=tensors)
-        make = functools.partial(MimoV2Layers, target=own)
-    if "swiglu_limits" in fields:
-        first = fields["num_hidden_layers"]
-        limit = fields["swiglu_limits_shared"][first]
-        make = functools.partial(StepLayers, window=fields["sliding_window"], limit=limit)
-    if "first_k_dense_replace" in fields:
-        make = functools.partial(
-            Qwen3NextLayers if names.around else GlmLayers,
-            rotary=attention.rotary_dim or attention.head_dim,
-            top_k=fields["num_experts_per_tok"],
-            scale=fields["routed_scaling_factor"],
-        )
-    of_layers = {name: value for name, value in tensors.items() if names.is_layers(name)}
-    for name, value in of_layers.items():  # counted from 0, as the reference does
-        layer = next((i for i in range(STEPS) if name.startswith(names.of_layer(i))), 0)
-        rest = name.removeprefix(names.of_layer(layer)).removeprefix(names.around or "")
-        tensors[f"own.{layer}.{rest}"] = value
-    return make(
-        tensors=tensors,
-        prefix="own.{}.",
-        head_dim=attention.head_dim,
-        theta=attention.rope.theta,
-        eps=config.model.rms_norm_eps,
-        chained=config.chained,
-        hidden_first=config.hidden_first,
-        feeds_normed=config.feeds_normed,
-        own_heads=config.own_heads,
-        zeroes_first=config.zeroes_first,
-        names={
-            "enorm": names.embed_norm,
-            "hnorm": names.hidden_norm,
-            "eh_proj": names.fuse,
-            "final_layernorm": names.norm[0],
-            "shared_head.output": names.head[0],
-            "post_attention_layernorm": names.post_norm,
-        },
-    )
+    for name in PROPERTIES:
+        assert getattr(head.config, name) == getattr(published, name), name
+    num_layers = head.config.num_layers
+    stored = {
+        name for own in head.table for part in own.layouts[:1] for x in part for name in x.names
+    }
+    assert stored == published.tensor_names(fields, num_layers)
+    return published.reference(path, fields, num_layers=num_layers, target=target)
 
 
 def without_layers(path: Path) -> None:
@@ -353,9 +323,6 @@ def test_glm_4_5_as_published(tmp_path: Path) -> None:
         load_model_spec(tmp_path)
 
 
-DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
-
-
 def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
     """A dense layer without a target, with what such exports repeat of the target's."""
     config = GLM_4_5_AIR | TINY_GLM | {"n_routed_experts": None, "use_qk_norm": False}
@@ -391,7 +358,7 @@ def test_a_layer_of_its_own_drafts_for_a_dense_target(architecture: str, tmp_pat
     models = load(target, speculative_draft_model_path=str(alone))
     assert models.config.algorithm is Algorithm.NEXTN
     head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
-    reference = reference_of(alone, head.config, head.names, target=target)
+    reference = check_published(alone, head, PUBLISHED[architecture], target=target)
     check_head(
         RecurrentHead(head),
         models.params["draft"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.testing.tiny_models import write_tiny_pair
@@ -20,6 +21,7 @@ from jspec.training.draft_job import run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.examples import RowTable
+from jspec.training.feature_store import fingerprint
 from jspec.training.loop import LoopConfig
 
 LENGTH = 16
@@ -138,6 +140,21 @@ def test_stored_features_teach_what_the_targets_own_forward_does(
     wider = replace(RECIPE, length=LENGTH + 4)
     with pytest.raises(ConfigError, match="has features whose rows is"):
         run(folder, tmp_path / "wider", features_dir=tmp_path / "features", recipe=wider)
+    assert not (tmp_path / "wider").exists()
+
+
+def test_a_target_that_was_trained_further_is_another(folder: Path, tmp_path: Path) -> None:
+    """Under the same names and sizes: features of the one are not the other's."""
+    found = []
+    for name, factor in (("ours", 1.0), ("same", 1.0), ("theirs", 1.01)):
+        file = shutil.copytree(folder / "target", tmp_path / name) / "model.safetensors"
+        tensors = load_file(file)
+        tensors |= {key: x * factor for key, x in tensors.items() if "down_proj" in key}
+        save_file(tensors, file)
+        found.append((file.stat().st_size, fingerprint(tmp_path / name)))
+    assert found[0] == found[1]
+    assert found[0][0] == found[2][0]
+    assert found[0][1] != found[2][1]
 
 
 def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
@@ -154,7 +171,10 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": Kind.EAGLE3}, r"a target of 3 layers has no default EAGLE-3 layers"),
+        (
+            {"kind": Kind.EAGLE3},
+            r"a target of 3 layers has no default EAGLE-3 layers .* or aux_layer_ids where one is",
+        ),
         ({"kind": Kind.EAGLE3, "aux_layer_ids": (1, 2)}, r"aux_layer_ids is \(1, 2\); expected"),
         ({"kind": Kind.EAGLE3, "aux_layer_ids": (0, 4)}, r"expected ids in \[0, 3\]"),
         ({"draft_vocab_size": 9}, "draft_vocab_size is 9, but the head is EAGLE; expected it"),
@@ -167,6 +187,7 @@ def test_what_the_target_says_itself_counts_from_its_first_token() -> None:
         ({"num_devices": 3}, "batch_size is 4; expected a multiple of 3"),
         ({"recipe": replace(RECIPE, length=512)}, "length is 512; expected at most 256"),
         ({"held_out": Path("absent.jsonl")}, "absent.jsonl is no file"),
+        ({"features_dir": Path(__file__)}, "features_dir is .*: File exists; expected a directory"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -188,6 +209,24 @@ def test_an_output_directory_is_not_taken_twice(
         run(folder, folder / "undisturbed", resume=True, recipe=other)
     with pytest.raises(ConfigError, match=r"settings.json does not exist"):
         run(folder, tmp_path, resume=True)
+    with pytest.raises(ConfigError, match=r"data.jsonl/out': Not a directory; expected a new"):
+        run(folder, folder / "data.jsonl" / "out")
+
+
+def test_a_run_is_not_resumed_over_other_lines(
+    folder: Path, undisturbed: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """A file that was written anew meanwhile, under its name."""
+    assert undisturbed
+    out = shutil.copytree(folder / "undisturbed", tmp_path / "out")
+    data = folder / "data.jsonl"
+    lines = data.read_text()
+    try:
+        data.write_text(lines.replace("line 7", "line seven"))
+        with pytest.raises(ConfigError, match=r"data_sha256 is '.*'; expected '.*', with which"):
+            run(folder, out, resume=True)
+    finally:
+        data.write_text(lines)
 
 
 def test_a_tokenizer_beyond_the_targets_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jspec.core.errors import TrainingError
 from jspec.training import loop
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.loop import LoopConfig
+from tests.interruption import interruption
 
 CONFIG = LoopConfig(
     num_steps=8,
@@ -81,12 +84,37 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_interrupt_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    """One that comes while a state is written: what began is written to its end."""
+    large = np.random.default_rng(0).random(2**22, np.float32)  # takes longer than the interrupt
+    state = loop.init_state({"w": jnp.asarray(large)}, CONFIG)
+    checkpoints = Checkpoints(tmp_path)
+    with interruption(lambda: None):
+        checkpoints.save(state, state.ema, loop.Progress())
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    found = checkpoints.restore(state)
+    assert found is not None
+    np.testing.assert_array_equal(found[1]["w"], large)
+
+
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     first = run(tmp_path)
     again = run(tmp_path, cut_at=0)
     assert again.num_steps == first.num_steps
     for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("seldom", "step"), [("log_every", 4), ("log_every eval_every", 6), ("checkpoint_every", 3)]
+)
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, seldom: str, step: int) -> None:
+    """Whatever is looked at first, and no checkpoint of it is left."""
+    config = replace(CONFIG, peak_learning_rate=1e30, warmup_steps=0, checkpoint_every=6)
+    config = replace(config, **dict.fromkeys(seldom.split(), 100))
+    with pytest.raises(TrainingError, match=f"the loss is (nan|inf) at step {step}; expected"):
+        run(tmp_path, config=config)
+    assert Checkpoints(tmp_path).restore(loop.init_state(start(), CONFIG)) is None
 
 
 def test_the_best_evaluation_is_kept() -> None:

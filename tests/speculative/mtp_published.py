@@ -1,0 +1,197 @@
+"""What is known of each published layer for multi-token prediction, beside jspec's own reading.
+
+Written by hand, off SGLang's and vLLM's loaders and forwards, so that a family that is read wrongly
+(another order, another norm, a tensor under another's name) differs from its float64 forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from tests.models.glm_reference import GlmLayers
+from tests.models.mimo_v2_reference import MimoV2Layers, MimoV2Reference
+from tests.models.mtp_reference import MtpReference
+from tests.models.qwen3_next_reference import Qwen3NextLayers
+from tests.models.step_reference import StepLayers
+
+ATTENTION = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
+QK_NORMS = ("q_norm.weight", "k_norm.weight")
+MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+EXPERTS = tuple(f"experts.{e}.{part}" for e in range(6) for part in MLP)
+MIXTURE = ("gate.weight", "gate.e_score_correction_bias", *EXPERTS)
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One layout. prefix: of a layer, its number left open; first: the number of layer 0.
+
+    around: of what stands around a layer, where that is another. names: where they are not enorm,
+    hnorm, eh_proj, final_layernorm, shared_head.output and post_attention_layernorm.
+    attention, mlp: the tensors of layer 0. make: the forward, off config.json and all tensors.
+    """
+
+    prefix: str
+    first: Callable[[Fields], int] = lambda _: 0
+    around: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    attention: tuple[str, ...] = ATTENTION
+    mlp: tuple[str, ...] = MLP
+    recurrent: bool = False
+    chained: bool = False
+    hidden_first: bool = False
+    reads_normed: bool = True
+    feeds_normed: bool = False
+    own_heads: bool = False
+    zeroes_first: bool = False
+    theta: Callable[[Fields], float] = lambda fields: float(fields["rope_theta"])
+    make: Callable[..., MtpReference] = lambda _, **settings: MtpReference(**settings)
+
+    def tensor_names(self, fields: Fields, num_layers: int) -> set[str]:
+        """All that a file has of the layers."""
+        found = set()
+        for layer in range(num_layers):
+            own = self.prefix.format(self.first(fields) + layer)
+            outer = own if self.around is None else self.around
+            head = ("shared_head.output",) if self.own_heads else ()
+            for name in ("enorm", "hnorm", "eh_proj", "final_layernorm", *head):
+                found.add(f"{outer}{self.names.get(name, name)}.weight")
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                found.add(f"{own}{self.names.get(name, name)}.weight")
+            found |= {f"{own}self_attn.{name}" for name in self.attention}
+            found |= {f"{own}mlp.{name}" for name in self.mlp}
+        return found
+
+    def reference(
+        self, path: Path, fields: Fields, *, num_layers: int, target: Path | None = None
+    ) -> MtpReference:
+        """The layers in float64. target: where embedding and lm_head are, if not in `path`."""
+        tensors = dict(load_file(path / "model.safetensors"))
+        of_target = tensors if target is None else load_file(target / "model.safetensors")
+        tensors["embed.weight"] = of_target["model.embed_tokens.weight"]
+        tensors["head.weight"] = of_target["lm_head.weight"]
+        for layer in range(num_layers):  # counted from 0, as the reference does
+            prefix = self.prefix.format(self.first(fields) + layer)
+            for before in (self.around or prefix, prefix):
+                tensors |= {
+                    f"own.{layer}.{name.removeprefix(before)}": tensors[name]
+                    for name in self.tensor_names(fields, num_layers)
+                    if name.startswith(before)
+                }
+        return self.make(
+            fields,
+            tensors=tensors,
+            prefix="own.{}.",
+            head_dim=fields["head_dim"],
+            theta=self.theta(fields),
+            eps=fields.get("rms_norm_eps", fields.get("layernorm_epsilon")),
+            chained=self.chained,
+            hidden_first=self.hidden_first,
+            feeds_normed=self.feeds_normed,
+            own_heads=self.own_heads,
+            zeroes_first=self.zeroes_first,
+            names=self.names,
+        )
+
+
+def behind_the_target(fields: Fields) -> int:
+    return int(fields["num_hidden_layers"])
+
+
+def mimo_v2_layers(fields: Fields, **settings: Any) -> MtpReference:
+    own = MimoV2Reference(config=dict(fields), tensors=settings["tensors"])
+    return MimoV2Layers(target=own, **settings)
+
+
+def step_layers(fields: Fields, **settings: Any) -> MtpReference:
+    limit = fields["swiglu_limits_shared"][behind_the_target(fields)]
+    return StepLayers(window=fields["sliding_window"], limit=limit, **settings)
+
+
+def with_experts(make: Callable[..., GlmLayers], rotary: float) -> Callable[..., MtpReference]:
+    """rotary: the share of each head that RoPE turns, where config.json says nothing."""
+
+    def made(fields: Fields, **settings: Any) -> MtpReference:
+        share = fields.get("partial_rotary_factor")
+        return make(
+            rotary=int(fields["head_dim"] * (rotary if share is None else share)),
+            top_k=fields["num_experts_per_tok"],
+            scale=fields["routed_scaling_factor"],
+            **settings,
+        )
+
+    return made
+
+
+DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
+PUBLISHED = {
+    "mimo": Published(
+        prefix="model.mtp_layers.{}.",
+        names={"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"},
+        attention=(*ATTENTION, *BIASES),
+        recurrent=True,
+        hidden_first=True,
+        feeds_normed=True,
+        zeroes_first=True,
+    ),
+    "mimo_v2": Published(
+        prefix="model.mtp.layers.{}.",
+        names={"post_attention_layernorm": "pre_mlp_layernorm"},
+        attention=(*ATTENTION, "attention_sink_bias"),
+        reads_normed=False,
+        theta=lambda fields: float(fields["swa_rope_theta"]),
+        make=mimo_v2_layers,
+    ),
+    "step3p5": Published(
+        prefix="model.layers.{}.",
+        first=behind_the_target,
+        names={
+            "final_layernorm": "transformer.shared_head.norm",
+            "shared_head.output": "transformer.shared_head.output",
+        },
+        attention=(*ATTENTION, *QK_NORMS, "g_proj.weight"),
+        chained=True,
+        reads_normed=False,
+        own_heads=True,
+        theta=lambda fields: float(fields["rope_theta"][behind_the_target(fields)]),
+        make=step_layers,
+    ),
+    "glm4_moe": Published(
+        prefix="model.layers.{}.",
+        first=behind_the_target,
+        names={"final_layernorm": "shared_head.norm"},
+        attention=(*ATTENTION, *BIASES, *QK_NORMS),
+        mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
+        recurrent=True,
+        feeds_normed=True,
+        make=with_experts(GlmLayers, 0.5),
+    ),
+    DEEPSEEK: Published(
+        prefix="model.layers.{}.",
+        names={"final_layernorm": "shared_head.norm"},
+        attention=(*ATTENTION, *BIASES),
+        recurrent=True,
+        feeds_normed=True,
+        make=with_experts(GlmLayers, 1.0),
+    ),
+    QWEN: Published(
+        prefix="mtp.layers.{}.",
+        around="mtp.",
+        names={
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "eh_proj": "fc",
+            "final_layernorm": "norm",
+        },
+        attention=(*ATTENTION, *BIASES, *QK_NORMS),
+        recurrent=True,
+        feeds_normed=True,
+        make=with_experts(Qwen3NextLayers, 0.25),
+    ),
+}
