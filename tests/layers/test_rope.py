@@ -18,8 +18,9 @@ from jspec.core.json_files import Fields
 from jspec.core.rope_io import read_rope
 from jspec.layers.rope import angles_of, inverse_frequencies
 from jspec.pallas_kernels.kv_write.rotation import rotate
+from tests.golden_arrays import arrays_of
 
-YARN = np.load(Path(__file__).parents[1] / "golden" / "yarn.npz")
+YARN = arrays_of(Path(__file__).parents[1] / "golden" / "yarn.npz")
 LLAMA31 = RopeConfig(
     theta=500000.0,
     factor=8.0,

@@ -36,6 +36,7 @@ from jspec.models.registry import FAMILIES, family_named
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from tests.golden_arrays import arrays_of
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
 
@@ -86,7 +87,7 @@ def attend_of(spec: AttentionSpec) -> Attend:
 
 def assert_equals_transformers(variant: str, logits: Any, hidden: Any, aux: Any) -> None:
     """aux holds the input of every layer, first to last."""
-    golden = np.load(GOLDEN / variant / "outputs.npz")
+    golden = arrays_of(GOLDEN / variant / "outputs.npz")
     *inputs, last = golden["hidden_states"]  # the last one is after the final norm
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     for i, (mine, expected) in enumerate(
@@ -100,7 +101,7 @@ def assert_equals_transformers(variant: str, logits: Any, hidden: Any, aux: Any)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_dense_forward_equals_transformers(variant: str) -> None:
     spec, params = loaded(variant)
-    token_ids = np.load(GOLDEN / variant / "outputs.npz")["token_ids"]
+    token_ids = arrays_of(GOLDEN / variant / "outputs.npz")["token_ids"]
     outputs = dense_forward(
         spec,
         params,
@@ -115,7 +116,7 @@ def test_the_dense_forward_equals_transformers(variant: str) -> None:
 def test_step_writes_what_transformers_writes() -> None:
     """200 ids, each the best one behind all before it, far beyond the windows."""
     spec, params = loaded("step3p5")
-    ids = np.load(GOLDEN / "step3p5" / "outputs.npz")["greedy"]
+    ids = arrays_of(GOLDEN / "step3p5" / "outputs.npz")["greedy"]
     logits, _, _ = dense_forward(spec, params, ids[:-1], aux_layer_ids=(), attend_of=attend_of)
     assert np.asarray(logits).argmax(axis=-1).tolist() == ids[1:].tolist()
     assert len(ids) == 201
@@ -131,7 +132,7 @@ def attend_to_all(spec: AttentionSpec) -> Attend:
 def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
     """So that a window left out is seen, from the ninth token on."""
     spec, params = loaded(variant)
-    golden = np.load(GOLDEN / variant / "outputs.npz")
+    golden = arrays_of(GOLDEN / variant / "outputs.npz")
     ids = golden["token_ids"]
     logits, _, _ = dense_forward(spec, params, ids, aux_layer_ids=(), attend_of=attend_to_all)
     apart = np.abs(np.asarray(logits) - golden["logits"]).max(axis=-1)
@@ -151,7 +152,7 @@ def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
 def test_chunks_over_pages_equal_transformers(variant: str, ops: str) -> None:
     """A prompt's chunk, then a few tokens at a time, as a verification has them."""
     spec, params = loaded(variant)
-    token_ids = np.load(GOLDEN / variant / "outputs.npz")["token_ids"]
+    token_ids = arrays_of(GOLDEN / variant / "outputs.npz")["token_ids"]
     decoder = Decoder(spec, OPS[ops], aux_layer_ids=tuple(range(spec.num_layers)))
     pools = empty_pools(
         cache_groups(spec, name="target"),

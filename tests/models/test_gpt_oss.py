@@ -47,6 +47,7 @@ from jspec.models.stored import check_names, on_host, param_reads, stored_tensor
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts.packed import unpacked
+from tests.golden_arrays import arrays_of
 from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
@@ -377,7 +378,7 @@ def pools_of(spec: ModelSpec, *, ops: str, shards: int = 1) -> Any:
 
 def test_two_shards_give_the_logits_of_one() -> None:
     spec = load_model_spec(GOLDEN)
-    golden = np.load(GOLDEN / "outputs.npz")
+    golden = arrays_of(GOLDEN / "outputs.npz")
     mesh = sharding.make_mesh(jax.devices("cpu")[:2])
     decoder = Decoder(spec, OPS["xla"], Shard(2, sharding.TENSOR_AXIS))
     params = {"target": load_target(GOLDEN, spec, dtype=np.float32, shards=2)}

@@ -24,6 +24,7 @@ from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
+from tests.golden_arrays import arrays_of
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.head_laws import PagedHead, check_head
 
@@ -53,7 +54,7 @@ def golden_target(size: int) -> ModelSpec:
 
 
 def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
-    golden = np.load(GOLDEN / name / "outputs.npz")
+    golden = arrays_of(GOLDEN / name / "outputs.npz")
     config = load_eagle3_config(
         GOLDEN / name, target=golden_target(golden["aux_hidden"].shape[1] // 3)
     )

@@ -24,6 +24,7 @@ from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
+from tests.golden_arrays import arrays_of
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same, random_params
 
@@ -68,7 +69,7 @@ def rewrite(path: Path, **changes: Any) -> None:
 def test_logits_and_aux_hidden_equal_transformers(variant: str) -> None:
     config = load_model_spec(GOLDEN / variant)
     params = load_target(GOLDEN / variant, config, dtype=np.float32)
-    golden = np.load(GOLDEN / variant / "outputs.npz")
+    golden = arrays_of(GOLDEN / variant / "outputs.npz")
     ids = tuple(range(config.num_layers))
     logits, hidden, aux = dense_forward(config, params, golden["token_ids"], aux_layer_ids=ids)
     assert_close(logits, golden["logits"])

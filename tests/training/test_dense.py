@@ -14,6 +14,7 @@ import pytest
 
 from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.training.dense import causal_attend, forward, lm_logits
+from tests.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed")  # gpt_oss has windows, sinks and a mixture
@@ -29,7 +30,7 @@ SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed")  # gpt_oss has windows, sinks and a
 def test_the_teacher_equals_transformers(variant: str) -> None:
     spec = load_model_spec(GOLDEN / variant)
     host = load_target(GOLDEN / variant, spec, dtype=np.float32)
-    golden = np.load(GOLDEN / variant / "outputs.npz")
+    golden = arrays_of(GOLDEN / variant / "outputs.npz")
     ids = np.stack([golden["token_ids"], np.roll(golden["token_ids"], 5)])
     params = jax.tree.map(jnp.asarray, host)
     with jax.default_matmul_precision("highest"):
