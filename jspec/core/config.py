@@ -85,8 +85,8 @@ class ServeLimits:
                     f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
                     f"than {self.spec}, and not that one again"
                 )
-        if not 0 <= self.overlap_depth <= 2:
-            raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1 or 2")
+        if not 0 <= self.overlap_depth <= 3:
+            raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1, 2 or 3")
         if self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
         if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int):

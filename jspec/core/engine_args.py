@@ -241,10 +241,10 @@ class EngineArgs:
     )
     overlap_depth: int = argument(
         1,
-        "Steps dispatched before the one being read, 0 to 2: the same tokens",
+        "Steps dispatched before the one being read, 0 to 3: the same tokens",
         _MEMORY,
         low=0,
-        high=2,
+        high=3,
         shorthands=(
             Shorthand(
                 flag="--disable-overlap-schedule", value=0, text="The same as --overlap-depth 0"

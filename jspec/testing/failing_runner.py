@@ -32,8 +32,11 @@ class FailingRunner(FakeRunner):
         may_restart: threading.Event | None = None,
         token_at: TokenAt = hash_token,
         step_seconds: float = 0.0,
+        accepted_at: TokenAt | None = None,
     ) -> None:
-        super().__init__(limits, token_at=token_at, step_seconds=step_seconds)
+        super().__init__(
+            limits, token_at=token_at, step_seconds=step_seconds, accepted_at=accepted_at
+        )
         self._may_restart = may_restart
         self._fails_at_dispatch = fails_at_dispatch
         self._fails_at_collect = fails_at_collect

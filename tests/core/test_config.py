@@ -108,7 +108,7 @@ def test_the_page_table_is_wide_enough_at_every_page_size(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overlap_depth": 3}, "overlap_depth is 3; expected 0, 1 or 2"),
+        ({"overlap_depth": 4}, "overlap_depth is 4; expected 0, 1, 2 or 3"),
         ({"overlap_depth": -1}, "overlap_depth is -1"),
         ({"num_rounds": 0}, "num_rounds is 0; expected at least 1"),
         ({"num_rounds": 1.5}, "num_rounds is 1.5; expected an integer"),

@@ -255,7 +255,7 @@ def test_retraction_changes_no_token() -> None:
     assert (served.num_leaked_pages, served.num_free_pages) == (0, 80)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 3])
 def test_endings_and_slot_reuse_with_steps_in_flight_change_nothing(depth: int) -> None:
     """Two slots for six requests: every ending is met by a step in flight and a new tenant."""
     requests = six_requests()

@@ -12,14 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.config import PriorityOrder, ServeLimits, WindowSpace
 from jspec.core.errors import QueueFullError, RequestError
 from jspec.core.plan import StepPlan
 from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
 from jspec.scheduler.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.transcript import Tally
-from jspec.testing.fake_runner import FakeRunner, hash_token, random_acceptance, small_limits
+from jspec.testing.failing_runner import FailingRunner
+from jspec.testing.fake_runner import hash_token, random_acceptance, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 from jspec.testing.random_shapes import RandomShapes
 
@@ -52,7 +53,7 @@ class Interleavings(RuleBasedStateMachine):
         spec=st.sampled_from(SPECS),
         page_size=st.sampled_from([1, 4, 16, 64]),
         capacity_pages=st.integers(1, 3),
-        depth=st.integers(0, 2),
+        depth=st.integers(0, 3),
         num_rounds=st.sampled_from([1, 2, 3, 7]),
         num_slots=st.integers(1, 4),
         chunk_size=st.integers(1, 16),
@@ -63,6 +64,7 @@ class Interleavings(RuleBasedStateMachine):
         spare_pages=st.integers(0, 6) | st.integers(0, 60),
         prefix_cache=st.booleans(),
         shapes_seed=st.none() | st.integers(0, 9),
+        order=st.sampled_from(PriorityOrder),
     )
     def start(
         self,
@@ -80,6 +82,7 @@ class Interleavings(RuleBasedStateMachine):
         spare_pages: int,
         prefix_cache: bool,
         shapes_seed: int | None,
+        order: PriorityOrder,
     ) -> None:
         roomy = small_limits(
             steps_topk_nodes=spec,
@@ -96,10 +99,10 @@ class Interleavings(RuleBasedStateMachine):
             shapes=smaller(spec) if shapes_seed is not None else (),
         )
         num_pages = capacity_pages * 64 // page_size + roomy.spec.num_scratch_pages(page_size)
-        full = replace(roomy, num_pages=num_pages)
+        full = replace(roomy, num_pages=num_pages, priority_order=order)
         self.limits = with_windows(full, windows, spare_pages=spare_pages)
         self.accepted_at = random_acceptance(acceptance, spec[0], salt=salt)
-        self.runner = FakeRunner(self.limits, accepted_at=self.accepted_at)
+        self.runner = FailingRunner(self.limits, accepted_at=self.accepted_at)
         self.scheduler = Scheduler(
             self.limits,
             make_stream=FakeTextStream.for_request,
@@ -118,6 +121,7 @@ class Interleavings(RuleBasedStateMachine):
         eos=st.lists(st.integers(0, 40), max_size=1),
         seed=st.integers(0, 2**64 - 1) | st.integers(0, 1),
         extra_key=st.sampled_from([None, None, "k"]),
+        priority=st.integers(-2, 2),
     )
     def submit(
         self,
@@ -129,6 +133,7 @@ class Interleavings(RuleBasedStateMachine):
         prompt_len: int = 0,
         prompt: tuple[int, ...] = (),
         extra_key: str | None = None,
+        priority: int = 0,
     ) -> None:
         name = f"r{len(self.requests)}"
         prompt_ids = prompt or (0,) * prompt_len
@@ -144,6 +149,7 @@ class Interleavings(RuleBasedStateMachine):
             seed=seed,
             eos_token_ids=tuple(eos),
             extra_key=extra_key,
+            priority=0 if self.limits.priority_order is PriorityOrder.OFF else priority,
         )
         try:
             self.scheduler.submit(request)
@@ -213,6 +219,15 @@ class Interleavings(RuleBasedStateMachine):
         for chunk in self.scheduler.commit(self.in_flight.popleft(), self.runner.collect()):
             self.receive(chunk)
 
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def lose(self) -> None:
+        """The device fails: what was not read is lost, with the prefix cache, and nothing more."""
+        assert self.scheduler.lose(most=1000) == []
+        assert self.scheduler.stats.num_cached_pages == 0
+        self.in_flight.clear()
+        self.runner.restart()
+
     @rule(turns=st.integers(1, 30))
     def run_on(self, turns: int) -> None:
         for _ in range(turns):
@@ -234,10 +249,13 @@ class Interleavings(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        turns = 0
         while self.live or self.in_flight:
+            turns += 1
+            assert turns < 3000, "it runs on without an end"
             self.dispatch(count=3)
-            if self.in_flight:
-                self.collect()
+            assert self.in_flight, "nothing runs, and requests are left"
+            self.collect()
         stats = self.scheduler.stats
         assert stats.num_free_pages == stats.num_pages
         sizes = tuple(space.num_pages for space in self.limits.windows)

@@ -22,7 +22,7 @@ from .test_loop import LONG, check_output, make_loop, make_request, read, run, u
 OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("windows", [(), (WindowSpace(window=8, num_pages=64),)], ids=len)
 def test_rows_are_filled_anew_and_write_the_same_text(
     depth: int, windows: tuple[WindowSpace, ...]

@@ -43,7 +43,7 @@ def chunks_of(limits: ServeLimits, *, acceptance: float) -> dict[str, list[Strea
 
 
 @pytest.mark.parametrize("spec", [(0, 1, 1), (3, 1, 4), (2, 2, 4)])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_rounds", [2, 3, 8])
 def test_chunks_and_counters_are_those_of_single_rounds(
     spec: tuple[int, int, int], depth: int, num_rounds: int

@@ -153,7 +153,7 @@ def test_requests_are_admitted_in_order_and_nobody_overtakes() -> None:
     assert admitted == ["a", "big", "small"]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_no_step_is_dispatched_for_tokens_already_under_way(depth: int) -> None:
     bench = Bench(small_limits(overlap_depth=depth))
     bench.submit(make_request(max_new_tokens=1))
@@ -225,7 +225,7 @@ def test_abort_gives_back_the_text_held_for_a_stop_string() -> None:
     assert (last.text, last.completion_tokens) == ("a", 1)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_page_pressure_retracts_the_newest_and_changes_no_token(depth: int, page_size: int) -> None:
     num_pages = 160 // page_size

@@ -66,7 +66,7 @@ def test_the_worked_example_of_a_prompt() -> None:
     assert num_free == [20 - 2, 20 - 2, 20 - 2]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: int) -> None:
     limits = replace(FULL, overlap_depth=depth, num_rounds=num_rounds)
