@@ -1,13 +1,17 @@
-"""Connections that send too slowly, and too many of them: uvicorn's protocol with bounds.
+"""Connections that send or read too slowly, and too many of them: uvicorn's protocol with bounds.
 
-uvicorn waits for ever for the first byte, and for the rest, of a request's head.
+uvicorn waits for ever for the first byte, and for the rest, of a request's head; and for a client
+that takes nothing of its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
+import socket
+import struct
 from typing import Any
 
 import h11
@@ -15,7 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOGGER = logging.getLogger("jspec.server")
 MAX_CONNECTIONS = 4096
-OWN_FILES = 128  # file descriptors that are no connections
+SPARE_FILES = 32  # file descriptors that are no connections, beside those open at the start
+_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -23,18 +28,23 @@ _TOO_MANY = (
 )
 
 
-def most_connections() -> int:
-    """As many as this process may have files open for, and at most MAX_CONNECTIONS."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def most_connections(most_files: int | None = None) -> int:
+    """As many as this process may have files open for beside its own, and at most MAX_CONNECTIONS.
+
+    most_files: how many it may have open; None: what the system says.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if most_files is None else most_files
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(min(soft - OWN_FILES, MAX_CONNECTIONS), 1)
+    own = SPARE_FILES + min(len(os.listdir("/dev/fd")), soft // 2)
+    return max(min(soft - own, MAX_CONNECTIONS), 1)
 
 
 def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Protocol]:
     """uvicorn's protocol for a server that waits head_seconds for the whole head of a request,
-    from the connection's start or from the first byte after the answer before, and that closes
-    connections beyond max_connections."""
+    from the connection's start or from the first byte after the answer before, that closes
+    connections whose client takes nothing of an answer for as long, and those beyond
+    max_connections."""
 
     class BoundedProtocol(H11Protocol):
         """One connection."""
@@ -42,15 +52,34 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._timer: asyncio.TimerHandle | None = None
+            self._watch: asyncio.TimerHandle | None = None
+            self._num_unsent = 0  # bytes that waited for the client at the last look
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > max_connections:
                 LOGGER.warning("more than %d connections: one was closed", max_connections)
-                transport.write(_TOO_MANY)
-                transport.close()
-                return
+                if not self._make_room():
+                    transport.write(_TOO_MANY)
+                    transport.close()
+                    return
             self._timer = self.loop.call_later(head_seconds, self._on_timeout)
+            self._look()
+
+        def _make_room(self) -> bool:
+            """Closes the connection that waits for its head the longest; False if none does."""
+            waiting = [
+                (each._timer.when(), each)
+                for each in self.connections
+                if isinstance(each, BoundedProtocol) and each._timer is not None
+            ]
+            if not waiting:
+                return False
+            _, oldest = min(waiting, key=lambda pair: pair[0])
+            oldest._stop_timer()
+            oldest.transport.write(_TOO_MANY)
+            oldest.transport.close()
+            return True
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -63,7 +92,13 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            if self._watch is not None:
+                self._watch.cancel()
             super().connection_lost(exc)
+
+        def resume_writing(self) -> None:
+            self._num_unsent = 0
+            super().resume_writing()
 
         def _stop_timer(self) -> None:
             if self._timer is not None:
@@ -75,5 +110,24 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
             if not self.transport.is_closing():
                 self.transport.write(_TIMEOUT)
                 self.transport.close()
+
+        def _look(self) -> None:
+            """Ends the connection if what waits for its client is no less than at the last look.
+
+            Nothing is added while writing is paused or the connection closes, so it is less
+            wherever the client takes anything.
+            """
+            is_held = self.flow.write_paused or self.transport.is_closing()
+            num_unsent = self.transport.get_write_buffer_size() if is_held else 0
+            if 0 < self._num_unsent <= num_unsent:
+                LOGGER.warning("a client took nothing for %g s: closed", head_seconds)
+                # By a reset: else the system keeps what it took for as long as the client likes.
+                self.transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _RESET
+                )
+                self.transport.abort()
+                return
+            self._num_unsent = num_unsent
+            self._watch = self.loop.call_later(head_seconds, self._look)
 
     return BoundedProtocol

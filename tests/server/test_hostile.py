@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -33,7 +34,9 @@ from .helpers import ask, wait_idle
 def serving(engine: Engine, **options: Any) -> Iterator[int]:
     """A live server with short time-outs; its port."""
     args = options.get("args") or ServerArgs(request_timeout=0.5, log_interval=0)
-    protocol = bounded_protocol(head_seconds=0.5, max_connections=options.get("most", 64))
+    protocol = bounded_protocol(
+        head_seconds=options.get("head_seconds", 0.5), max_connections=options.get("most", 64)
+    )
     config = uvicorn.Config(create_app(engine, args), port=0, log_config=None, http=protocol)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -50,7 +53,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[int]:
 def send(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
     """All that the server answers until it closes the connection."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         for part in parts:
             connection.sendall(part)
             time.sleep(pause)
@@ -91,10 +94,53 @@ def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
     assert len(answer["output_ids"]) == 700
 
 
+IDS = json.dumps({"tokens": [5] * 3_000_000}).encode()  # its answer outgrows what systems buffer
+PATIENT = ServerArgs(request_timeout=60, log_interval=0)  # with bodies
+
+
+def ask_for_much(port: int, version: bytes, *, buffer: int) -> socket.socket:
+    """A connection with an answer of 6 MB to come. 1.0: after which the server closes it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", port))
+    head = b"POST /detokenize HTTP/%b\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % (version, len(IDS)) + IDS)
+    return connection
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_reads_ends_the_connection(engine: Engine) -> None:
+    with serving(engine, args=PATIENT) as port:
+        held = [ask_for_much(port, version, buffer=4096) for version in (b"1.1", b"1.0")]
+        for connection in held:
+            with connection:
+                poll = select.poll()
+                poll.register(connection, select.POLLERR | select.POLLHUP)
+                assert poll.poll(30_000), "it is held for as long as the client likes"
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_read_slowly_comes_whole(engine: Engine) -> None:
+    with (
+        serving(engine, args=PATIENT) as port,
+        ask_for_much(port, b"1.0", buffer=65536) as connection,
+    ):
+        num_bytes, began = 0, time.monotonic()
+        while data := connection.recv(100_000):
+            num_bytes += len(data)
+            if time.monotonic() < began + 2:  # of 0.5 in which something must be taken
+                time.sleep(0.05)
+        assert num_bytes > 3_000_000
+
+
 def test_connections_are_bounded(engine: Engine) -> None:
     assert 1 <= most_connections() <= 4096
+    assert most_connections(128) > 32  # files open beside them are counted, not guessed
+    assert most_connections(3) == 1
     with serving(engine, most=2) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+        for connection in held:  # whose bodies are to come
+            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
         time.sleep(0.1)
         assert send(port).startswith(b"HTTP/1.1 503")
         for connection in held:
@@ -103,6 +149,24 @@ def test_connections_are_bounded(engine: Engine) -> None:
         assert b"200 OK" in send(
             port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         )
+
+
+def test_who_has_sent_no_head_makes_room(engine: Engine) -> None:
+    """Connections that only wait for their head make room, the oldest first."""
+    endless = json.dumps({"text": "x", "sampling_params": {"max_new_tokens": 300}, "stream": True})
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(endless)
+    with serving(engine, most=3, head_seconds=30) as port, ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))]
+        held[0].sendall(head + endless.encode())
+        assert held[0].recv(12) == b"HTTP/1.1 200"
+        for _ in range(2):
+            held.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)))
+            held[-1].sendall(b"GET /hea")
+        health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert send(port, health).startswith(b"HTTP/1.1 200")
+        assert held[1].recv(12) == b"HTTP/1.1 503"
+        held[2].sendall(b"lth HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert held[2].recv(12) == b"HTTP/1.1 200"
 
 
 def test_a_broken_connection_leaves_no_traceback(
