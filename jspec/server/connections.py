@@ -7,11 +7,15 @@ that takes nothing of its answer.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import itertools
 import logging
 import os
 import resource
 import socket
 import struct
+import sys
+import termios
 from typing import Any
 
 import h11
@@ -46,12 +50,15 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
     connections whose client takes nothing of an answer for as long, and those beyond
     max_connections."""
 
+    places = itertools.count()
+
     class BoundedProtocol(H11Protocol):
         """One connection."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._timer: asyncio.TimerHandle | None = None
+            self._place = 0  # among those that began to wait for a head: clocks may stand still
             self._watch: asyncio.TimerHandle | None = None
             self._num_unsent = 0  # bytes that waited for the client at the last look
 
@@ -63,19 +70,19 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
                     transport.write(_TOO_MANY)
                     transport.close()
                     return
-            self._timer = self.loop.call_later(head_seconds, self._on_timeout)
+            self._start_timer()
             self._look()
 
         def _make_room(self) -> bool:
             """Closes the connection that waits for its head the longest; False if none does."""
             waiting = [
-                (each._timer.when(), each)
+                each
                 for each in self.connections
                 if isinstance(each, BoundedProtocol) and each._timer is not None
             ]
             if not waiting:
                 return False
-            _, oldest = min(waiting, key=lambda pair: pair[0])
+            oldest = min(waiting, key=lambda each: each._place)
             oldest._stop_timer()
             oldest.transport.write(_TOO_MANY)
             oldest.transport.close()
@@ -88,7 +95,7 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
             if self.conn.their_state is not h11.IDLE:
                 self._stop_timer()
             elif self._timer is None:  # the head of a further request has begun
-                self._timer = self.loop.call_later(head_seconds, self._on_timeout)
+                self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
@@ -99,6 +106,10 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
         def resume_writing(self) -> None:
             self._num_unsent = 0
             super().resume_writing()
+
+        def _start_timer(self) -> None:
+            self._place = next(places)
+            self._timer = self.loop.call_later(head_seconds, self._on_timeout)
 
         def _stop_timer(self) -> None:
             if self._timer is not None:
@@ -118,7 +129,7 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
             wherever the client takes anything.
             """
             is_held = self.flow.write_paused or self.transport.is_closing()
-            num_unsent = self.transport.get_write_buffer_size() if is_held else 0
+            num_unsent = self._count_unsent() if is_held else 0
             if 0 < self._num_unsent <= num_unsent:
                 LOGGER.warning("a client took nothing for %g s: closed", head_seconds)
                 # By a reset: else the system keeps what it took for as long as the client likes.
@@ -129,5 +140,18 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
                 return
             self._num_unsent = num_unsent
             self._watch = self.loop.call_later(head_seconds, self._look)
+
+        def _count_unsent(self) -> int:
+            """Bytes that the client has not taken: the transport's and, on Linux, the system's.
+
+            Linux takes more from a process only when a third of its buffer is free again, and that
+            buffer grows to 4 MiB: a slow client would seem to take nothing for long.
+            """
+            num_unsent = self.transport.get_write_buffer_size()
+            if num_unsent and sys.platform == "linux":
+                connection = self.transport.get_extra_info("socket")
+                count = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+                num_unsent += int.from_bytes(count, sys.byteorder)
+            return num_unsent
 
     return BoundedProtocol
