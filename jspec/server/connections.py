@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import termios
+from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -26,7 +27,7 @@ MAX_CONNECTIONS = 4096
 SPARE_FILES = 32  # file descriptors that are no connections, beside those open at the start
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-_TOO_MANY = (
+_UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
@@ -42,6 +43,17 @@ def most_connections(most_files: int | None = None) -> int:
         return MAX_CONNECTIONS
     own = SPARE_FILES + min(len(os.listdir("/dev/fd")), soft // 2)
     return max(min(soft - own, MAX_CONNECTIONS), 1)
+
+
+def refuse_half_sent(connections: Iterable[asyncio.Protocol]) -> None:
+    """Closes those of whose request's body a part is still to come, with a 503."""
+    for each in connections:
+        if not isinstance(each, H11Protocol) or each.transport.is_closing():
+            continue
+        if each.conn.their_state is h11.SEND_BODY:
+            if each.conn.our_state is h11.SEND_RESPONSE:  # nothing of an answer is sent
+                each.transport.write(_UNAVAILABLE)
+            each.transport.close()
 
 
 def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Protocol]:
@@ -67,7 +79,7 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
             if len(self.connections) > max_connections:
                 LOGGER.warning("more than %d connections: one was closed", max_connections)
                 if not self._make_room():
-                    transport.write(_TOO_MANY)
+                    transport.write(_UNAVAILABLE)
                     transport.close()
                     return
             self._start_timer()
@@ -84,7 +96,7 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
                 return False
             oldest = min(waiting, key=lambda each: each._place)
             oldest._stop_timer()
-            oldest.transport.write(_TOO_MANY)
+            oldest.transport.write(_UNAVAILABLE)
             oldest.transport.close()
             return True
 
@@ -106,6 +118,11 @@ def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Pr
         def resume_writing(self) -> None:
             self._num_unsent = 0
             super().resume_writing()
+
+        def shutdown(self) -> None:
+            """Ends at once where no request runs, and otherwise after its answer."""
+            refuse_half_sent([self])
+            super().shutdown()
 
         def _start_timer(self) -> None:
             self._place = next(places)

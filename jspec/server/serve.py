@@ -28,7 +28,7 @@ from jspec.engine.compilation import Progress
 from jspec.engine.heap import settle_heap
 from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
-from jspec.server.connections import bounded_protocol, most_connections
+from jspec.server.connections import bounded_protocol, most_connections, refuse_half_sent
 from jspec.server.flags import Settings
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
@@ -77,11 +77,18 @@ class EngineServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         await self._service.engine.close()
+        # Who does not read its answer's end is gone; uvicorn would cancel it, with a traceback.
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
         await super().shutdown(sockets=sockets)
         if self.force_exit:  # uvicorn leaves the application as it is
             await self.lifespan.shutdown()
 
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
     async def _drain(self) -> None:
+        refuse_half_sent(self.server_state.connections)
         seconds = self._service.args.shutdown_timeout
         tasks = self.server_state.tasks
         if tasks:
@@ -242,6 +249,6 @@ def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -
         log_config=None,
         log_level="warning" if args.log_level == "info" else args.log_level,
         access_log=args.log_level == "debug",
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS + 1,
     )
     return EngineServer(config, service=app.state.service, on_ready=on_ready)

@@ -24,6 +24,7 @@ from jspec.core.errors import RequestError
 from jspec.server.app import create_app
 from jspec.server.connections import bounded_protocol, most_connections
 from jspec.server.http import MAX_CONTAINERS
+from jspec.server.serve import GRACE_SECONDS
 from jspec.server.server_args import ServerArgs
 from jspec.text.tokenizer import Tokenizer
 
@@ -48,6 +49,9 @@ def serving(engine: Engine, **options: Any) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join(timeout=30)
+
+
+HALF = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
 
 
 def send(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
@@ -140,7 +144,7 @@ def test_connections_are_bounded(engine: Engine) -> None:
     with serving(engine, most=2) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
         for connection in held:  # whose bodies are to come
-            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            connection.sendall(HALF)
         time.sleep(0.1)
         assert send(port).startswith(b"HTTP/1.1 503")
         for connection in held:
@@ -273,10 +277,13 @@ def test_sigterm_lets_what_runs_end(
         with (
             httpx.Client(timeout=60, trust_env=False) as client,
             client.stream("POST", f"{url}/generate", json=body) as answer,
+            socket.create_connection(("127.0.0.1", httpx.URL(url).port), 60) as half_sent,
         ):
+            half_sent.sendall(HALF)
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(number)
+            assert half_sent.recv(12) == b"HTTP/1.1 503"
             if is_finished:  # it still listens, and says no
                 deadline = time.monotonic() + 10
                 while client.get(f"{url}/ready").status_code != 503:
@@ -288,7 +295,10 @@ def test_sigterm_lets_what_runs_end(
         assert ("error" not in last) == is_finished
         if is_finished:
             assert last["meta_info"]["completion_tokens"] == 500
+        ended = time.monotonic()
         server.wait(timeout=30)
+        assert time.monotonic() < ended + GRACE_SECONDS, "it waited for a body that does not come"
+        assert "Traceback" not in server.stderr.read()
     finally:
         server.kill()
         server.wait()
