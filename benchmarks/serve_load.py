@@ -255,6 +255,7 @@ def pattern_of(options: argparse.Namespace) -> Pattern:
     return Pattern(
         prompt_len=options.prompt_len or (48 if is_tiny else 1024),
         new_tokens=options.new_tokens or (32 if is_tiny else 256),
+        prefix_len=options.prefix_len,
         jitter=options.jitter,
         vocab_size=vocab_size,
         seed=options.seed,
@@ -300,6 +301,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="of each point, other seeds")
     parser.add_argument("--text", action="store_true", help="send words instead of ids")
     parser.add_argument("--prompt-len", type=int, help="longest, in tokens (1024; tiny: 48)")
+    parser.add_argument("--prefix-len", type=int, default=0, help="tokens before each, the same")
     parser.add_argument("--new-tokens", type=int, help="longest answer (256; tiny: 32)")
     parser.add_argument("--jitter", type=float, default=0.5, help="shortest over longest")
     parser.add_argument("--vocab-size", type=int, help="ids are below it")

@@ -167,6 +167,13 @@ def _add_prompts(parser: FlagParser) -> None:
         help="Tokens of a prompt, the longest (64)",
     )
     prompts.add_argument(
+        *("--random-prefix-len", "--prefix-len"),
+        dest="prefix_len",
+        type=int,
+        default=0,
+        help="Tokens before every random prompt, the same before all (0)",
+    )
+    prompts.add_argument(
         *("--random-output-len", "--output-len", "--sharegpt-output-len"),
         dest="output_len",
         type=int,
@@ -217,6 +224,7 @@ def settings_of(options: argparse.Namespace) -> BenchSettings:
         dataset_name=name,
         dataset_path=options.dataset_path,
         input_len=options.input_len,
+        prefix_len=options.prefix_len,
         output_len=options.output_len,
         range_ratio=options.random_range_ratio,
         vocab_size=options.vocab_size,

@@ -58,6 +58,15 @@ def test_the_prompts_are_those_of_the_first_client() -> None:
     assert json.loads(warm[0].body)["input_ids"] == first
 
 
+def test_prompts_may_begin_alike() -> None:
+    pattern = Pattern(prompt_len=20, new_tokens=9, vocab_size=300, prefix_len=6, seed=7)
+    warm, measured = pattern.jobs(Point.parse("c2:3"))
+    ids = [json.loads(job.body)["input_ids"] for job in (*warm, *measured)]
+    assert len({tuple(each[:6]) for each in ids}) == 1
+    assert len({tuple(each[6:12]) for each in ids}) == 5
+    assert [job.prompt_len for job in measured] == [len(each) for each in ids[2:]]
+
+
 def test_percentiles_are_ranks() -> None:
     assert percentile(range(200), 99) == 198
     assert percentile([3.0], 50) == 3.0

@@ -84,12 +84,14 @@ def native_body(job: Job) -> dict[str, Any]:
 class Pattern:
     """What random requests look like; lengths are uniform in [jitter, 1] of the longest.
 
-    prompt_len, new_tokens: the longest. vocab_size: ids are below it. is_text: words, about one
+    prompt_len, new_tokens: the longest. prefix_len: tokens before each prompt, the same before all
+    of a seed. vocab_size: ids are below it. is_text: words, about one
     token each, instead of ids. stop: stop strings. trace: a name for each request (`rid`).
     """
 
     prompt_len: int = 1024
     new_tokens: int = 256
+    prefix_len: int = 0
     jitter: float = 0.5
     vocab_size: int = 120_000
     temperature: float = 0.0
@@ -105,7 +107,7 @@ class Pattern:
         The same generator draws lengths and prompts in the order of the client that the project's
         first figures came from, so the same seed is the same load.
         """
-        rng = random.Random(self.seed)
+        rng, prefix = random.Random(self.seed), self.prefix()
         measured = []
         for index in range(point.num_requests):
             lengths = [
@@ -113,10 +115,15 @@ class Pattern:
                 for longest in (self.prompt_len, self.new_tokens)
             ]
             prompt = self.draw(rng, max(1, lengths[0]))
-            measured.append(self._job(prompt, max(2, lengths[1]), f"{point.name}-{index}", index))
+            name, new_tokens = f"{point.name}-{index}", max(2, lengths[1])
+            measured.append(self._job([*prefix, *prompt], new_tokens, name, index))
         num_warm = min(point.clients or MAX_WARM_UP, MAX_WARM_UP, point.num_requests)
         warm = [
-            self._job(self.draw(rng, job.prompt_len), WARM_UP_TOKENS, f"warm-{point.name}-{i}")
+            self._job(
+                [*prefix, *self.draw(rng, job.prompt_len - self.prefix_len)],
+                WARM_UP_TOKENS,
+                f"warm-{point.name}-{i}",
+            )
             for i, job in enumerate(measured[:num_warm])
         ]
         return warm, measured
@@ -128,9 +135,11 @@ class Pattern:
         low = min(100, self.vocab_size // 2)
         return [rng.randrange(low, self.vocab_size) for _ in range(length)]
 
-    def _job(
-        self, prompt: list[int] | list[str], new_tokens: int, name: str, index: int = 0
-    ) -> Job:
+    def prefix(self) -> list[int] | list[str]:
+        """What all prompts begin with."""
+        return self.draw(random.Random(f"prefix {self.seed}"), self.prefix_len)
+
+    def _job(self, prompt: list[int | str], new_tokens: int, name: str, index: int = 0) -> Job:
         sampling: dict[str, Any] = {
             "temperature": self.temperature,
             "max_new_tokens": new_tokens,

@@ -30,6 +30,7 @@ class BenchSettings:
     dataset_name: str = "text"
     dataset_path: Path | None = None
     input_len: int = 64
+    prefix_len: int = 0
     output_len: int = 64
     range_ratio: float = 1.0
     vocab_size: int | None = None
@@ -40,7 +41,12 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what cannot be measured."""
-        for name, least in (("num_prompts", 1), ("repeats", 1), ("input_len", 1)):
+        for name, least in (
+            ("num_prompts", 1),
+            ("repeats", 1),
+            ("input_len", 1),
+            ("prefix_len", 0),
+        ):
             self._check_integer(name, least)
         self._check_integer("output_len", 2)
         if self.concurrency is not None:
@@ -63,6 +69,11 @@ class BenchSettings:
                 f"dataset_name is {self.dataset_name!r} and dataset_path is "
                 f"{None if self.dataset_path is None else str(self.dataset_path)!r}; expected a "
                 f"path with jsonl and sharegpt, and none without"
+            )
+        if self.prefix_len and self.dataset_name != "random":
+            raise ConfigError(
+                f"random_prefix_len is {self.prefix_len} with dataset_name {self.dataset_name!r}; "
+                f"expected 'random'"
             )
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}")
@@ -161,10 +172,15 @@ class BenchSettings:
         ]
 
     def _random(self, rng: random.Random, length: int, vocab_size: int | None) -> Prompt:
-        pattern = Pattern(vocab_size=vocab_size or 2, is_text=vocab_size is None)
-        drawn = pattern.draw(rng, length)
+        pattern = Pattern(
+            prefix_len=self.prefix_len,
+            vocab_size=vocab_size or 2,
+            is_text=vocab_size is None,
+            seed=self.seed,
+        )
+        drawn = [*pattern.prefix(), *pattern.draw(rng, length)]
         content = " ".join(map(str, drawn)) if vocab_size is None else tuple(map(int, drawn))
-        return Prompt(content=content, length=length)
+        return Prompt(content=content, length=len(drawn))
 
     def _job(self, prompt: Prompt, new_tokens: int, index: int) -> Job:
         sampling: dict[str, Any] = {

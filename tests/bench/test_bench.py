@@ -111,6 +111,18 @@ def test_the_same_seed_is_the_same_load_and_repeats_differ() -> None:
     assert len(words.prompt.split()) == words.prompt_len
 
 
+def test_random_prompts_may_begin_alike() -> None:
+    settings = BenchSettings(num_prompts=3, dataset_name="random", input_len=9, prefix_len=5)
+    jobs = settings.jobs(Letters(), repeat=0, to_body=None, vocab_size=50)
+    assert {job.prompt_len for job in jobs} == {14}
+    assert len({job.prompt[:5] for job in jobs}) == 1
+    assert len({job.prompt[5:] for job in jobs}) == 3
+    (other, *_) = settings.jobs(Letters(), repeat=1, to_body=None, vocab_size=50)
+    assert other.prompt[:5] != jobs[0].prompt[:5]
+    with pytest.raises(ConfigError, match="random_prefix_len is 5 with dataset_name 'text'"):
+        BenchSettings(prefix_len=5)
+
+
 def test_text_is_of_modules_that_nobody_trained_on() -> None:
     settings = BenchSettings(num_prompts=4, input_len=30)
     jobs = settings.jobs(
