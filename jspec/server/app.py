@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +31,7 @@ from jspec.server.http import (
     BearerAuth,
     RequestLog,
     error_response,
-    read_json,
+    read_call,
 )
 from jspec.server.openai_endpoints import OpenAIEndpoints
 from jspec.server.origins import OriginGuard
@@ -124,15 +125,13 @@ class Endpoints:
             *WeightEndpoints(self.service).routes(),
         ]
 
-    async def _read(self, request: Request) -> object:
-        return await read_json(request, self._args)
-
     # Generation.
 
     async def generate(self, request: Request) -> Response:
         """POST /generate, SGLang's native endpoint."""
         received = time.monotonic()
-        call = parse_generate(await self._read(request), self.service.engine.sampling_defaults)
+        parse = partial(parse_generate, defaults=self.service.engine.sampling_defaults)
+        call = await read_call(request, self._args, parse)
         work = await self.service.submit(
             call.prompts,
             group=call.group,
@@ -222,7 +221,7 @@ class Endpoints:
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request {rid | abort_all}; an id matches whole, not by its beginning."""
-        call = parse_abort(await self._read(request))
+        call = await read_call(request, self._args, parse_abort)
         if call.rid is None:
             num_aborted = await self.service.engine.abort_all()
         else:

@@ -26,8 +26,8 @@ from jspec.server.fields import (
     shorten,
     without_neutral,
 )
-from jspec.server.http import error_response, read_json
-from jspec.server.service import INLINE_CHARS, Service
+from jspec.server.http import error_response, read_call
+from jspec.server.service import Service
 
 BODY = "the request body"
 # Of a chat's fields those that its prompt depends on.
@@ -76,26 +76,26 @@ class ControlEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"} and
         the template's fields of a chat, as vLLM has it."""
+        found = await read_call(request, self.service.args, self._tokenized)
+        return found if isinstance(found, Response) else await self._tokenize_chat(found)
+
+    def _tokenized(self, body: object) -> Response | JsonObject:
+        """The answer, or the fields of a chat."""
         values = without_neutral(
             BODY,
-            as_object(await read_json(request, self.service.args), BODY),
+            as_object(body, BODY),
             read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
             neutral={"return_token_strs": (None, False)},
             hints={"text": "'prompt'"},
         )
         if values.get("messages") is not None:
-            return await self._tokenize_chat(values)
+            return values
         prompt = values.get("prompt")
         texts = [check_text("prompt", text) for text in prompt] if isinstance(prompt, list) else []
         texts = texts or [check_text("prompt", prompt)]
         adds = values.get("add_special_tokens") is None or get_bool(values, "add_special_tokens")
         tokenizer = self.service.engine.tokenizer
-
-        def encode() -> list[list[int]]:
-            return [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
-
-        is_long = sum(map(len, texts)) > INLINE_CHARS
-        rows = await asyncio.to_thread(encode) if is_long else encode()
+        rows = [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
         is_list = isinstance(prompt, list)
         return JSONResponse(
             {
@@ -120,9 +120,12 @@ class ControlEndpoints:
 
         The answer has SGLang's `text` and vLLM's `prompt`, which are the same.
         """
+        return await read_call(request, self.service.args, self._detokenized)
+
+    def _detokenized(self, body: object) -> Response:
         values = without_neutral(
             BODY,
-            as_object(await read_json(request, self.service.args), BODY),
+            as_object(body, BODY),
             read=frozenset({"tokens", "skip_special_tokens", "model"}),
             neutral={},
         )
@@ -132,9 +135,7 @@ class ControlEndpoints:
         for row in rows:
             self.service.engine.check_ids("tokens", row)
         skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
-        decode = partial(self.service.engine.tokenizer.decode_all, skip_special_tokens=skips)
-        is_long = sum(map(len, rows)) > INLINE_CHARS  # an id has a character at least, or nearly
-        texts = await asyncio.to_thread(decode, rows) if is_long else decode(rows)
+        texts = self.service.engine.tokenizer.decode_all(rows, skip_special_tokens=skips)
         text = texts if is_list else texts[0]
         return JSONResponse({"text": text, "prompt": text})
 
@@ -143,12 +144,10 @@ class ControlEndpoints:
 
         abort (SGLang's default) ends all requests first; in_place keeps them where they are.
         """
-        values = without_neutral(
-            BODY,
-            as_object(await read_json(request, self.service.args, or_empty=True), BODY),
-            read=frozenset({"mode"}),
-            neutral={},
+        body = await read_call(
+            request, self.service.args, partial(as_object, where=BODY), or_empty=True
         )
+        values = without_neutral(BODY, body, read=frozenset({"mode"}), neutral={})
         mode = values.get("mode") or "abort"
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode is {shorten(mode)}; expected one of {', '.join(PAUSE_MODES)}")

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
@@ -40,6 +40,7 @@ LOGGER = logging.getLogger("jspec.server")
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
 NEAR_PATH = 0.8  # least likeness of a path that is suggested
+INLINE_BYTES = 16_384  # of a body that is parsed without leaving the event loop
 MAX_LOGGED = 300  # characters of a path, or of a refusal's message
 # In a body: more than any batch has (one list or object a prompt, one for how it is sampled).
 MAX_CONTAINERS = 262_144
@@ -141,11 +142,16 @@ HANDLERS: Mapping[Any, Any] = {
 }
 
 
-async def read_json(request: Request, args: ServerArgs, *, or_empty: bool = False) -> object:
-    """The body as JSON; an empty one is an empty object if `or_empty`.
+async def read_call(
+    request: Request, args: ServerArgs, parse: Callable[[object], T], *, or_empty: bool = False
+) -> T:
+    """What `parse` makes of the body's JSON; an empty one is an empty object if `or_empty`.
 
-    Raises RequestError if it is none, HTTPException 413 if it is too long, 408 if it comes too
-    slowly, and 415 for what a browser sends to other sites without asking (text/plain, a form).
+    A long body is parsed in a thread, so that others are served meanwhile.
+
+    Raises what `parse` does, RequestError if the body is no JSON, HTTPException 413 if it is too
+    long, 408 if it comes too slowly, and 415 for what a browser sends to other sites without asking
+    (text/plain, a form).
     """
     body = await read_bytes(request, args)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -155,10 +161,16 @@ async def read_json(request: Request, args: ServerArgs, *, or_empty: bool = Fals
             f"the Content-Type is {shown(kind)}; expected application/json "
             "(curl: -H 'Content-Type: application/json')",
         )
-    if not body:
-        if or_empty:
-            return {}
+    if not body and not or_empty:
         raise RequestError("the request body is empty; expected a JSON object")
+
+    def parsed() -> T:
+        return parse(_loaded(body) if body else {})
+
+    return parsed() if len(body) <= INLINE_BYTES else await asyncio.to_thread(parsed)
+
+
+def _loaded(body: bytes) -> object:
     _check_containers(body)
     try:
         return json.loads(body, parse_constant=_refuse_constant)

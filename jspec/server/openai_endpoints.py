@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +21,7 @@ from jspec.core.errors import shown
 from jspec.core.request import PromptToken
 from jspec.server import openai_answers
 from jspec.server.chat_schemas import parse_chat
-from jspec.server.http import read_json
+from jspec.server.http import read_call
 from jspec.server.openai_answers import AnswerHead, AnswerShape, ChatShape, TextShape
 from jspec.server.openai_schemas import (
     AnswerOptions,
@@ -37,6 +39,8 @@ from jspec.server.service import Service, Work, answer_stream
 from jspec.server.streaming import SequenceFold
 from jspec.text.token_texts import TokenTexts
 
+Call = TypeVar("Call")
+
 
 class OpenAIEndpoints:
     """One method an endpoint."""
@@ -53,12 +57,14 @@ class OpenAIEndpoints:
             Route("/v1/models/{name:path}", self.model, methods=get),
         ]
 
-    async def _read(self, request: Request) -> object:
-        return await read_json(request, self.service.args)
+    async def _read(self, request: Request, parse: Callable[..., Call]) -> Call:
+        """parse(body, defaults)"""
+        defaults = self.service.engine.sampling_defaults
+        return await read_call(request, self.service.args, partial(parse, defaults=defaults))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        call = parse_completion(await self._read(request), self.service.engine.sampling_defaults)
+        call = await self._read(request, parse_completion)
         self._check_name(call.options.model)
         texts = self._texts(call.options)
         echoes = self._echoes(call) if call.options.echo else ()
@@ -69,7 +75,7 @@ class OpenAIEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        call = parse_chat(await self._read(request), self.service.engine.sampling_defaults)
+        call = await self._read(request, parse_chat)
         self._check_name(call.options.model)
         style = self.service.args.answer_format
         check_answerable(call, style)

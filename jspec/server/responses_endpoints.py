@@ -34,8 +34,7 @@ class ResponsesEndpoints(OpenAIEndpoints):
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
-        body = await self._read(request)
-        call = parse_response(body, self.service.engine.sampling_defaults)
+        call = await self._read(request, parse_response)
         chat, style = call.chat, self.service.args.answer_format
         self._check_name(chat.options.model)
         check_answerable(chat, style)

@@ -20,7 +20,7 @@ from jspec.server.fields import (
     get_bool,
     without_neutral,
 )
-from jspec.server.http import read_json
+from jspec.server.http import read_call
 from jspec.server.schemas import PromptCall
 from jspec.server.service import Service
 from jspec.text.scoring import ScoreCall, label_names
@@ -65,7 +65,7 @@ class ScoreEndpoint:
 
     async def score(self, request: Request) -> Response:
         """POST /v1/score: how likely each label is after query and item; SGLang's form."""
-        call, model = parse_score(await read_json(request, self.service.args))
+        call, model = await read_call(request, self.service.args, parse_score)
         if model is not None and model not in self.service.model_names:
             raise HTTPException(
                 HTTPStatus.NOT_FOUND,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from jspec.core.errors import CheckpointError, ConfigError, RequestError
 from jspec.models.array_tensors import arrays_of_safetensors
 from jspec.server.fields import Neutral, as_object, check_text, get_bool, shorten, without_neutral
-from jspec.server.http import log_refusal, read_bytes, read_json
+from jspec.server.http import log_refusal, read_bytes, read_call
 from jspec.server.service import Service
 
 BODY = "the request body"
@@ -132,7 +133,7 @@ class WeightEndpoints:
     async def _read(
         self, request: Request, *, read: frozenset[str], neutral: Neutral
     ) -> Mapping[str, Any]:
-        body = as_object(await read_json(request, self.service.args), BODY)
+        body = await read_call(request, self.service.args, partial(as_object, where=BODY))
         return without_neutral(BODY, body, read=read, neutral=neutral)
 
 

@@ -192,6 +192,30 @@ def test_a_broken_connection_leaves_no_traceback(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.slow
+def test_others_are_answered_while_a_long_body_is_checked(engine: Engine) -> None:
+    """Sixty thousand requests' settings take two seconds."""
+    settings = [{"temperature": 1.0}] * 60_000
+    whole = json.dumps({"text": ["x"] * 60_000, "sampling_params": settings}).encode()
+    with serving(engine, args=PATIENT, head_seconds=60) as port:
+        url = f"http://127.0.0.1:{port}"
+        asking = threading.Thread(
+            target=httpx.post,
+            args=(f"{url}/generate",),
+            kwargs={"content": whole, "timeout": 60, "trust_env": False},
+        )
+        worst = 0.0
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            client.get(f"{url}/health")
+            asking.start()
+            while asking.is_alive():
+                asked = time.monotonic()
+                assert client.get(f"{url}/health").is_success
+                worst = max(worst, time.monotonic() - asked)
+                time.sleep(0.005)
+    assert worst < 1.0
+
+
 def test_containers_are_counted_outside_of_text(engine: Engine) -> None:
     app = create_app(engine)
     body = b'{"text": [' + b",".join([b"[]"] * (MAX_CONTAINERS + 1)) + b"]}"
