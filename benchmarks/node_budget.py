@@ -14,6 +14,12 @@ milliseconds a step are of the whole process, prompts left out (a run of one tok
 other load on the machine moves them less than the clock. Numbers are medians over batches, ratios
 of one batch each.
 
+--steps MODEL: how long a step takes at that model's shapes instead, random weights, of 64 rows (the
+workload's most): 3/4/16 and 3/4/8 whole, under a budget of 6 and 4 nodes a row, and as trees that
+have no more nodes. Milliseconds of its own program, dispatched back to back (step_profile).
+
+    python -m benchmarks.node_budget --steps llama-3.1-8b --out node_budget_h200.json
+
 --dial: tiny engines with the dial drafter instead, which is right at each depth as often as the
 dial says and gives all rows equal scores: what a budget keeps when scores tell no row from another.
 """
@@ -21,6 +27,7 @@ dial says and gives all rows equal scores: what a budget keeps when scores tell 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +36,8 @@ from typing import Any
 
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
+from benchmarks.step_profile import compiled, prepare, whole_step
+from benchmarks.workloads import WORKLOADS, Workload
 from jspec import Engine
 from jspec.core.features import PLAIN
 from tests.speculative.engines import (
@@ -43,6 +52,15 @@ from tests.speculative.engines import (
 
 SHAPES = ("3/1/4", "5/1/6", "4/4/16")
 BATCH = 8
+# Of --steps: N of 3/4/N, and how many of them a row are verified; None: all.
+STEPS = (
+    ("3/4/16, all", 16, None),
+    ("3/4/16, T = 6 B", 16, 6),
+    ("3/4/6, all", 6, None),
+    ("3/4/8, all", 8, None),
+    ("3/4/8, T = 4 B", 8, 4),
+    ("3/4/4, all", 4, None),
+)
 
 
 def main() -> None:
@@ -55,9 +73,18 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dial", action="store_true")
+    parser.add_argument("--steps", metavar="MODEL", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/node_budget_cpu.json"))
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if args.steps is not None:
+        workload = WORKLOADS[args.steps]
+        settings = {"model": args.steps, "batch": max(workload.batches)}
+        for name, nodes, total in STEPS:
+            rows.append(step_row(workload, name, nodes, total))
+            print(rows[-1], flush=True)
+            write_result(args.out, {"settings": settings, "rows": rows})
+        return
     if args.dial:
         rows = [row for shape in args.shapes for row in dialled(shape, args.batches)]
         write_result(args.out, {"settings": {"dial": DIAL_ACCEPTANCE}, "rows": rows})
@@ -78,6 +105,19 @@ def main() -> None:
         for engine in engines.values():
             engine.shutdown()
     print(table(rows))
+
+
+def step_row(workload: Workload, name: str, nodes: int, total: int | None) -> dict[str, Any]:
+    """One step's time, of as many rows as the workload has at most."""
+    engine = {
+        "speculative_num_draft_tokens": nodes,
+        "speculative_total_nodes_per_row": total,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        batch = max(workload.batches)
+        bench = compiled(prepare(workload, "tree", batch, Path(folder), engine))
+        milliseconds, _ = whole_step(bench)
+    return {"shape": name, "device_ms": round(milliseconds, 4)}
 
 
 def engines_of(shape: str) -> dict[str, Engine]:
