@@ -16,12 +16,34 @@ from jspec.core.state import SamplingRows
 
 
 @pytree
+class SharedPrefixes:
+    """`core.shared_prefixes.SharedPrefix` of all rows of a step."""
+
+    leaders: jax.Array  # i32[B], in [0, B)
+    num_keys: jax.Array  # i32[B], multiples of UNIT, at most L
+
+
+@pytree
 class DecodeBatch:
     """B rows to advance by the rounds of a step."""
 
     slots: jax.Array  # i32[B], 0 = padding
     grants: jax.Array  # i32[X, 3], (slot, index, page) of the full space; slot 0 = padding
     window_grants: jax.Array | None = None  # i32[W, X, 3], of each window space, in their order
+    shared: SharedPrefixes | None = None
+
+
+def decode_batch(fields: dict[str, jax.Array]) -> DecodeBatch:
+    """The batch from the fields of a `decode_layout`."""
+    shared = None
+    if "leaders" in fields:
+        shared = SharedPrefixes(leaders=fields["leaders"], num_keys=fields["shared_keys"])
+    return DecodeBatch(
+        slots=fields["slots"],
+        grants=fields["grants"],
+        window_grants=fields.get("window_grants"),
+        shared=shared,
+    )
 
 
 @pytree

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jspec.core import shapes
 from jspec.core.errors import ConfigError
 from jspec.core.hidden_rows import HiddenRows
+from jspec.core.shared_prefixes import SharingLimits
 from jspec.core.speculation import Algorithm as Algorithm
 from jspec.core.speculation import SpeculativeConfig as SpeculativeConfig
 
@@ -53,6 +54,7 @@ class ServeLimits:
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
     hidden: how hidden states travel; None: nobody may ask for them.
+    sharing: when rows that begin in the same pages read them together; None: never.
     other_shapes: what a decode step may be beside `spec`, which is the largest (`shapes`): a plan
     names one. Scratch is reserved for `spec`, so that it does for each.
     """
@@ -76,6 +78,7 @@ class ServeLimits:
     vocab_size: int = 0
     hidden: HiddenRows | None = None
     other_shapes: tuple[SpeculativeConfig, ...] = ()
+    sharing: SharingLimits | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)

@@ -1,8 +1,7 @@
 """What a user may set on an engine, under SGLang's names; None where jspec shall choose.
 
 Host only, and from the arguments alone. A field is declared once: its check, its flag and its row
-in docs/server.md come from it. What follows from the checkpoint and the devices is in
-`core.resolved_config`.
+in docs/server.md come from it. What follows from checkpoint and devices: `core.resolved_config`.
 """
 
 from __future__ import annotations
@@ -256,6 +255,7 @@ class EngineArgs:
         "No prefix cache: pages are freed with their request, and every prompt is computed whole",
         _MEMORY,
     )
+    disable_cascade_attn: bool = argument(False, "Shared prefixes are read row by row", _MEMORY)
     disable_logprobs: bool = argument(
         False,
         "No log-probabilities: requests for them are refused, and two programs fewer are compiled",

@@ -19,6 +19,7 @@ class Feature(enum.Enum):
     LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts
     HIDDEN = "hidden"  # hidden states of what is emitted, and of prompts
     GRAMMAR = "grammar"  # tokens that a grammar allows, told by the host for every node
+    SHARED = "shared prefixes"  # keys that several rows begin with, read once; no request needs it
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,10 +108,16 @@ def output_columns(
     )
 
 
-def decode_layout(*, batch: int, num_grants: int, num_windows: int = 0) -> PackedLayout:
-    """A DecodeBatch's. num_grants: of each page space. num_windows: spaces beside the full one."""
+def decode_layout(
+    *, batch: int, num_grants: int, num_windows: int = 0, is_sharing: bool = False
+) -> PackedLayout:
+    """A DecodeBatch's; `core.batch.decode_batch` makes one of the fields. num_grants: of each page
+    space. num_windows: spaces beside the full one. is_sharing: rows may share prefixes."""
     grants = ("grants", (num_grants, 3))
-    return PackedLayout((("slots", (batch,)), grants, *_window_grants(num_windows, num_grants)))
+    shared = (("leaders", (batch,)), ("shared_keys", (batch,))) if is_sharing else ()
+    return PackedLayout(
+        (("slots", (batch,)), grants, *_window_grants(num_windows, num_grants), *shared)
+    )
 
 
 def settle_layout(*, batch: int, nodes: int, words: int) -> PackedLayout:

@@ -16,6 +16,7 @@ from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.features import StepFeatures
 from jspec.core.grammar import Constraint
 from jspec.core.request import Request, SamplingParams, TokenLogprob
+from jspec.core.shared_prefixes import SharedPrefix
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,7 +100,8 @@ class StepPlan:
     `row_refs`, or empty where no row follows a grammar; such rows have nothing unread.
     shape: of a decode, one of the engine's; None: its own, `ServeLimits.spec`. owed: tokens of each
     row that its drafter is told of right before this decode, because plain steps left that out;
-    empty: nothing is told now.
+    empty: nothing is told now. shared: of each row of a decode, the prefix that it shares; empty:
+    none does, or too little to gain.
     """
 
     step: int
@@ -112,6 +114,7 @@ class StepPlan:
     constraints: tuple[Constraint | None, ...] = ()
     shape: SpeculativeConfig | None = None
     owed: tuple[int, ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
 
     def spec(self, limits: ServeLimits) -> SpeculativeConfig:
         """S/K/N of a decode."""

@@ -22,7 +22,7 @@ from jspec.engine import interrupts
 from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
 from jspec.engine.device_memory import least_memory
 from jspec.engine.loading import LoadedModels, ModelPaths, load_models, resolve_paths
-from jspec.engine.memory import size_pool
+from jspec.engine.memory import sharing_limits, size_pool
 from jspec.engine.memory_report import check_scratch_fits, held_bytes, scratch_bytes
 from jspec.engine.program_bucket import GS, ProgramBucket
 from jspec.engine.program_growth import ProgramGrowth, maker_of
@@ -86,7 +86,12 @@ def _build_runner(
         weights={"target_bytes": target_bytes, "draft_bytes": draft_bytes},
     )
     hidden = HiddenRows.of(models.target.spec.hidden_size, models.config.dtype)
-    limits = replace(limits, vocab_size=models.target.vocab_size, hidden=hidden)
+    limits = replace(
+        limits,
+        vocab_size=models.target.vocab_size,
+        hidden=hidden,
+        sharing=sharing_limits(models.config, models.target.spec, models.target.ops),
+    )
     config = replace(models.config, max_total_tokens=limits.max_total_tokens)
     program = StepProgram(target=models.target, drafter=models.drafter, spec=limits.spec)
     runner = DeviceRunner.create(

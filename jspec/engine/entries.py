@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from jspec.core import sharding
 from jspec.core.batch import (
     CatchUpBatch,
-    DecodeBatch,
     Features,
     RecallBatch,
     Scored,
+    decode_batch,
     prefill_batch,
     settle_batch,
 )
@@ -40,7 +40,7 @@ def _decode(
     *,
     num_rounds: int,
 ) -> Any:
-    batch = DecodeBatch(**packed.unpack(flat))
+    batch = decode_batch(packed.unpack(flat))
     return speculative_rounds(program, params, state, batch, num_rounds=num_rounds)
 
 
@@ -59,7 +59,7 @@ def _recall(
 def _propose(
     program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
 ) -> Any:
-    return propose_step(program, params, state, DecodeBatch(**packed.unpack(flat)))
+    return propose_step(program, params, state, decode_batch(packed.unpack(flat)))
 
 
 def _score(

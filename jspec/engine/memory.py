@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from jspec.core import shapes
 from jspec.core.cache_groups import CacheGroup, page_spaces
 from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.model_spec import ModelSpec
 from jspec.core.resolved_config import ResolvedConfig
+from jspec.core.shared_prefixes import SharingLimits
 from jspec.engine import device_memory
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
@@ -149,6 +151,30 @@ def _window_spaces(
                 wanted += min(tails, as_one // MOST_FOR_TAILS)
             spaces.append(WindowSpace(window, min(wanted, as_one)))
     return tuple(spaces)
+
+
+def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
+    """When decodes are told which rows begin alike; None: never, since nothing is cached, it is
+    switched off, or no kernel of `ops` reads a prefix for two rows of such a target at once."""
+    is_off = config.disable_radix_cache or config.disable_cascade_attn
+    full = {layer.attention for layer in target.layers if layer.attention.window is None}
+    if is_off or ops.sharing_pays_from is None or not full:
+        return None
+    shard, itemsize = Shard(config.tp_size), jnp.dtype(config.dtype).itemsize
+    packs, num_bytes = [], []
+    for attention in full:
+        heads = kv_heads_per_shard(attention.num_kv_heads, shard)
+        group = attention.num_heads // shard.size // heads
+        nodes = config.speculative.num_draft_tokens
+        packs.append(ops.rows_a_pack(queries_per_row=nodes, group=group))
+        num_bytes.append(2 * heads * ops.pool_width(attention.head_dim) * itemsize)
+    if min(packs) < 2:
+        return None
+    return SharingLimits(
+        rows_a_pack=min(packs),
+        pays_from=-(-ops.sharing_pays_from // min(num_bytes)),
+        least_rows=ops.sharing_least_rows,
+    )
 
 
 def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: Any) -> int:

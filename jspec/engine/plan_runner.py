@@ -20,7 +20,7 @@ from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.engine.programs import (
     ProgramKey,
     nearest_program,
-    needed_program,
+    program_for,
     ready_shapes,
     recall_programs,
     scored_for,
@@ -163,7 +163,7 @@ class PlanRunner(ABC):
         if plan.constraints and plan.kind is StepKind.DECODE:
             key, output = self._run_cut(plan)
         else:
-            key = programs.nearest(needed_program(plan))
+            key = program_for(plan, programs.nearest, programs.executables)
             output = self._enqueue(key, self._packed(plan, key))
         self._in_flight.append((plan, key, output))
 

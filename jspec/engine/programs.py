@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple, Protocol
 
 from jspec.core.config import ServeLimits, SpeculativeConfig
@@ -48,7 +48,30 @@ class HasBuckets(Protocol):
 
 def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
     """All that an engine wants."""
-    return (*step_programs(limits), *recall_programs(limits), *shape_programs(limits))
+    return (
+        *step_programs(limits),
+        *recall_programs(limits),
+        *shape_programs(limits),
+        *sharing_programs(limits),
+    )
+
+
+def sharing_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
+    """Decodes of many rows that are told of shared prefixes: the others serve them as well, and
+    read more."""
+    if limits.sharing is None:
+        return ()
+    sizes = [size for size in limits.decode_buckets if size >= limits.sharing.least_rows]
+    return tuple(
+        ProgramKey(StepKind.DECODE, batch, with_sharing(features))
+        for features in (PLAIN, SAMPLING)
+        for batch in reversed(sizes)
+    )
+
+
+def with_sharing(features: StepFeatures) -> StepFeatures:
+    """These, told of shared prefixes."""
+    return StepFeatures(features.members | {Feature.SHARED})
 
 
 def shape_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
@@ -166,13 +189,15 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
     """What is still to be made beside `ready`: decode without features, prefill, then the rest,
-    and other shapes behind all of it.
+    other shapes behind all of it, and what reads shared prefixes once at last.
 
     Prefill by powers of two first: with each of those a prompt pads no more than it has tokens.
     """
     missing = set(program_keys(limits)).difference(ready)
 
     def turn(key: ProgramKey) -> int:
+        if Feature.SHARED in key.features:
+            return 5
         if key.shape is not None or key.kind is StepKind.CATCH_UP:
             return 4
         if key.kind is StepKind.PREFILL:
@@ -204,6 +229,18 @@ def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramK
             f"large and has its features among {[str(key) for key in ready]}"
         )
     return min(fit, key=lambda key: (key.bucket, len(key.features)))
+
+
+def program_for(
+    plan: StepPlan, nearest: Callable[[ProgramKey], ProgramKey], ready: Container[ProgramKey]
+) -> ProgramKey:
+    """The ready program that runs a plan. nearest: as nearest_program. Where rows share prefixes
+    one that is told so, if it is there, has what they need and pads no more rows."""
+    key = nearest(needed_program(plan))
+    if plan.shared:
+        told = key._replace(features=with_sharing(key.features))
+        return told if told in ready else key
+    return key
 
 
 def _serves(key: ProgramKey, needed: ProgramKey) -> bool:

@@ -41,7 +41,12 @@ def layout_of(
         return layout.settle_layout(batch=bucket, nodes=nodes, words=words)
     if kind in (StepKind.DECODE, StepKind.PROPOSE, StepKind.SCORE):  # SCORE reads its slots
         num_grants = bucket * limits.grants_per_row
-        return layout.decode_layout(batch=bucket, num_grants=num_grants, num_windows=num_windows)
+        return layout.decode_layout(
+            batch=bucket,
+            num_grants=num_grants,
+            num_windows=num_windows,
+            is_sharing=Feature.SHARED in features,
+        )
     return layout.prefill_layout(
         tokens=bucket,
         rows=limits.prefill_rows,
@@ -71,6 +76,9 @@ def pack(
         fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
         _write_grants(fields["grants"], plan, space=0)
         _write_window_grants(fields, plan, limits)
+        if "leaders" in fields and plan.shared:
+            shared = np.array(plan.shared, np.int32)
+            fields["leaders"][: len(shared)], fields["shared_keys"][: len(shared)] = shared.T
         return packed.pack(fields)
     fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)

@@ -42,6 +42,10 @@ class Ops:
     prefers_long_chunks: ClassVar[bool] = False
     # Whether experts pay that stay packed in memory, in bfloat16 and whole on one device.
     reads_packed: ClassVar[bool] = False
+    # Bytes of one layer's K and V that a decode need not read, from which it pays to read what rows
+    # begin with once for several (and at so many rows); None: there is no kernel for it.
+    sharing_pays_from: ClassVar[int | None] = None
+    sharing_least_rows: ClassVar[int] = 1
 
     @property
     def by_columns(self) -> bool:
@@ -52,6 +56,11 @@ class Ops:
         """The same for weights that lie by columns, or not, where its kernels can read them so."""
         del columns
         return self
+
+    def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
+        """Rows of which a kernel reads a shared prefix at once. group: heads of a kv head."""
+        del queries_per_row, group
+        return 1
 
     def pool_width(self, head_dim: int) -> int:
         """D of a KV pool for heads of `head_dim`."""

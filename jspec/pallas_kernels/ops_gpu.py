@@ -15,7 +15,7 @@ from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
 from jspec.pallas_kernels.attention import gpu_layer as fused_attention_gpu
-from jspec.pallas_kernels.attention import one_row_gpu, reference
+from jspec.pallas_kernels.attention import gpu_shared, one_row_gpu, reference
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
@@ -52,6 +52,8 @@ class GpuOps(Ops):
     defers_sums: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
     reads_packed: ClassVar[bool] = True
+    sharing_pays_from: ClassVar[int | None] = 96 * 2**20
+    sharing_least_rows: ClassVar[int] = 16
 
     @property
     def by_columns(self) -> bool:
@@ -59,6 +61,9 @@ class GpuOps(Ops):
 
     def with_columns(self, columns: bool) -> GpuOps:
         return replace(self, columns=columns)
+
+    def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
+        return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
         """For some widths other products: one in splits is faster by itself, but not with the

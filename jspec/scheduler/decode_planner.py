@@ -12,12 +12,14 @@ from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import PLAIN, Feature
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
+from jspec.core.shared_prefixes import SharedPrefix
 from jspec.scheduler import policy
 from jspec.scheduler.pages import FullPages
 from jspec.scheduler.results import Flight, Lineup
 from jspec.scheduler.row_table import Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
 from jspec.scheduler.shape_choice import ShapeChooser
+from jspec.scheduler.sharing import PrefixSharing
 from jspec.scheduler.windows import WindowPages
 
 
@@ -46,6 +48,9 @@ class DecodePlanner:
         self._retract = retract
         self._shapes = shapes
         self._lineup: Lineup | None = None  # None: to be found out
+        sharing = limits.sharing
+        self._sharing = None if sharing is None else PrefixSharing(limits, sharing)
+        self.num_shared_keys = 0  # that rows were told not to read, since others read them
 
     def changed(self) -> None:
         """Must be called when a sequence begins or ceases to run."""
@@ -87,8 +92,17 @@ class DecodePlanner:
             constraints=constraints_of(tenancies) if Feature.GRAMMAR in features else (),
             shape=None if shape == self._limits.spec else shape,
             owed=self._owed(lineup.slots, shape),
+            shared=self._shared(lineup.slots) if shape == self._limits.spec else (),
         )
         return Flight(plan, lineup)
+
+    def _shared(self, slots: Ints) -> tuple[SharedPrefix, ...]:
+        """What rows read together; nothing where that is too little."""
+        if self._sharing is None:
+            return ()
+        shared, num_keys = self._sharing.among(slots)
+        self.num_shared_keys += num_keys
+        return shared
 
     def _owed(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
         """What the drafter must be told of before a decode of this shape: all that it was not, if
@@ -103,6 +117,8 @@ class DecodePlanner:
         """What runs, oldest first."""
         if self._lineup is None:
             self._lineup = Lineup.of(s.held_tenancy for s in self._running.values())
+            if self._sharing is not None:
+                self._sharing.regroup(self._lineup.tenancies)
         return self._lineup
 
     def _choose_short_of_pages(self) -> tuple[list[Tenancy], list[PageGrant]]:

@@ -103,6 +103,7 @@ class Scheduler:
             num_steps_in_flight=len(self._in_flight),
             num_steps=self._num_steps - len(self._in_flight),
             shapes=self._shapes.totals,
+            num_shared_keys=self._decodes.num_shared_keys,
             **self._totals.by_name(),
         )
 

@@ -21,6 +21,7 @@ class SchedulerStats:
     idle or not. num_emitted: all output tokens, prefill's included. num_cached_tokens: prompt
     tokens found in the prefix cache. counters: sums over all sequences.
     num_slow_readers: of num_aborted, those whose chunks nobody read.
+    num_shared_keys: read by other rows of the same decodes for those that begin alike, as planned.
     num_restarts: times that the runner failed and was to be begun anew. shapes: if they are chosen.
     num_steps: steps that were read, which is progress also while a long prompt emits nothing.
     """
@@ -45,6 +46,7 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_slow_readers: int = 0
     num_restarts: int = 0
+    num_shared_keys: int = 0
     shapes: ShapeTotals = NO_SHAPES
 
     @property

@@ -235,12 +235,7 @@ GAUGES = (
 
 def _of_shapes(name: str) -> Callable[[Snapshot], Value]:
     """Reads one of what a chooser of shapes counts."""
-
-    def read(snapshot: Snapshot) -> Value:
-        found: float = getattr(snapshot.stats.shapes, name)
-        return found
-
-    return read
+    return lambda snapshot: float(getattr(snapshot.stats.shapes, name))
 
 
 SHAPES = (
@@ -262,6 +257,11 @@ COUNTERS = (
         *("sglang:cached_tokens", "vllm:prefix_cache_hits"),
         text="Prompt tokens found in the prefix cache",
         read=lambda s: s.stats.num_cached_tokens,
+    ),
+    _counter(
+        "jspec:shared_prefix_tokens",
+        text="Keys that rows of decodes need not read, since others begin with them and do",
+        read=lambda s: s.stats.num_shared_keys,
     ),
     _counter(
         *("sglang:generation_tokens", "vllm:generation_tokens"),

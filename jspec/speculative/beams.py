@@ -165,6 +165,7 @@ def _rows_of_beams(
         tail_positions=(
             None if is_chain else layout.position(rows.seq_lens[:, None], tail_depth[None])
         ),
+        shared=rows.shared,
     )
     children = shapes.chosen_position(rows.seq_lens, depth)[:, None]
     return BeamRows(

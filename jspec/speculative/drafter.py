@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jspec.core import drafting, shapes
-from jspec.core.batch import DraftTree, Features, Verified
+from jspec.core.batch import DraftTree, Features, SharedPrefixes, Verified
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.config import SpeculativeConfig
 from jspec.core.drafting import Drafting
@@ -41,6 +41,7 @@ class RowsInStep:
     page_table: jax.Array  # i32[B, P], of the full space
     sampling: SamplingRows
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)  # i32[B, P] each
+    shared: SharedPrefixes | None = None  # what some of them begin with
 
 
 @pytree

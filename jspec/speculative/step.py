@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored
+from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
 from jspec.core.config import SpeculativeConfig
 from jspec.core.drafting import NO_DRAFTING
 from jspec.core.errors import ConfigError
@@ -101,7 +101,7 @@ def speculative_step(
     `outputs.decode_output` of each row: i32[B, 1 + M], or more with log-probabilities.
     """
     state, tree = propose_tree(program, params, state, batch)
-    state, scored = score_tree(program, params, state, batch.slots, tree)
+    state, scored = score_tree(program, params, state, batch.slots, tree, shared=batch.shared)
     return settle_tree(program, params, state, batch.slots, tree, scored)
 
 
@@ -111,7 +111,8 @@ def propose_tree(
     """The state with the rows' new pages, and what the drafter guesses behind their roots; under a
     budget, what of it is verified."""
     state = grant_pages(state, batch.grants, batch.window_grants)
-    rows, draft = _rows_in_step(state, batch.slots), take_rows(state.draft, batch.slots)
+    rows = _rows_in_step(state, batch.slots, batch.shared)
+    draft = take_rows(state.draft, batch.slots)
     draft_kv, tree = program.proposer.propose(params["draft"], state.draft_kv, draft, rows)
     tree = spend_budget(tree, rows, batch.slots, spec=program.spec)
     return dataclasses.replace(state, draft_kv=draft_kv), tree
@@ -123,6 +124,8 @@ def score_tree(
     state: EngineState,
     slots: Int[Array, "B"],
     tree: DraftTree,
+    *,
+    shared: SharedPrefixes | None = None,
 ) -> tuple[EngineState, Scored]:
     """The target's forward over all nodes, whose KV lies behind L from then on."""
     needs = program.drafter.needs
@@ -133,7 +136,7 @@ def score_tree(
         params["target"],
         state.kv,
         tree,
-        _rows_in_step(state, slots),
+        _rows_in_step(state, slots, shared),
         needs=needs,
         spec=program.spec,
         packed=pack_nodes(tree, slots, spec=program.spec),
@@ -207,8 +210,11 @@ def settle_tree(
     return dataclasses.replace(state, kv=kv, rows=after), output
 
 
-def _rows_in_step(state: EngineState, slots: Int[Array, "B"]) -> RowsInStep:
+def _rows_in_step(
+    state: EngineState, slots: Int[Array, "B"], shared: SharedPrefixes | None = None
+) -> RowsInStep:
     return RowsInStep(
+        shared=shared,
         root_ids=take_rows(state.rows.root_ids, slots),
         seq_lens=take_rows(state.rows.seq_lens, slots),
         page_table=take_rows(state.rows.page_table, slots),

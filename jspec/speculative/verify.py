@@ -65,6 +65,7 @@ def score(
         q_positions=positions.reshape(-1),
         tail_mask=None if mask is None else mask.reshape(batch * nodes, -1),
         tail_positions=None if is_chain else positions,
+        shared=rows.shared,
         gathered=None if packed is None else packed.queries(nodes),
     )
     hidden, aux, kv = target.forward(

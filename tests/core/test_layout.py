@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.batch import DecodeBatch, PrefillBatch, pack_output, prefill_batch
+from jspec.core.batch import DecodeBatch, PrefillBatch, decode_batch, pack_output, prefill_batch
 from jspec.core.layout import (
     OutputColumns,
     PackedLayout,
@@ -21,6 +21,7 @@ from jspec.core.layout import (
 )
 
 DECODE = decode_layout(batch=3, num_grants=5, num_windows=2)
+SHARING = decode_layout(batch=3, num_grants=5, num_windows=2, is_sharing=True)
 PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5)
 
 MASKED = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5, words=3)
@@ -36,7 +37,17 @@ def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
 )
 def test_layouts_name_the_fields_of_their_batches(layout: PackedLayout, batch: type) -> None:
     named = list(dict.fromkeys(name.split(".")[0] for name, _ in layout.fields))
-    assert named == [field.name for field in fields(batch)]
+    assert named == [field.name for field in fields(batch) if field.name != "shared"]
+
+
+def test_a_decode_that_is_told_of_shared_prefixes_has_them() -> None:
+    values = {name: jnp.asarray(x) for name, x in random_fields(SHARING, 0).items()}
+    batch = decode_batch(values)
+    assert batch.shared is not None
+    np.testing.assert_array_equal(batch.shared.leaders, values["leaders"])
+    np.testing.assert_array_equal(batch.shared.num_keys, values["shared_keys"])
+    without = {name: values[name] for name, _ in DECODE.fields}
+    assert decode_batch(without).shared is None
 
 
 def test_an_engine_without_windows_sends_nothing_for_them() -> None:

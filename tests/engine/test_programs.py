@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
 from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
-from jspec.core.plan import StepKind
+from jspec.core.plan import RowRef, StepKind, StepPlan
+from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
 from jspec.engine.plan_runner import ReadyPrograms
 from jspec.engine.programs import (
     FEW_PROGRAMS,
@@ -23,6 +24,8 @@ from jspec.engine.programs import (
     first_programs,
     later_programs,
     nearest_program,
+    needed_program,
+    program_for,
     program_keys,
     programs_at_start,
     ready_shapes,
@@ -154,6 +157,44 @@ def test_powers_of_two_come_before_what_lies_between() -> None:
     later = later_programs(H200, first_programs(H200))
     sizes = [key.bucket for key in later if key.kind is StepKind.PREFILL]
     assert sizes[:6] == [256, 512, 1024, 2048, 4096, 384]
+
+
+SHARING = dataclasses.replace(
+    H200, sharing=SharingLimits(rows_a_pack=4, pays_from=1, least_rows=16)
+)
+
+
+def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() -> None:
+    told = [str(key) for key in program_keys(SHARING) if Feature.SHARED in key.features]
+    assert told == [
+        *(f"decode B={size} shared prefixes" for size in (48, 32, 16)),
+        *(f"decode B={size} filters+penalties+shared prefixes" for size in (48, 32, 16)),
+    ]
+    assert [str(key) for key in later_programs(SHARING, first_programs(SHARING))][-6:] == told
+    assert not any(Feature.SHARED in key.features for key in programs_at_start(SHARING, "all"))
+
+
+@pytest.mark.parametrize("rows", [5, 17, 48])
+@pytest.mark.parametrize("features", [PLAIN, FILTERS, ALL])
+def test_a_plan_with_shared_prefixes_runs_where_it_is_told_if_that_pads_no_more(
+    rows: int, features: StepFeatures
+) -> None:
+    refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
+    plan = StepPlan(step=1, kind=StepKind.DECODE, features=features, rows=refs)
+    shared = dataclasses.replace(plan, shared=tuple(SharedPrefix(0, UNIT) for _ in refs))
+
+    def chosen(plan: StepPlan, ready: tuple[ProgramKey, ...]) -> ProgramKey:
+        return program_for(plan, lambda needed: nearest_program(needed, ready), ready)
+
+    every = program_keys(SHARING)
+    without = chosen(plan, every)
+    assert without == nearest_program(needed_program(plan), every)
+    assert Feature.SHARED not in without.features
+    told = chosen(shared, every)
+    assert told.bucket == without.bucket
+    assert (Feature.SHARED in told.features) == (rows > 8 and features != ALL)
+    assert told.features.covers(without.features)
+    assert chosen(shared, program_keys(H200)) == without  # not made yet
 
 
 OWN_KEYS = KEYS.map(lambda key: key._replace(shape=None))  # these are always served

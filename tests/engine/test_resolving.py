@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 from jspec.core.config import PriorityOrder
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
+from jspec.core.model_spec import uniform_decoder
 from jspec.core.resolved_config import ResolvedConfig
+from jspec.core.shared_prefixes import SharingLimits
+from jspec.engine.memory import sharing_limits
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, ops_of, resolve
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.server.serve import describe_config
 
+LLAMA_8B = uniform_decoder(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=4096,
+)
 PLAIN = CheckpointFacts(
     model_path="/m", tokenizer_path="/t", max_position=4096, head_dims=(128, 64)
 )
@@ -92,6 +105,26 @@ def test_a_hopper_gpu_has_its_own_kernels_where_they_serve() -> None:
     odd = dataclasses.replace(PLAIN, head_dims=(128, 80))
     with pytest.raises(ConfigError, match="'pallas', with head_dim 80; expected 64 or 128"):
         resolved(H200, odd, attention_backend="pallas")
+
+
+@pytest.mark.usefixtures("mosaic")
+def test_a_hopper_gpu_reads_shared_prefixes_once_where_two_rows_fit_a_tile() -> None:
+    def limits(device: DeviceFacts = H200, **arguments: Any) -> SharingLimits | None:
+        config = resolved(device, DRAFTED, **{**EAGLE, **arguments})
+        return sharing_limits(config, LLAMA_8B, ops_of(config))
+
+    # 32 heads over 8: 16 queries of a chain, 4 rows a tile of 64; 4,096 bytes a key.
+    expected = SharingLimits(rows_a_pack=4, pays_from=96 * 256, least_rows=16)
+    assert limits() == expected
+    plain = limits(speculative_algorithm="NONE", speculative_draft_model_path=None)
+    assert plain == dataclasses.replace(expected, rows_a_pack=16)
+    of_two = limits(tp_size=2)
+    assert of_two == dataclasses.replace(expected, pays_from=2 * 96 * 256)
+    tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+    assert limits(**tree) is None
+    assert limits(disable_radix_cache=True) is None
+    assert limits(disable_cascade_attn=True) is None
+    assert limits(A100) is None
 
 
 def test_prefill_programs_lie_close_where_prompts_do() -> None:

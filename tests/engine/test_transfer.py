@@ -11,7 +11,7 @@ import pytest
 
 from jspec.core.batch import DecodeBatch, PrefillBatch, prefill_batch
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
-from jspec.core.features import PLAIN, SAMPLING
+from jspec.core.features import PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.core.plan import (
     Admission,
     PageGrant,
@@ -22,6 +22,7 @@ from jspec.core.plan import (
     StepResult,
 )
 from jspec.core.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
+from jspec.core.shared_prefixes import SharedPrefix
 from jspec.core.state import empty_sampling
 from jspec.engine.programs import ProgramKey, nearest_program, needed_program, program_keys
 from jspec.engine.transfer import layout_of, pack, pack_catch_up, pack_recalls, unpack_result
@@ -46,6 +47,22 @@ DECODE = StepPlan(
     rows=(RowRef(2, 5), RowRef(4, 1), RowRef(1, 9)),
     grants=(PageGrant(4, 3, 17), PageGrant(1, 0, 31)),
 )
+
+
+def test_rows_are_told_what_they_share_where_the_program_reads_it() -> None:
+    shared = (SharedPrefix(0, 0), SharedPrefix(1, 256), SharedPrefix(1, 256))
+    plan = replace(DECODE, shared=shared)
+    features = StepFeatures(SAMPLING.members | {Feature.SHARED})
+    told = ProgramKey(StepKind.DECODE, 4, features)
+    fields = layout_of(told, LIMITS).unpack(pack(plan, told, LIMITS, vocab_size=V))
+    np.testing.assert_array_equal(fields["leaders"], [0, 1, 1, 0])
+    np.testing.assert_array_equal(fields["shared_keys"], [0, 256, 256, 0])
+    nobody = layout_of(told, LIMITS).unpack(pack(DECODE, told, LIMITS, vocab_size=V))
+    assert not nobody["shared_keys"].any()
+    untold = ProgramKey(StepKind.DECODE, 4, SAMPLING)
+    np.testing.assert_array_equal(
+        pack(plan, untold, LIMITS, vocab_size=V), pack(DECODE, untold, LIMITS, vocab_size=V)
+    )
 
 
 def admission(row: RowRef, *, seed: int, **sampling: object) -> Admission:

@@ -95,6 +95,7 @@ def test_accept_thresholds_must_be_one() -> None:
         (("--overlap-depth", "2"), "overlap_depth", 2),
         (("--compile-at-start", "all"), "compile_at_start", "all"),
         (("--disable-radix-cache",), "disable_radix_cache", True),
+        (("--disable-cascade-attn",), "disable_cascade_attn", True),
         (("--dtype", "half"), "dtype", "float16"),
         (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
         (("--disable-speculative-draft-noise",), "speculative_draft_noise", False),

@@ -20,7 +20,7 @@ import numpy as np
 
 from jspec.core import sharding
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
-from jspec.core.features import ALL, SAMPLING, StepFeatures
+from jspec.core.features import ALL, SAMPLING, Feature, StepFeatures
 from jspec.core.model_spec import ModelSpec
 from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.core.request import (
@@ -33,6 +33,7 @@ from jspec.core.request import (
     TokenLogprob,
 )
 from jspec.core.response import Completion
+from jspec.core.shared_prefixes import SharingLimits
 from jspec.engine.compilation import compile_all
 from jspec.engine.loading import place
 from jspec.engine.programs import program_keys, recall_programs
@@ -160,6 +161,7 @@ def build(
     target_spec: ModelSpec = TARGET,
     shapes: tuple[SpeculativeConfig, ...] = (),
     windows: tuple[WindowSpace, ...] = (),
+    sharing: SharingLimits | None = None,
 ) -> Compiled:
     """Compiles an engine; `params` (target, head) must already be laid out for `shards`.
 
@@ -167,7 +169,7 @@ def build(
     drafter than the head's, the second of `params` being its own; aux_layer_ids: what that reads.
     target_spec: of TARGET's vocabulary and hidden size; the head reads the inputs of its first and
     last layer and what comes out. shapes: beside `spec`. windows: page spaces of the target's, with
-    a prefix cache.
+    a prefix cache. sharing: of prefixes, with a prefix cache and one program for each of variants.
     """
     mesh, shard = mesh_of(shards), Shard(shards, sharding.TENSOR_AXIS)
     target_params, head_params = params or tiny_params()
@@ -197,7 +199,8 @@ def build(
         logprobs=ALL in variants,
         other_shapes=shapes,
         windows=windows,
-        prefix_cache=bool(windows),
+        prefix_cache=bool(windows) or sharing is not None,
+        sharing=sharing,
     )
     params_of_all = {"target": target_params, "draft": draft_params}
     placed = place(mesh, program.tables, params_of_all)
@@ -210,7 +213,7 @@ def build(
         keys=tuple(
             key
             for key in program_keys(limits)
-            if key.features in variants
+            if StepFeatures(key.features.members - {Feature.SHARED}) in variants
             or key.kind in (StepKind.CATCH_UP, StepKind.RECALL)
             or (key.kind is StepKind.PREFILL and not limits.logprobs)
         ),

@@ -74,7 +74,7 @@ class Tuning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
+class Shape:
     """Everything static about one kernel."""
 
     batch: int
@@ -91,7 +91,7 @@ class _Shape:
     scale: float
     soft_cap: float | None
     windowed: bool
-    has_sinks: bool
+    in_parts: bool  # what it gives is merged behind it, though it may be one part
     interpreted: bool
 
     @property
@@ -111,7 +111,7 @@ class _Shape:
     @property
     def is_direct(self) -> bool:
         """Whether a program's result is final, and the program puts it in its place."""
-        return self.parts == 1 and not self.has_sinks and can_place(self.queries, self.group)
+        return self.parts == 1 and not self.in_parts and can_place(self.queries, self.group)
 
     @property
     def warpgroups(self) -> int:
@@ -144,7 +144,7 @@ def attend_rows(
     if interpret:  # its matrix product takes no operand from registers
         tuning = replace(tuning, weights="shared")
     num_queries, num_heads = rows.page_table.shape[0] * queries_per_row, packed_heads or q.shape[1]
-    shape = _shape_of(
+    shape = shape_of(
         (num_queries if packed_heads else q.shape[0], num_heads, q.shape[2]),
         kv_pages,
         rows,
@@ -153,7 +153,7 @@ def attend_rows(
         scale=scale,
         soft_cap=soft_cap,
         windowed=window is not None,
-        has_sinks=sinks is not None,
+        in_parts=sinks is not None,
         interpreted=interpret,
     )
     if plan is None:
@@ -171,11 +171,11 @@ def attend_rows(
         q = pack_queries(q.astype(shape.dtype), *size, width=shape.width)
     packed = q.reshape(-1, shape.stored, shape.width)
     pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
-    results = _launch(packed, pool, rows.page_table, plan, shape=shape)
+    results = launch(packed, pool, rows.page_table, plan, shape=shape)
     if shape.is_direct:
         return results[0].reshape(num_queries, num_heads, shape.width)
     parts, heights = results
-    sizes = {"num_heads": num_heads, "num_kv": shape.num_kv}
+    sizes: Any = {"num_heads": num_heads, "num_kv": shape.num_kv}
     if shape.parts > 1 or sinks is not None:
         out = merge_shares(parts, heights, plan.valid, sinks, **sizes, interpret=interpret)
     else:
@@ -183,15 +183,15 @@ def attend_rows(
     return out.astype(q.dtype)
 
 
-def _shape_of(
+def shape_of(
     q: tuple[int, int, int],  # T, H, Dq
     kv_pages: jax.Array,
     rows: AttentionRows,
     *,
     queries_per_row: int,
     tuning: Tuning,
-    **fixed: Any,  # scale, soft_cap, windowed, has_sinks, interpreted
-) -> _Shape:
+    **fixed: Any,  # scale, soft_cap, windowed, in_parts, interpreted
+) -> Shape:
     """Checks what is static, and chooses the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
@@ -210,7 +210,7 @@ def _shape_of(
         programs=batch * (two_g // 2) * tiles,
         max_blocks=-(-rows.page_table.shape[1] * page_size // block),
     )
-    return _Shape(
+    return Shape(
         batch=batch,
         num_kv=two_g // 2,
         width=width,
@@ -230,13 +230,13 @@ def _shape_of(
 
 
 @functools.partial(jax.jit, static_argnames=("shape",))
-def _launch(
+def launch(
     q: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
     plan: BlockPlan,
     *,
-    shape: _Shape,
+    shape: Shape,
 ) -> list[jax.Array]:
     """[out[B, R, H, D]] if direct, else [parts, heights]. Compiled once, however many layers."""
     tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
@@ -307,7 +307,7 @@ class _Work:
     program: Any  # index of (row, head, tile) in the packed queries and the results
 
 
-def _locate(shape: _Shape, bounds: Any) -> _Work:
+def _locate(shape: Shape, bounds: Any) -> _Work:
     share, tile, head = (lax.axis_index(name) for name in ("share", "tile", "head"))
     row, split = lax.div(share, shape.splits), lax.rem(share, shape.splits)
     first, edge, last, keys, valid = (bounds[row, i] for i in range(5))
@@ -336,7 +336,7 @@ class _Refs:
     bounds: Any
     words: Any
     lowest: Any
-    results: tuple[Any, ...]  # of `_launch`
+    results: tuple[Any, ...]  # of `launch`
     ring: Any  # [consumers * stages, block, 2 D]
     queries: Any  # [consumers, 64, D]
     arrived: Any  # the queries are here
@@ -346,7 +346,7 @@ class _Refs:
     mean: Any = None  # [1, 64, D], in the queries' place (direct)
 
 
-def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
+def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
     """The kernel's body, run by every warpgroup of a program."""
     if shape.is_direct:
         scratch["queries"], scratch["mean"] = scratch["queries"]
@@ -376,7 +376,7 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
         _produce(shape, refs, work)
 
 
-def _pages_of(shape: _Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
+def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
     """Page ids of a block. Pages behind the last written one are that one again: always loaded,
     never seen, so that every block is the same number of bytes and no index is out of bounds."""
     last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
@@ -384,7 +384,7 @@ def _pages_of(shape: _Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
     return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
 
 
-def _load(shape: _Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
+def _load(shape: Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
     """Starts the copies of one block into slot `slot` of the rings."""
     tokens = min(shape.page_size, shape.tuning.block_tokens)
     offset: Any = 0
@@ -399,7 +399,7 @@ def _load(shape: _Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages:
         )
 
 
-def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
+def _produce(shape: Shape, refs: _Refs, work: _Work) -> None:
     """Fills all rings, block by block, each slot as soon as its consumer has emptied it."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
 
@@ -412,7 +412,7 @@ def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
         _load(shape, refs, work, block, slot, pages)
 
 
-def _consume(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
+def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
     """One consumer: its blocks, its online softmax, its part of the result."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
     refills = shape.tuning.loader == "self"
@@ -472,7 +472,7 @@ def _consume(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
     (_place if shape.is_direct else _store)(shape, refs, work, warpgroup, carry)
 
 
-def _store(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
     """Mean and height of this part; the queries' shared memory is free to stage them."""
     top, total, mixed = carry
     parts, heights = refs.results
@@ -489,7 +489,7 @@ def _store(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _place(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
+def _place(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
     """The mean, zero where a query is not valid, to its queries and heads of the result.
 
     In:  R = 16, group 4, 3 valid queries    Out: rows 12 to 63 are zero; a copy for every 4 rows
@@ -518,7 +518,7 @@ def _place(shape: _Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) 
 
 
 def _absorb(
-    shape: _Shape,
+    shape: Shape,
     refs: _Refs,
     warpgroup: Any,
     slot: Any,
@@ -559,7 +559,7 @@ def _absorb(
     return new_top, total, mixed * lax.broadcast_in_dim(fade, mixed.shape, [0]) + added
 
 
-def _clean(shape: _Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
+def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
     """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = work.keys - block * tokens
@@ -573,7 +573,7 @@ def _clean(shape: _Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> No
         plgpu.commit_smem()
 
 
-def _rule(shape: _Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:
+def _rule(shape: Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:
     """What a block's mask is made from, one number a query: words of bits, or the lowest slot."""
     load: Any = plgpu.load
     if masked:
@@ -584,7 +584,7 @@ def _rule(shape: _Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) 
     return [load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) for ref in words]
 
 
-def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
+def _mask(shape: Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
     """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores

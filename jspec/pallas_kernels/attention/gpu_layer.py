@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
+from jspec.pallas_kernels.attention import gpu_shared
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
@@ -64,6 +65,21 @@ def rotate_write_and_attend(
             rows,
             scale=scale,
             window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            interpret=interpret,
+        )
+        return out, kv_pages
+    group = rotation.num_heads // (kv_pages.shape[2] // 2)
+    packs = gpu_shared.serves(queries_per_row=queries_per_row, group=group)
+    if rows.shared is not None and window is None and packs:
+        out = gpu_shared.attend_shared(
+            q,
+            kv_pages,
+            rows,
+            num_heads=rotation.num_heads,
+            queries_per_row=queries_per_row,
+            scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
             interpret=interpret,

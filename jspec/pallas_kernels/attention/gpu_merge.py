@@ -18,9 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
+from jspec.core.pytree import pytree
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
 from jspec.pallas_kernels.hopper import LOG2E, NOTHING
+
+
+@pytree
+class OtherShares:
+    """Shares of what rows read together (gpu_shared.py): items are packs * G there, and a pack's
+    tile holds the R * group rows of its first row, then those of the next."""
+
+    parts: jax.Array  # [P, packs * G, stored, D]
+    heights: jax.Array  # f32[P, packs * G, 64]
+    pack_of: jax.Array  # i32[B], -1: none
+    place_of: jax.Array  # i32[B]
 
 
 def merge_shares(
@@ -28,6 +40,7 @@ def merge_shares(
     heights: Float[Array, "P items 64"],
     valid: Bool[Array, "B R"],
     sinks: Float[Array, "H"] | None = None,
+    others: OtherShares | None = None,
     *,
     num_heads: int,
     num_kv: int,
@@ -35,12 +48,15 @@ def merge_shares(
 ) -> Float[Array, "T H D"]:
     """The mixed values of T = B * R queries in order, in the parts' dtype; 0 where not valid.
 
-    items are B * G * tiles, laid out by query_tiles.py; D is a power of two.
+    items are B * G * tiles, laid out by query_tiles.py; D is a power of two. others: shares more,
+    of rows that are in a pack.
     """
     batch, queries = valid.shape
-    extra = () if sinks is None else (sinks,)
+    extra: tuple[jax.Array, ...] = () if sinks is None else (sinks,)
+    if others is not None:
+        extra = (*extra, others.parts, others.heights, others.pack_of, others.place_of)
     merged: jax.Array = pl.pallas_call(
-        functools.partial(_merge_one, queries=queries, num_kv=num_kv),
+        functools.partial(_merge_one, queries=queries, num_kv=num_kv, has_sinks=sinks is not None),
         grid=(batch * queries, num_heads),
         out_shape=jax.ShapeDtypeStruct((batch * queries, num_heads, parts.shape[3]), parts.dtype),
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
@@ -84,32 +100,56 @@ def in_order(
 
 
 def _merge_one(
-    parts_ref: Any, heights_ref: Any, valid_ref: Any, *refs: Any, queries: int, num_kv: int
+    parts_ref: Any,
+    heights_ref: Any,
+    valid_ref: Any,
+    *refs: Any,
+    queries: int,
+    num_kv: int,
+    has_sinks: bool,
 ) -> None:
     """One query and head. In: R = 2, group = 4, query 1, head 6    Out: kv head 1, row 4 + 2."""
-    *sinks_ref, out_ref = refs
-    num_parts, _, _, width = parts_ref.shape
+    sinks_ref, others_ref, out_ref = refs[:has_sinks], refs[has_sinks:-1], refs[-1]
     group = out_ref.shape[1] // num_kv
     tiles, _ = tiles_of(queries * group)
     token, head = pl.program_id(0), pl.program_id(1)
+    batch_row, kv_head = token // queries, head // group
     row = token % queries * group + head % group
-    item = (token // queries * num_kv + head // group) * tiles + row // TILE_ROWS
-    row = row % TILE_ROWS
-    part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
-    column = jnp.arange(width, dtype=jnp.int32)
-    exists = part < num_parts
-    height = plt.load(heights_ref.at[part, item, row], mask=exists, other=NOTHING)
-    top = jnp.max(height)
+    item = (batch_row * num_kv + kv_head) * tiles + row // TILE_ROWS
+    shares = [_shares_of(parts_ref, heights_ref, item, row % TILE_ROWS, exists=True)]
+    if others_ref:
+        other_parts, other_heights, pack_ref, place_ref = others_ref
+        pack, place = plt.load(pack_ref.at[batch_row]), plt.load(place_ref.at[batch_row])
+        item = jnp.maximum(pack, 0) * num_kv + kv_head
+        row = place * queries * group + row
+        shares.append(_shares_of(other_parts, other_heights, item, row, exists=pack >= 0))
+    top = functools.reduce(jnp.maximum, [jnp.max(height) for height, _ in shares])
     if sinks_ref:
         sink = plt.load(sinks_ref[0].at[head]).astype(jnp.float32) * LOG2E
         top = jnp.maximum(top, sink)
-    weight = jnp.where(exists, jnp.exp2(height - top), 0.0)
-    total = jnp.sum(weight)
+    weights = [jnp.exp2(height - top) for height, _ in shares]
+    total = sum(jnp.sum(weight) for weight in weights)
     if sinks_ref:
         total = total + jnp.exp2(sink - top)
-    means = plt.load(
-        parts_ref.at[part[:, None], item, row, column[None]], mask=exists[:, None], other=0.0
-    )
-    mixed = jnp.sum(means.astype(jnp.float32) * weight[:, None], axis=0) / total
-    is_valid = plt.load(valid_ref.at[token // queries, token % queries]) > 0
-    out_ref[token, head, :] = jnp.where(is_valid, mixed, 0.0).astype(out_ref.dtype)
+    mixed: Any = 0.0
+    for weight, (_, load_means) in zip(weights, shares, strict=True):
+        mixed = mixed + jnp.sum(load_means() * weight[:, None], axis=0)
+    is_valid = plt.load(valid_ref.at[batch_row, token % queries]) > 0
+    out_ref[token, head, :] = jnp.where(is_valid, mixed / total, 0.0).astype(out_ref.dtype)
+
+
+def _shares_of(parts_ref: Any, heights_ref: Any, item: Any, row: Any, *, exists: Any) -> Any:
+    """(heights of all parts, minus infinity for one that does not exist; what loads their means,
+    0 there) of one row."""
+    num_parts, _, _, width = parts_ref.shape
+    part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
+    is_there = (part < num_parts) & exists
+    height = plt.load(heights_ref.at[part, item, row], mask=is_there, other=NOTHING)
+    height = jnp.where(is_there, height, -jnp.inf)
+
+    def load_means() -> Any:
+        column = jnp.arange(width, dtype=jnp.int32)
+        place = parts_ref.at[part[:, None], item, row, column[None]]
+        return plt.load(place, mask=is_there[:, None], other=0.0).astype(jnp.float32)
+
+    return height, load_means

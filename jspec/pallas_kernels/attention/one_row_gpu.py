@@ -100,7 +100,7 @@ def rotate_write_and_attend(
     )
     parts, heights, kv_pages = _launch(heads, rotation, kv_pages, rows, static, interpret=interpret)
     valid = (rows.cu_q_lens[1:] > rows.cu_q_lens[:-1])[:, None]
-    sizes = {"num_heads": rotation.num_heads, "num_kv": num_kv}
+    sizes: Any = {"num_heads": rotation.num_heads, "num_kv": num_kv}
     return merge_shares(parts, heights, valid, sinks, **sizes, interpret=interpret), kv_pages
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jspec.core.batch import SharedPrefixes
 from jspec.core.pytree import pytree
 
 
@@ -39,7 +40,8 @@ class AttentionRows:
 
     page_table is the full space's; window_tables, by window, are those of the other spaces
     (i32[B, P] each). A kernel reads page_table alone (`of_window`). gathered: of a call with
-    queries_per_row R whose tokens come packed; what is by query here is by place then.
+    queries_per_row R whose tokens come packed; what is by query here is by place then. shared: what
+    rows begin with in the full space, which a kernel may read once for all of them.
     """
 
     page_table: jax.Array  # i32[B, P]
@@ -50,6 +52,7 @@ class AttentionRows:
     tail_positions: jax.Array | None = None  # i32[B, W]
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     gathered: GatheredQueries | None = None
+    shared: SharedPrefixes | None = None
 
     @property
     def token_positions(self) -> jax.Array:
@@ -63,10 +66,10 @@ class AttentionRows:
 
         A window without a space of its own lies in the full one.
         """
-        table = self.page_table
-        if window is not None:
-            table = self.window_tables.get(window, table)
-        return dataclasses.replace(self, page_table=table, window_tables={})
+        if window is None:
+            return dataclasses.replace(self, window_tables={})
+        table = self.window_tables.get(window, self.page_table)
+        return dataclasses.replace(self, page_table=table, window_tables={}, shared=None)
 
 
 @pytree

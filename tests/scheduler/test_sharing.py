@@ -1,0 +1,107 @@
+"""Which rows read a prefix together: the grouping that saves most, and when it is worth it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
+from jspec.scheduler.sharing import PrefixSharing, common_length, group_rows, saved_rows
+from jspec.testing.fake_runner import small_limits
+
+TABLES = st.lists(
+    st.lists(st.integers(1, 2), max_size=6), min_size=1, max_size=9, unique_by=tuple
+).map(sorted)
+
+
+@given(
+    first=st.lists(st.integers(0, 2), max_size=9), second=st.lists(st.integers(0, 2), max_size=9)
+)
+def test_the_common_length_is_that_of_the_longest_common_beginning(
+    first: list[int], second: list[int]
+) -> None:
+    length = common_length(first, second)
+    assert first[:length] == second[:length]
+    assert first[: length + 1] != second[: length + 1] or length == min(len(first), len(second))
+
+
+@given(tables=TABLES, capacity=st.integers(2, 4))
+def test_no_choice_of_branches_saves_more(tables: list[list[int]], capacity: int) -> None:
+    groups = group_rows(tables, rows_a_pack=capacity)
+    ends = [0, *(edge for begin, end, _ in groups for edge in (begin, end))]
+    assert ends == sorted(ends)
+    for begin, end, pages in groups:
+        assert end - begin > 1
+        assert len({tuple(table[:pages]) for table in tables[begin:end]}) == 1
+        assert pages > 0
+
+    def most(rows: list[list[int]]) -> int:
+        """All of these read together what they have in common, or those that go on alike do."""
+        if len(rows) < 2:
+            return 0
+        pages = common_length(rows[0], rows[-1])
+        parts: dict[tuple[int, ...], list[list[int]]] = {}
+        for row in rows:
+            parts.setdefault(tuple(row[: pages + 1]), []).append(row)
+        apart = sum(most(part) for part in parts.values() if part[0][pages:])
+        return max(saved_rows(len(rows), rows_a_pack=capacity) * pages, apart)
+
+    saved = [saved_rows(e - b, rows_a_pack=capacity) * pages for b, e, pages in groups]
+    assert sum(saved) == most(tables)
+
+
+def test_the_groups_of_the_worked_example() -> None:
+    tables = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 6], [7]]
+    assert group_rows(tables, rows_a_pack=2) == [(0, 2, 3)]
+
+
+def sharing_of(tables: dict[int, list[int]], **changes: Any) -> PrefixSharing:
+    """tables: page ids by slot; pages of 64."""
+    limits = replace(small_limits(num_slots=8), page_size=64)
+    settings = {"rows_a_pack": 2, "pays_from": 1, "least_rows": 1, **changes}
+    sharing = PrefixSharing(limits, SharingLimits(**settings))
+    rows: Any = [
+        SimpleNamespace(page_ids=pages, row=SimpleNamespace(slot=slot))
+        for slot, pages in tables.items()
+    ]
+    sharing.regroup(rows)
+    return sharing
+
+
+ROWS = {3: [1, 2, 3, 9], 5: [4, 5, 6], 1: [1, 2, 3, 8], 2: [1, 2, 3, 7, 6], 4: [4, 5, 10]}
+
+
+def test_rows_of_a_decode_are_told_their_leader_and_whole_units() -> None:
+    shared, saved = sharing_of(ROWS).among(np.array([1, 2, 3, 4, 5]))
+    # Three pages of 64 are one unit and a half.
+    assert shared == tuple(SharedPrefix(leader, UNIT) for leader in (0, 0, 0, 3, 3))
+    assert saved == 2 * UNIT  # three rows in packs of two save one reading, two rows another
+
+
+def test_a_row_whose_group_is_not_in_the_decode_shares_nothing() -> None:
+    shared, saved = sharing_of(ROWS).among(np.array([5, 1, 2]))
+    assert shared == (SharedPrefix(0, 0), SharedPrefix(1, UNIT), SharedPrefix(1, UNIT))
+    assert saved == UNIT
+
+
+@pytest.mark.parametrize("slots", [[5, 1], [4], []])
+def test_alone_there_is_nothing_to_share(slots: list[int]) -> None:
+    assert sharing_of(ROWS).among(np.array(slots, np.int64)) == ((), 0)
+
+
+def test_what_saves_too_little_is_not_told() -> None:
+    slots = np.array([1, 2, 4, 5])
+    assert sharing_of(ROWS, pays_from=2 * UNIT).among(slots)[1] == 2 * UNIT
+    assert sharing_of(ROWS, pays_from=2 * UNIT + 1).among(slots) == ((), 0)
+
+
+def test_rows_that_left_are_forgotten() -> None:
+    sharing = sharing_of(ROWS)
+    sharing.regroup([])
+    assert sharing.among(np.array([1, 2, 3])) == ((), 0)
