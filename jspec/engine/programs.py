@@ -183,7 +183,7 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
     """What is compiled before an engine serves. when: "all" or "first"."""
     if when == "all":  # of the engine's own shape
-        return (*step_programs(limits), *recall_programs(limits))
+        return (*step_programs(limits), *recall_programs(limits), *sharing_programs(limits))
     return first_programs(limits)
 
 
