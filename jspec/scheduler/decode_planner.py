@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
-from jspec.core.features import PLAIN, Feature
+from jspec.core.features import PLAIN, SAMPLING, Feature, StepFeatures
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.core.shared_prefixes import SharedPrefix
 from jspec.scheduler import policy
@@ -92,13 +92,16 @@ class DecodePlanner:
             constraints=constraints_of(tenancies) if Feature.GRAMMAR in features else (),
             shape=None if shape == self._limits.spec else shape,
             owed=self._owed(lineup.slots, shape),
-            shared=self._shared(lineup.slots) if shape == self._limits.spec else (),
+            shared=self._shared(lineup.slots, features, shape),
         )
         return Flight(plan, lineup)
 
-    def _shared(self, slots: Ints) -> tuple[SharedPrefix, ...]:
-        """What rows read together; nothing where that is too little."""
-        if self._sharing is None:
+    def _shared(
+        self, slots: Ints, features: StepFeatures, shape: SpeculativeConfig
+    ) -> tuple[SharedPrefix, ...]:
+        """What rows read together; nothing where that is too little, or no program is told."""
+        is_told = shape == self._limits.spec and SAMPLING.covers(features)
+        if self._sharing is None or not is_told:
             return ()
         shared, num_keys = self._sharing.among(slots)
         self.num_shared_keys += num_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jspec.core.plan import StepKind
+from jspec.core.request import Request
 from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
 from jspec.scheduler.sharing import PrefixSharing, common_length, group_rows, saved_rows
 from jspec.testing.fake_runner import small_limits
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
 
 TABLES = st.lists(
     st.lists(st.integers(1, 2), max_size=6), min_size=1, max_size=9, unique_by=tuple
@@ -105,3 +109,38 @@ def test_rows_that_left_are_forgotten() -> None:
     sharing = sharing_of(ROWS)
     sharing.regroup([])
     assert sharing.among(np.array([1, 2, 3])) == ((), 0)
+
+
+def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
+    """Rows come behind one prompt of 132 tokens, one of them with log-probabilities."""
+    limits = small_limits(num_pages=256, context_length=256, chunk_size=64, prefix_cache=True)
+    sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
+    bench = Bench(replace(limits, sharing=sharing, logprobs=True))
+    prompt = tuple(range(UNIT + 4))
+
+    def asked(name: str, *, length: int, **sampling: Any) -> Request:
+        request = make_request(name, max_new_tokens=length, **sampling)
+        return replace(request, prompt_ids=(*prompt, ord(name)))
+
+    bench.submit(asked("a", length=4))
+    bench.run_all()
+    bench.submit(asked("b", length=40), asked("c", length=30))
+    bench.submit(asked("d", length=10, return_logprob=True))
+    told, alone = [], 0
+    while (plan := bench.dispatch()) or bench.in_flight:
+        if plan is None:
+            bench.collect()
+            continue
+        if plan.kind is StepKind.DECODE:
+            told.append(bool(plan.shared))
+            alone += len(plan.rows) == 1
+            if plan.shared:
+                assert plan.shared == (SharedPrefix(0, UNIT),) * len(plan.rows)
+                assert len(plan.rows) == 2
+    changes = [told[0], *(b for a, b in pairwise(told) if a != b)]
+    assert changes == [False, True, False], "not with d, then b and c, then b alone"
+    assert alone > 1
+    stats = bench.scheduler.stats
+    assert stats.num_shared_keys == UNIT * sum(told)
+    for name, length in {"b": 40, "c": 30, "d": 10}.items():
+        assert bench.output(name) == expected_ids(asked(name, length=length), length)

@@ -19,6 +19,7 @@ from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of
 
+SLOW = ("plain", "tree", "tree under a budget")
 PAGE_SIZE = 4
 SHARING = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
 
@@ -48,11 +49,11 @@ class LeadersPages(Ops):
 
 @cache
 def engine(kind: str) -> Compiled:
-    shape = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (3, 2, 7)}[kind]
-    return build(
-        spec_of(*shape), page_size=PAGE_SIZE, dial=False, variants=(SAMPLING,),
-        ops=LeadersPages(), sharing=SHARING,
-    )  # fmt: skip
+    shape = {"plain": (0, 1, 1), "chain": (3, 1, 4)}.get(kind, (3, 2, 7))
+    budget = 4.0 if kind == "tree under a budget" else None
+    spec = dataclasses.replace(spec_of(*shape), total_nodes_per_row=budget)
+    ops, variants = LeadersPages(), (SAMPLING,)
+    return build(spec, page_size=PAGE_SIZE, dial=False, variants=variants, ops=ops, sharing=SHARING)
 
 
 def prompts_behind(prefixes: list[int], *, seed: int) -> list[Request]:
@@ -72,7 +73,7 @@ def prompts_behind(prefixes: list[int], *, seed: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "tree"))]
+    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 )
 @pytest.mark.parametrize("retract_after", [None, 9])
 def test_what_rows_share_is_in_their_leaders_pages(kind: str, retract_after: int | None) -> None:
