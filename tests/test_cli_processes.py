@@ -84,6 +84,14 @@ def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
         process.communicate()
 
 
+def test_the_package_runs_as_the_command_does() -> None:
+    program = start("-m", "jspec", "no-such-command")
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out) == (2, "")
+    assert "no-such-command" in err
+    assert "Traceback" not in err
+
+
 def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

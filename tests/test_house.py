@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "cli_generate": 11,
     "cli_info": 11,
     "cli": 12,
+    "__main__": 13,
 }
 OUTSIDE = {"testing"}  # shipped fakes: may import anything, only tests and examples import them
 
