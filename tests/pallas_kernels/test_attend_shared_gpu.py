@@ -29,6 +29,7 @@ from jspec.pallas_kernels.attention.gpu_shared import (
 )
 from jspec.pallas_kernels.attention.query_tiles import pack_queries
 from jspec.pallas_kernels.attention.rows import AttentionRows
+from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu
 
 # Packs.
@@ -233,3 +234,10 @@ def test_rows_that_share_nothing_are_refused() -> None:
             pack_queries(jnp.tile(q, (4, 1, 1)), *sizes, width=case.width),
             pool, rows, num_heads=case.heads, queries_per_row=16, scale=1.0,
         )  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_cuda_compiler
+def test_the_kernel_runs_twice_and_no_pool_is_copied_on_an_h200() -> None:
+    output = output_of("tests.pallas_kernels.gpu_shared_compile")
+    assert output.count(": 2 of rows, 1 merges") == 2
