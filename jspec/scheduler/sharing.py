@@ -18,6 +18,7 @@ from jspec.scheduler.row_table import Ints
 from jspec.scheduler.sequence import Tenancy
 
 Pages = Sequence[int]
+Shared = tuple[tuple[SharedPrefix, ...], int]
 Group = tuple[int, int, int]  # rows [begin, end) of those given, and how many pages they share
 
 
@@ -73,10 +74,13 @@ class PrefixSharing:
         self._sharing = sharing
         self._group = np.zeros(limits.num_slots + 1, np.int64)
         self._keys = np.zeros(limits.num_slots + 1, np.int64)
+        self._found: tuple[Ints, Shared] | None = (
+            None  # of the decode before, mostly the next one's
+        )
 
     def regroup(self, tenancies: Collection[Tenancy]) -> None:
         """Finds the groups of all rows that run."""
-        self._keys[:] = 0
+        self._keys[:], self._found = 0, None
         by_first: dict[int, list[Tenancy]] = {}
         for tenancy in tenancies:
             by_first.setdefault(tenancy.page_ids[0], []).append(tenancy)
@@ -92,9 +96,14 @@ class PrefixSharing:
                 self._group[slots] = group
                 self._keys[slots] = pages * self._page_size // UNIT * UNIT
 
-    def among(self, slots: Ints) -> tuple[tuple[SharedPrefix, ...], int]:
+    def among(self, slots: Ints) -> Shared:
         """(What each row of a decode shares with others of it, keys that need not be read in all);
-        nothing where that is too little."""
+        nothing where that is too little. slots: not changed afterwards."""
+        if self._found is None or self._found[0] is not slots:
+            self._found = slots, self._among(slots)
+        return self._found[1]
+
+    def _among(self, slots: Ints) -> Shared:
         keys = self._keys[slots]
         if not keys.any():
             return (), 0
