@@ -16,11 +16,12 @@ UNIT = 128  # keys: a shared prefix is whole blocks of every kernel
 class SharingLimits:
     """When a decode is told of shared prefixes. rows_a_pack: rows of which a kernel reads a prefix
     at once. pays_from: keys that need not be read, over all rows; fewer are not worth it.
-    least_rows: of a program that is told."""
+    least_rows: of a program that is told. unit: of which shared prefixes are multiples."""
 
     rows_a_pack: int
     pays_from: int
     least_rows: int
+    unit: int = UNIT
 
 
 class SharedPrefix(NamedTuple):

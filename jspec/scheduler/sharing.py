@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from jspec.core.config import ServeLimits
-from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
+from jspec.core.shared_prefixes import SharedPrefix, SharingLimits
 from jspec.scheduler.row_table import Ints
 from jspec.scheduler.sequence import Tenancy
 
@@ -81,6 +81,7 @@ class PrefixSharing:
     def regroup(self, tenancies: Collection[Tenancy]) -> None:
         """Finds the groups of all rows that run."""
         self._keys[:], self._found = 0, None
+        unit = self._sharing.unit
         by_first: dict[int, list[Tenancy]] = {}
         for tenancy in tenancies:
             by_first.setdefault(tenancy.page_ids[0], []).append(tenancy)
@@ -94,7 +95,7 @@ class PrefixSharing:
                 group += 1
                 slots = [tenancy.row.slot for tenancy in family[begin:end]]
                 self._group[slots] = group
-                self._keys[slots] = pages * self._page_size // UNIT * UNIT
+                self._keys[slots] = pages * self._page_size // unit * unit
 
     def among(self, slots: Ints) -> Shared:
         """(What each row of a decode shares with others of it, keys that need not be read in all);

@@ -7,8 +7,9 @@ of its positions has the fingerprint that the reader's own text gives.
 
 from __future__ import annotations
 
+from jspec.core import shapes
 from jspec.core.config import ServeLimits
-from jspec.core.plan import RowRef
+from jspec.core.plan import RowRef, StepPlan
 from jspec.testing.fake_rows import FakeRow, fingerprint, require
 
 SCRATCH = 0  # a fingerprint that no text has
@@ -73,3 +74,15 @@ class FakePages:
 
     def _fingerprint(self, row: FakeRow, text: list[int], position: int) -> int:
         return fingerprint(row, text, position, lookahead=self._lookahead)
+
+    def check_shared(self, plan: StepPlan, rows: dict[int, FakeRow]) -> None:
+        """What rows are said to share lies in their leader's pages, and is written."""
+        of_plan = [rows[ref.slot] for ref in plan.rows]
+        require(len(plan.shared) in (0, len(of_plan)), f"{plan.shared} of {len(of_plan)} rows")
+        for row, shared in zip(of_plan, plan.shared, strict=False):
+            leader, num_keys = shared
+            num_pages = shapes.num_pages(num_keys, self._size)
+            require(plan.shared[leader] == shared, f"{shared}, whose leader has another prefix")
+            theirs = of_plan[leader].page_ids[:num_pages]
+            require(row.page_ids[:num_pages] == theirs, f"{shared} of {row.page_ids}: {theirs}")
+            require(num_keys <= row.seq_len, f"{shared} of {row.seq_len} keys")

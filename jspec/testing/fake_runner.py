@@ -110,7 +110,8 @@ class FakeRunner:
       when it drafts; the final chunk is dispatched; some token is left to emit; for each round
       that may be of use, the reservation holds for what the host can have read, and the device's
       true length stays within it; rounds behind a row's end stay within the table; no page is
-      granted that is not needed.
+      granted that is not needed. Rows that are said to share a prefix hold the same pages there,
+      and have all of it.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class FakeRunner:
             self._grant(plan)
             self._grant_windows(plan)
             self._tell(plan)
+            self._pages.check_shared(plan, self._rows)
             by_row = [self._decode(row, plan) for row in plan.rows]
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1

@@ -144,3 +144,49 @@ def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
     assert stats.num_shared_keys == UNIT * sum(told)
     for name, length in {"b": 40, "c": 30, "d": 10}.items():
         assert bench.output(name) == expected_ids(asked(name, length=length), length)
+
+
+def test_whoever_comes_and_goes_rows_are_told_what_is_true() -> None:
+    """Requests of three families come, share, wait for pages, end and are aborted; the fake
+    runner compares the pages of all that is told."""
+    num_told = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        limits = small_limits(
+            num_slots=4,
+            num_pages=int(rng.integers(80, 120)) // (page_size := int(rng.choice([2, 4]))),
+            page_size=page_size,
+            overlap_depth=int(rng.integers(0, 4)),
+            num_rounds=int(rng.integers(1, 3)),
+            max_queued_requests=20,
+            prefix_cache=True,
+        )
+        sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1, unit=4)
+        bench = Bench(replace(limits, sharing=sharing))
+        requests = [drawn_request(rng, i) for i in range(10)]
+        for request in requests:
+            bench.submit(request)
+            for _ in range(int(rng.integers(0, 12))):
+                if bench.dispatch() is None and bench.in_flight:
+                    bench.collect()
+            if rng.random() < 0.2:
+                bench.scheduler.abort(request.request_id)
+        bench.run_all()
+        num_told += sum(bool(plan.shared) for plan in bench.runner.plans)
+        stats = bench.scheduler.stats
+        assert (stats.num_leaked_pages, stats.num_free_pages) == (0, stats.num_pages)
+        for request in requests:
+            if request.request_id not in bench.chunks:  # aborted before it said anything
+                continue
+            output = bench.output(request.request_id)
+            assert output == expected_ids(request, len(output))
+    assert num_told > 150
+
+
+def drawn_request(rng: np.random.Generator, i: int) -> Request:
+    """A prompt of one of three families, with a beginning that it shares and an end that is its
+    own."""
+    family, own = int(rng.integers(3)), rng.integers(0, 40, int(rng.integers(1, 6)))
+    common = tuple(range(family, family + int(rng.choice([8, 16, 24]))))
+    request = make_request(f"r{i}", max_new_tokens=int(rng.integers(1, 30)))
+    return replace(request, prompt_ids=(*common, *own.tolist()), seed=i)
