@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ MOST = {
     "head_dim": 2**16,
 }
 _MOST_ELSEWHERE = 2**31 - 1
+
+
+@contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """A ConfigError of what is made from a file's values names the file, if it does not already."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def check_regular(path: Path) -> int:

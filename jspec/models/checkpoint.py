@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, RequestError
-from jspec.core.json_files import read_fields
+from jspec.core.json_files import in_file, read_fields
 from jspec.core.model_spec import ModelSpec
 from jspec.core.request import SamplingParams
 from jspec.models.family import Family, eos_ids
@@ -45,7 +45,8 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
     Raises ConfigError (architecture, rope type, activation, ... not served), CheckpointError.
     """
     fields = read_fields(path / "config.json")
-    spec = family_of(fields.architecture(), fields.path, families).read(fields)
+    with in_file(fields.path):
+        spec = family_of(fields.architecture(), fields.path, families).read(fields)
     generation = path / "generation_config.json"
     if not generation.exists():
         return spec

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.errors import ConfigError
-from jspec.core.json_files import Fields, read_fields
+from jspec.core.json_files import Fields, in_file, read_fields
 from jspec.core.model_spec import Eagle1Config, LayerSpec, ModelSpec
 from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
@@ -103,7 +103,8 @@ def load_eagle1_config(
     names = stored_names(path) if reads_names else {}
     _check_kind(fields)
     has_fc_bias = fields.flag("bias", True) and (not names or "fc.bias" in names)
-    layer = _read_layers(fields, names)
+    with in_file(fields.path):
+        layer = _read_layers(fields, names)
     if draft_rope_theta is not None:
         spec = layer.one_layer
         rope = replace(spec.attention.rope, theta=draft_rope_theta)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import Fields, read_fields, shown
+from jspec.core.json_files import Fields, in_file, read_fields, shown
 from jspec.core.model_spec import Eagle3Config, FeatureNorm, ModelSpec
 from jspec.models.family import (
     FULL,
@@ -83,6 +83,17 @@ def load_eagle3_config(
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
+    with in_file(fields.path):
+        return _read_config(fields, names, target=target, draft_rope_theta=draft_rope_theta)
+
+
+def _read_config(
+    fields: Fields,
+    names: Mapping[str, str],
+    *,
+    target: ModelSpec,
+    draft_rope_theta: float | None,
+) -> Eagle3Config:
     nested = fields.get("transformer_layer_config") is not None
     speculators = nested or fields.get("speculators_model_type") is not None
     layer_fields = fields.table("transformer_layer_config") if nested else fields

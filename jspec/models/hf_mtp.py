@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import Fields, read_fields
+from jspec.core.json_files import Fields, in_file, read_fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import Family, MtpFamily
 from jspec.models.hf_weights import open_tensors, write_checkpoint
@@ -54,7 +54,8 @@ def load_mtp_config(
             f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
             f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-    config = mtp.read(fields, target)
+    with in_file(fields.path):
+        config = mtp.read(fields, target)
     ours = fields.integer("vocab_size"), fields.integer("hidden_size")
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:

@@ -259,11 +259,13 @@ def test_the_layers_styles(tmp_path: Path) -> None:
             | {"eagle_config": {"use_aux_hidden_state": False}},
             "hidden_size is 2048; expected the target's 4096, since a head without aux layers",
         ),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32; expected a multiple"),
     ],
 )
 def test_plain_variants_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load_head(tmp_path, HEAD | changes)
+    assert "config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["eagle_config", "transformer_layer_config", "top"])

@@ -221,8 +221,9 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
 def test_what_is_not_served_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load_model_spec(write(tmp_path, LLAMA | changes))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
 @pytest.mark.parametrize(
@@ -246,8 +247,9 @@ def test_what_is_not_served_is_refused(
     ],
 )
 def test_malformed_fields_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_model_spec(write(tmp_path, LLAMA | changes))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
