@@ -231,10 +231,10 @@ class Tensors:
             raise CheckpointError(f"{self.path}: {listed(kinds)}")
 
 
-def listed(kinds: Mapping[str, Sequence[str]]) -> str:
+def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fit") -> str:
     """All lines of all kinds, of each the first 20 and how many more there are."""
     total = sum(map(len, kinds.values()))
-    lines = [f"{total} tensors do not fit"] if total > 1 else []
+    lines = [f"{total} {what}"] if total > 1 else []
     for kind, found in kinds.items():
         lines += found[:LISTED]
         if len(found) > LISTED:
@@ -260,17 +260,40 @@ def open_tensors(
     """
     with ExitStack() as stack:
         sources: dict[str, tuple[TensorFile, str]] = {}
-        for file_path, wanted in _files(path).items():
-            file = _open(stack, file_path)
-            stored_names = set(file.header.keys())
-            if missing := sorted(wanted - stored_names):
-                raise CheckpointError(f"{file_path}: no tensor {missing[0]}, which the index names")
+        for file_path, (file, stored_names) in _open_all(stack, _files(path)).items():
             for stored in sorted(stored_names):
                 name = canonical(stored)
                 if name in sources:
                     raise CheckpointError(f"{file_path}: {stored} is a second {name}")
                 sources[name] = (file, stored)
         yield Tensors(path, sources)
+
+
+def _open_all(
+    stack: ExitStack, files: Mapping[Path, set[str]]
+) -> dict[Path, tuple[TensorFile, set[str]]]:
+    """Each file and the names that it holds. files: the tensors that the index promises of each.
+
+    Raises CheckpointError for all files and names that are not there at once.
+    """
+    opened: dict[Path, tuple[TensorFile, set[str]]] = {}
+    unreadable: list[str] = []
+    missing: list[str] = []
+    for path, promised in files.items():
+        try:
+            file = _open(stack, path)
+        except CheckpointError as error:
+            unreadable.append(str(error))
+            continue
+        names = set(file.header.keys())
+        opened[path] = file, names
+        missing += [
+            f"{path}: no tensor {name}, which the index names" for name in sorted(promised - names)
+        ]
+    if unreadable or missing:
+        kinds = {"unreadable": unreadable, "not in their files": missing}
+        raise CheckpointError(listed(kinds, what="faults in the files that the index names"))
+    return opened
 
 
 def _open(stack: ExitStack, path: Path) -> TensorFile:

@@ -74,6 +74,20 @@ def test_an_index_that_lies_is_refused(weight_map: Any, message: str, tmp_path: 
         read_all(tmp_path)
 
 
+def test_all_that_an_index_says_wrongly_is_one_error(tmp_path: Path) -> None:
+    write_two_files(
+        tmp_path,
+        weight_map={"a": "two.safetensors", "c": "two.safetensors", "d": "three.safetensors"},
+    )
+    with pytest.raises(CheckpointError) as caught:
+        read_all(tmp_path)
+    first, *lines = str(caught.value).split("\n  ")
+    assert first == "3 faults in the files that the index names"
+    assert lines[0].startswith(f"{tmp_path / 'three.safetensors'}: cannot be read: ")
+    two = tmp_path / "two.safetensors"
+    assert lines[1:] == [f"{two}: no tensor {name}, which the index names" for name in "ac"]
+
+
 def test_a_file_cut_short_after_it_was_opened_names_the_tensor(tmp_path: Path) -> None:
     """It is read, not mapped: a map would end the process by a signal."""
     file = tmp_path / "model.safetensors"
