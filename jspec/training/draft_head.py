@@ -43,10 +43,6 @@ class DraftHead(Protocol):
     @property
     def aux_layer_ids(self) -> tuple[int, ...]: ...
 
-    @property
-    def most_depths(self) -> int | None:
-        """Depths that it has, or None where it can be unrolled as far as one likes."""
-
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Trainable float32 parameters; what is the target's is not among them."""
 

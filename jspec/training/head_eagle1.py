@@ -35,10 +35,6 @@ class TrainedEagle1:
     def aux_layer_ids(self) -> tuple[int, ...]:
         return ()
 
-    @property
-    def most_depths(self) -> int | None:
-        return None
-
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Random."""
         del target_params, draft_ids

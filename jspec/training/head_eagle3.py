@@ -43,10 +43,6 @@ class TrainedEagle3:
     def aux_layer_ids(self) -> tuple[int, ...]:
         return self.config.aux_layer_ids
 
-    @property
-    def most_depths(self) -> int | None:
-        return None
-
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Random, but the final norm and lm_head are the target's."""
         params = init_params(eagle3_params(self.config), seed=seed)

@@ -34,10 +34,6 @@ class TrainedLm:
     def aux_layer_ids(self) -> tuple[int, ...]:
         return ()
 
-    @property
-    def most_depths(self) -> int | None:
-        return 1
-
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Random."""
         del target_params, draft_ids

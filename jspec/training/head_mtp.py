@@ -44,10 +44,6 @@ class TrainedMtp:
     def aux_layer_ids(self) -> tuple[int, ...]:
         return () if self.config.reads_normed else (self.config.target_num_layers,)
 
-    @property
-    def most_depths(self) -> int | None:
-        return self.config.num_layers
-
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
         """Random, but the norms before lm_head, and each layer's own lm_head, are the target's."""
         del draft_ids

@@ -32,8 +32,7 @@ PARTS = 4  # blocks of a group, inputs of a code
 GROUP = BLOCK * PARTS
 CODES, SCALES = "codes", "scales"
 
-Packed = Mapping[str, Any]  # codes, scales
-Weights = Any  # an array [X, K, N], or Packed
+Weights = Any  # an array [X, K, N], or a mapping of codes and scales
 
 
 class Sizes(NamedTuple):

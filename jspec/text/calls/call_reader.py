@@ -75,7 +75,7 @@ class CallReader:
         self._begin: CallBegin | None = None
         self._value = ""
         self._arguments = ""  # that are not out yet
-        self._has_arguments = self._has_ended = False
+        self._has_arguments = False
         self.has_begun = False
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
