@@ -24,7 +24,7 @@ from jspec.models.params import Codec, Form, ParamSpec, ParamTable, Part, Path, 
 def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
     """The first layout of which the checkpoint has a tensor, or the first of all."""
     for layout in spec.layouts:
-        if any(next(iter(part.tensors)) in tensors for part in layout):
+        if any(name in tensors for part in layout for name in part.tensors):
             return layout
     return spec.layouts[0]
 

@@ -292,7 +292,7 @@ def test_a_model_with_packed_experts_has_the_same_logits(tmp_path: Path) -> None
             r"down_proj_blocks has shape \(3, 96, 3, 16\); expected \(3, 96, 2, 16\)",
         ),
         ({"down_proj_scales": None}, r"no tensor mlp\.experts\.down_proj_scales"),
-        ({"down_proj_blocks": None}, r"no tensor mlp\.experts\.down_proj;"),
+        ({"down_proj_blocks": None}, r": no tensor mlp\.experts\.down_proj_blocks; expected"),
         ({"down_proj": np.zeros((3, 64, 96))}, r"unknown tensor mlp\.experts\.down_proj_blocks"),
         (
             {"gate_up_proj_bias": np.zeros((3, 128), np.uint8)},
