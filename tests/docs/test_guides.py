@@ -124,6 +124,17 @@ def test_what_the_guides_add_is_added_to_nothing_global(tmp_path: Path) -> None:
     assert DRAFTERS[Algorithm.NGRAM] is before is not drafters[Algorithm.NGRAM]
 
 
+@pytest.mark.parametrize("name", ["add_a_model.md", "add_a_drafter.md"])
+def test_what_the_guides_name_is_declared_where_they_say(name: str) -> None:
+    prose = re.sub(r"^```.*?^```", "", (DOCS / name).read_text("utf-8"), flags=re.M | re.S)
+    named = re.findall(r"`(\w+)`\s+(?:in\s+|\()`([\w/]+\.py)`", prose)
+    assert named
+    for what, path in named:
+        declared = rf"^(?:class |def )?{what}\b(?:\(|:| =)"
+        text = (DOCS.parent / path).read_text("utf-8")
+        assert re.search(declared, text, re.MULTILINE), f"{path} does not declare {what}"
+
+
 def test_the_guides_are_linked() -> None:
     for place in (DOCS / "design.md", DOCS.parent / "README.md"):
         text = place.read_text(encoding="utf-8")
