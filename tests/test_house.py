@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -106,12 +106,28 @@ def imported(path: Path) -> Iterator[str]:
                 yield full if full in known else base
 
 
+def in_every_module(check: Callable[[Path], None]) -> Callable[[], None]:
+    """A test of all modules that names all which fail: one a module would be 1,600 tests."""
+
+    def test() -> None:
+        faults = []
+        for path in modules():
+            try:
+                check(path)
+            except AssertionError as fault:
+                faults.append(f"{dotted(path)}: {fault}")
+        assert not faults, "\n".join(faults)
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
+
+
 def room_of(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
-@pytest.mark.parametrize("path", modules(), ids=dotted)
+@in_every_module
 def test_imports_go_down(path: Path) -> None:
     room = room_of(dotted(path))
     if room in OUTSIDE or room == "":
@@ -197,7 +213,7 @@ def test_the_public_facade_loads_on_demand() -> None:
     assert "module 'jspec' has no attribute 'nothing'" in run_python(code)
 
 
-@pytest.mark.parametrize("path", modules(), ids=dotted)
+@in_every_module
 def test_a_file_is_a_noun_of_limited_size(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     limit = MAX_KERNEL_LINES if room_of(dotted(path)) == "pallas_kernels" else MAX_LINES
@@ -205,7 +221,7 @@ def test_a_file_is_a_noun_of_limited_size(path: Path) -> None:
     assert path.stem not in {"utils", "util", "helpers", "common", "misc"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=dotted)
+@in_every_module
 def test_every_module_says_what_it_is(path: Path) -> None:
     tree = parsed(path)
     assert not tree.body or ast.get_docstring(tree), f"{dotted(path)} has no docstring"
@@ -235,7 +251,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.name, node.lineno
 
 
-@pytest.mark.parametrize("path", modules(), ids=dotted)
+@in_every_module
 def test_one_word_per_concept(path: Path) -> None:
     for name, line in identifiers(parsed(path)):
         plain = name.lstrip("_").lower()
