@@ -256,7 +256,8 @@ class Intake:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, emits_nothing: bool = False
     ) -> tuple[int, ...]:
-        """The ids of a prompt. Raises RequestError for one that cannot fit the context.
+        """The ids of a prompt. Raises RequestError for one that cannot fit the context, or of which
+        the tokenizer makes ids that the model has not.
 
         emits_nothing: no token comes after it, so it may fill the context.
         """
@@ -276,6 +277,11 @@ class Intake:
         )
         if not ids:
             raise RequestError("the prompt is empty; expected at least one token")
+        if (highest := max(ids)) >= self._vocab_size:
+            raise RequestError(
+                f"the tokenizer makes {highest} of the prompt; expected ids from 0 to "
+                f"{self._vocab_size - 1}, the model's: is it another model's tokenizer?"
+            )
         return ids
 
     def _automaton(self, stop: tuple[str, ...], regexes: tuple[str, ...]) -> StopAutomaton:

@@ -71,3 +71,12 @@ def test_all_sequences_that_stop_alike_share_what_is_made_of_the_strings(
     assert other.stop_matching is not made[0]
     stream = TokenizedStream(byte_level, stop=made[0])
     assert stream.push(byte_level.encode("axyb")).matched == "xy"
+
+
+def test_a_text_whose_tokens_the_model_has_not_is_refused(byte_level: Tokenizer) -> None:
+    highest = max(byte_level.encode("some text"))
+    intake = Intake(byte_level, vocab_size=highest, eos_token_ids=(0,), context_length=64)
+    with pytest.raises(RequestError, match=rf"makes {highest} of the prompt; expected ids from 0"):
+        intake.requests("some text")
+    intake = Intake(byte_level, vocab_size=highest + 1, eos_token_ids=(0,), context_length=64)
+    assert max(intake.requests("some text")[0].prompt_ids) == highest
