@@ -29,7 +29,13 @@ from jspec.engine.remote_checkpoints import local_directories
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
 from jspec.engine.weight_stream import put_on, stream
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import check_target, load_model_spec, load_target, packed_spec
+from jspec.models.checkpoint import (
+    check_target,
+    load_model_spec,
+    load_target,
+    packed_spec,
+    warn_of_ends,
+)
 from jspec.models.decoder import Decoder, Params
 from jspec.models.family import Family
 from jspec.models.params import ParamTable
@@ -105,6 +111,7 @@ def load_models(
     tensor, file or number that does not fit.
     """
     spec = load_model_spec(paths.target, families)
+    warn_of_ends(paths.target, spec)
     check_divisible(spec, shards=mesh.size)
     if args.load_format != "dummy":
         check_target(paths.target, spec, families)  # before anything is built a layer at a time

@@ -48,12 +48,21 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
     with in_file(fields.path):
         spec = family_of(fields.architecture(), fields.path, families).read(fields)
     generation = path / "generation_config.json"
-    if not generation.exists():
-        return spec
-    overrides = read_fields(generation)
-    if overrides.get("eos_token_id") is not None:
-        spec = replace(spec, eos_token_ids=eos_ids(overrides))
+    if generation.exists():
+        overrides = read_fields(generation)
+        if overrides.get("eos_token_id") is not None:
+            spec = replace(spec, eos_token_ids=eos_ids(overrides))
     return spec
+
+
+def warn_of_ends(path: Path, spec: ModelSpec) -> None:
+    """Logs the end-of-sequence ids that are none of the model's."""
+    beyond = [token_id for token_id in spec.eos_token_ids if token_id >= spec.vocab_size]
+    if beyond:
+        log.warning(
+            "%s: eos_token_id %s is beyond vocab_size %d: no text will end by it",
+            *(path, ", ".join(map(str, beyond)), spec.vocab_size),
+        )
 
 
 def packed_spec(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jspec.core.config import RopeConfig
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.model_spec import DenseSpec, ModelSpec, uniform_decoder
-from jspec.models.checkpoint import load_model_spec, load_sampling_defaults
+from jspec.models.checkpoint import load_model_spec, load_sampling_defaults, warn_of_ends
 from jspec.models.registry import family_named
 
 LLAMA = {
@@ -250,6 +250,20 @@ def test_malformed_fields_are_named(changes: dict[str, Any], message: str, tmp_p
     with pytest.raises(CheckpointError, match=message) as caught:
         load_model_spec(write(tmp_path, LLAMA | changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_an_end_that_no_text_can_have_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_ends(tmp_path, load_model_spec(write(tmp_path, LLAMA)))
+    assert not caplog.records
+    ids = [LLAMA["vocab_size"], LLAMA["vocab_size"] - 1]
+    spec = load_model_spec(write(tmp_path, LLAMA | {"eos_token_id": ids}))
+    assert spec.eos_token_ids == tuple(ids)
+    warn_of_ends(tmp_path, spec)
+    (record,) = caplog.records
+    message = f"eos_token_id {ids[0]} is beyond vocab_size {ids[0]}: no text will end by it"
+    assert record.getMessage() == f"{tmp_path}: {message}"
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
