@@ -50,7 +50,7 @@ def test_only_a_regular_file_is_opened(kind: str, tmp_path: Path) -> None:
         "load_model_spec(pathlib.Path(sys.argv[1]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60
     )
     assert "config.json: cannot be read: it is not a regular file" in done.stderr
 

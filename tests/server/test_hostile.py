@@ -204,16 +204,20 @@ def test_others_are_answered_while_a_long_body_is_checked(engine: Engine) -> Non
             args=(f"{url}/generate",),
             kwargs={"content": whole, "timeout": 60, "trust_env": False},
         )
-        worst = 0.0
+        waits = []
         with httpx.Client(timeout=60, trust_env=False) as client:
             client.get(f"{url}/health")
+            began = time.monotonic()
             asking.start()
             while asking.is_alive():
                 asked = time.monotonic()
                 assert client.get(f"{url}/health").is_success
-                worst = max(worst, time.monotonic() - asked)
+                waits.append(time.monotonic() - asked)
                 time.sleep(0.005)
-    assert worst < 1.0
+            lasted = time.monotonic() - began
+    # A share of the whole, for beside other work all waits grow alike: a body that is checked
+    # where requests are answered has all of it, a thread's check a tenth.
+    assert max(waits) < lasted / 2
 
 
 def test_containers_are_counted_outside_of_text(engine: Engine) -> None:
@@ -246,7 +250,7 @@ def test_text_that_cannot_fit_is_not_tokenized(engine: Engine) -> None:
     started = time.monotonic()
     with pytest.raises(RequestError, match=f"has 30000000 characters; expected at most {most}"):
         engine.requests(prompt="x" * 30_000_000)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5  # of more than ten
     with pytest.raises(RequestError, match=f"the prompt has {most} tokens; expected fewer than"):
         engine.requests(prompt="x" * most)
     ends = "<|endoftext|>" * 16383  # as long as a text that fits can be
@@ -258,14 +262,14 @@ def test_other_threads_run_while_text_is_tokenized() -> None:
 
     tokenizer = Tokenizer.from_directory(BUNDLED / "target")
     text = "def f(x):\n    return x + 1\n" * 40_000
-    worst, last = 0.0, time.monotonic()
+    worst, last = 0.0, (began := time.monotonic())
     encoding = threading.Thread(target=tokenizer.encode, args=(text,))
     encoding.start()
     while encoding.is_alive():
         time.sleep(0.001)
         now = time.monotonic()
         worst, last = max(worst, now - last), now
-    assert worst < 0.5  # of more than a second
+    assert worst < (last - began) / 2
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_a_pipe_is_not_waited_for(byte_level: Tokenizer, name: str, tmp_path: Pa
         "Tokenizer.from_directory(sys.argv[1])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60
     )
     assert f"{name}: cannot be read: it is not a regular file" in done.stderr
 
