@@ -44,7 +44,7 @@ from jspec.speculative.node_budget import pack_nodes, spend_budget
 from jspec.speculative.outputs import decode_output, prefill_output
 from jspec.speculative.roots import sample_roots, see_chunks
 from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
-from jspec.speculative.target import Params, Target
+from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.verify import choose_at_nodes, features_of, score, settle
 
 READ_ALL = frozenset({Feature.LOGPROBS, Feature.HIDDEN})  # something is said of every prompt token
@@ -156,7 +156,7 @@ def settle_tree(
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
     """settle and advance. allowed: what a grammar allows behind each node; None: all."""
     spec, target = program.spec, program.target
-    rows, draft = _rows_in_step(state, slots), take_rows(state.draft, slots)
+    rows = _rows_in_step(state, slots)
     packed = pack_nodes(tree, slots, spec=spec)
     target_ids = choose_at_nodes(
         target,
@@ -185,17 +185,13 @@ def settle_tree(
     if program.is_deferring:
         state = dataclasses.replace(state, deferred=defer(state.deferred, slots, told, rows))
     else:
-        emitted = emitted_by(told, rows)
-        kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
-        draft = put_rows(state.draft, slots, draft)
-        state = dataclasses.replace(state, draft_kv=kept, draft=draft)
-    is_counted = Feature.PENALTIES in program.features
+        state = _tell_drafter(program, params, state, slots, emitted_by(told, rows))
     after = advance_rows(
         state.rows,
         slots,
         verified,
         seq_lens=rows.seq_lens,
-        counted_from=target.token_ids()[0] if is_counted else None,
+        counted_from=target.token_ids()[0] if Feature.PENALTIES in program.features else None,
     )
     output = decode_output(
         target,
@@ -208,6 +204,19 @@ def settle_tree(
         packed=packed,
     )
     return dataclasses.replace(state, kv=kv, rows=after), output
+
+
+def _tell_drafter(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    slots: Int[Array, "B"],
+    emitted: Emitted,
+) -> EngineState:
+    """advance: the drafter's KV and rows behind what was emitted."""
+    draft = take_rows(state.draft, slots)
+    kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
+    return dataclasses.replace(state, draft_kv=kept, draft=put_rows(state.draft, slots, draft))
 
 
 def _rows_in_step(
@@ -257,20 +266,10 @@ def prefill_step(
     state = admit(state, batch)
     ends, rows = _chunk_rows(state, batch)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    # Where nobody reads the others, the last layer computes each row's last token alone.
-    reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.features))
-    hidden, aux, kv = target.forward(
-        params["target"],
-        batch.token_ids,
-        state.kv,
-        rows,
-        queries_per_row=None,
-        kept=None if reads_all else last,
-    )
+    kv, hidden, aux, final = _score_chunks(program, params, state, batch, rows, last)
     sampling = take_rows(state.rows.sampling, batch.slots)
     prompt_lens = take_rows(state.rows.prompt_lens, batch.slots)
     seen = see_chunks(target, state, batch, rows, prompt_lens=prompt_lens)
-    final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
     logits = target.logits(params["target"], final)[:, None]
     roots = sample_roots(
         target,
@@ -294,15 +293,11 @@ def prefill_step(
         sampling=sampling,
         queries_per_row=None,
     )
-    draft_kv, draft = program.drafter.advance(
-        params["draft"], state.draft_kv, take_rows(state.draft, batch.slots), emitted
-    )
+    state = _tell_drafter(program, params, state, batch.slots, emitted)
     first_id = target.token_ids()[0]
     counts = count_emitted(seen.output_counts, batch.slots, roots, is_final, first_id=first_id)
     seen = dataclasses.replace(seen, output_counts=counts)
     after = start_rows(state.rows, batch.slots, roots=roots, ends=ends, seen=seen)
-    draft = put_rows(state.draft, batch.slots, draft)
-    next_state = dataclasses.replace(state, kv=kv, draft_kv=draft_kv, draft=draft, rows=after)
     output = prefill_output(
         target,
         params["target"],
@@ -314,7 +309,30 @@ def prefill_step(
         hidden=hidden,
         prompt_lens=prompt_lens,
     )
-    return next_state, output
+    return dataclasses.replace(state, kv=kv, rows=after), output
+
+
+def _score_chunks(
+    program: StepProgram,
+    params: dict[str, Params],
+    state: EngineState,
+    batch: PrefillBatch,
+    rows: AttentionRows,
+    last: Int[Array, "R"],
+) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
+    """The target's forward over the chunks: KV, hidden and auxiliary states, and the hidden states
+    of each row's last token, which are all there are where nobody reads the others."""
+    reads_all = program.drafter.needs.hidden or bool(READ_ALL.intersection(program.features))
+    hidden, aux, kv = program.target.forward(
+        params["target"],
+        batch.token_ids,
+        state.kv,
+        rows,
+        queries_per_row=None,
+        kept=None if reads_all else last,
+    )
+    final = jnp.take(hidden, last, axis=0, mode="clip") if reads_all else hidden
+    return kv, hidden, aux, final
 
 
 def _chunk_rows(state: EngineState, batch: PrefillBatch) -> tuple[jax.Array, AttentionRows]:
