@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import h11
@@ -56,119 +56,123 @@ def refuse_half_sent(connections: Iterable[asyncio.Protocol]) -> None:
             each.transport.close()
 
 
-def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[H11Protocol]:
+class BoundedProtocol(H11Protocol):
+    """One connection of a server: `bounded_protocol` says how long it may wait, and how many there
+    may be."""
+
+    head_seconds: float
+    max_connections: int
+    places: Iterator[int]  # of those that began to wait for a head: clocks may stand still
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timer: asyncio.TimerHandle | None = None
+        self._place = 0
+        self._watch: asyncio.TimerHandle | None = None
+        self._num_unsent = 0  # bytes that waited for the client at the last look
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            LOGGER.warning("more than %d connections: one was closed", self.max_connections)
+            if not self._make_room():
+                transport.write(_UNAVAILABLE)
+                transport.close()
+                return
+        self._start_timer()
+        self._look()
+
+    def _make_room(self) -> bool:
+        """Closes the connection that waits for its head the longest; False if none does."""
+        waiting = [
+            each
+            for each in self.connections
+            if isinstance(each, BoundedProtocol) and each._timer is not None
+        ]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda each: each._place)
+        oldest._stop_timer()
+        oldest.transport.write(_UNAVAILABLE)
+        oldest.transport.close()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._timer is None:  # the head of a further request has begun
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        if self._watch is not None:
+            self._watch.cancel()
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        self._num_unsent = 0
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Ends at once where no request runs, and otherwise after its answer."""
+        refuse_half_sent([self])
+        super().shutdown()
+
+    def _start_timer(self) -> None:
+        self._place = next(self.places)
+        self._timer = self.loop.call_later(self.head_seconds, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.write(_TIMEOUT)
+            self.transport.close()
+
+    def _look(self) -> None:
+        """Ends the connection if what waits for its client is no less than at the last look.
+
+        Nothing is added while writing is paused or the connection closes, so it is less
+        wherever the client takes anything.
+        """
+        is_held = self.flow.write_paused or self.transport.is_closing()
+        num_unsent = self._count_unsent() if is_held else 0
+        if 0 < self._num_unsent <= num_unsent:
+            LOGGER.warning("a client took nothing for %g s: closed", self.head_seconds)
+            # By a reset: else the system keeps what it took for as long as the client likes.
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, _RESET
+            )
+            self.transport.abort()
+            return
+        self._num_unsent = num_unsent
+        self._watch = self.loop.call_later(self.head_seconds, self._look)
+
+    def _count_unsent(self) -> int:
+        """Bytes that the client has not taken: the transport's and, on Linux, the system's.
+
+        Linux takes more from a process only when a third of its buffer is free again, and that
+        buffer grows to 4 MiB: a slow client would seem to take nothing for long.
+        """
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent and sys.platform == "linux":
+            connection = self.transport.get_extra_info("socket")
+            count = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+            num_unsent += int.from_bytes(count, sys.byteorder)
+        return num_unsent
+
+
+def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[BoundedProtocol]:
     """uvicorn's protocol for a server that waits head_seconds for the whole head of a request,
     from the connection's start or from the first byte after the answer before, that closes
     connections whose client takes nothing of an answer for as long, and those beyond
     max_connections."""
-
-    places = itertools.count()
-
-    class BoundedProtocol(H11Protocol):
-        """One connection."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._timer: asyncio.TimerHandle | None = None
-            self._place = 0  # among those that began to wait for a head: clocks may stand still
-            self._watch: asyncio.TimerHandle | None = None
-            self._num_unsent = 0  # bytes that waited for the client at the last look
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                LOGGER.warning("more than %d connections: one was closed", max_connections)
-                if not self._make_room():
-                    transport.write(_UNAVAILABLE)
-                    transport.close()
-                    return
-            self._start_timer()
-            self._look()
-
-        def _make_room(self) -> bool:
-            """Closes the connection that waits for its head the longest; False if none does."""
-            waiting = [
-                each
-                for each in self.connections
-                if isinstance(each, BoundedProtocol) and each._timer is not None
-            ]
-            if not waiting:
-                return False
-            oldest = min(waiting, key=lambda each: each._place)
-            oldest._stop_timer()
-            oldest.transport.write(_UNAVAILABLE)
-            oldest.transport.close()
-            return True
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._stop_timer()
-            elif self._timer is None:  # the head of a further request has begun
-                self._start_timer()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            if self._watch is not None:
-                self._watch.cancel()
-            super().connection_lost(exc)
-
-        def resume_writing(self) -> None:
-            self._num_unsent = 0
-            super().resume_writing()
-
-        def shutdown(self) -> None:
-            """Ends at once where no request runs, and otherwise after its answer."""
-            refuse_half_sent([self])
-            super().shutdown()
-
-        def _start_timer(self) -> None:
-            self._place = next(places)
-            self._timer = self.loop.call_later(head_seconds, self._on_timeout)
-
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _on_timeout(self) -> None:
-            self._timer = None
-            if not self.transport.is_closing():
-                self.transport.write(_TIMEOUT)
-                self.transport.close()
-
-        def _look(self) -> None:
-            """Ends the connection if what waits for its client is no less than at the last look.
-
-            Nothing is added while writing is paused or the connection closes, so it is less
-            wherever the client takes anything.
-            """
-            is_held = self.flow.write_paused or self.transport.is_closing()
-            num_unsent = self._count_unsent() if is_held else 0
-            if 0 < self._num_unsent <= num_unsent:
-                LOGGER.warning("a client took nothing for %g s: closed", head_seconds)
-                # By a reset: else the system keeps what it took for as long as the client likes.
-                self.transport.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, _RESET
-                )
-                self.transport.abort()
-                return
-            self._num_unsent = num_unsent
-            self._watch = self.loop.call_later(head_seconds, self._look)
-
-        def _count_unsent(self) -> int:
-            """Bytes that the client has not taken: the transport's and, on Linux, the system's.
-
-            Linux takes more from a process only when a third of its buffer is free again, and that
-            buffer grows to 4 MiB: a slow client would seem to take nothing for long.
-            """
-            num_unsent = self.transport.get_write_buffer_size()
-            if num_unsent and sys.platform == "linux":
-                connection = self.transport.get_extra_info("socket")
-                count = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
-                num_unsent += int.from_bytes(count, sys.byteorder)
-            return num_unsent
-
-    return BoundedProtocol
+    own = {"head_seconds": head_seconds, "max_connections": max_connections}
+    return type("BoundedProtocol", (BoundedProtocol,), {**own, "places": itertools.count()})
