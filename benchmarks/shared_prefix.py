@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.environment import write_result
-from benchmarks.step_profile import Bench, prepare
+from benchmarks.step_profile import Bench, DecodeRuns, first_length, prepare, slope_ms, warm
 from benchmarks.workloads import WORKLOADS
 from jspec.core.features import PLAIN
 from jspec.core.plan import StepKind
@@ -38,12 +36,9 @@ from jspec.core.state import EngineState
 from jspec.engine.compilation import compile_all
 from jspec.engine.programs import ProgramKey, with_sharing
 from jspec.engine.runner import init_state
-from jspec.engine.transfer import layout_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = 168  # tokens behind the prefix, in the middle of a run
-FEW_STEPS, MANY_STEPS = 2, 26
-WARM_SECONDS = 1.0
 
 Cell = dict[str, Any]
 
@@ -82,49 +77,19 @@ def cell(
     bench: Bench, state: EngineState, *, batch: int, prefix: int, repeats: int
 ) -> tuple[Cell, EngineState]:
     """One batch and prefix; and the state, which is handed from step to step."""
-    state = with_prefix(bench, state, prefix)
-    grown = MANY_STEPS * (bench.program.spec.simulate_acceptance or 1.0)
-    first = prefix + max(OWN - int(grown / 2), 1)
+    first = first_length(bench, prefix + OWN)
     lens = np.where(np.arange(bench.limits.num_slots + 1) > 0, first, 0).astype(np.int32)
-
-    def runner(key: ProgramKey) -> Callable[[int], None]:
-        packed = layout_of(key, bench.limits)
-        fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
-        fields["slots"][:] = np.arange(1, batch + 1)
-        if "shared_keys" in fields:
-            fields["shared_keys"][:] = prefix
-        flat = jnp.asarray(packed.pack(fields))
-
-        def run(count: int) -> None:
-            nonlocal state
-            fresh = jax.device_put(lens, state.rows.seq_lens.sharding)
-            state = replace(state, rows=replace(state.rows, seq_lens=fresh))
-            for _ in range(count):
-                state, _ = bench.executables[key](bench.models.params, state, flat)
-            jax.block_until_ready(state)
-
-        return run
-
-    def milliseconds(run: Callable[[int], None]) -> float:
-        times = []
-        for count in (FEW_STEPS, MANY_STEPS):
-            started = time.perf_counter()
-            run(count)
-            times.append(time.perf_counter() - started)
-        return 1e3 * (times[1] - times[0]) / (MANY_STEPS - FEW_STEPS)
-
-    alone, together = map(runner, keys_of(batch))
-    warm = time.perf_counter() + WARM_SECONDS
-    while time.perf_counter() < warm:
-        alone(MANY_STEPS)
-        together(MANY_STEPS)
-    turns = [(milliseconds(alone), milliseconds(together)) for _ in range(repeats)]
+    runs = DecodeRuns(bench, with_prefix(bench, state, prefix), lens)
+    alone = runs.of(batch)
+    together = runs.of(batch, with_sharing(PLAIN), shared_keys=prefix)
+    warm(alone, together)
+    turns = [(slope_ms(alone), slope_ms(together)) for _ in range(repeats)]
     found = {
         "by_row_ms": round(statistics.median(a for a, _ in turns), 4),
         "together_ms": round(statistics.median(b for _, b in turns), 4),
         "together_of_by_row": round(statistics.median(b / a for a, b in turns), 4),
     }
-    return found, state
+    return found, runs.state
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,7 +49,7 @@ from benchmarks.workloads import MODES, WORKLOADS, Workload
 from jspec.core import sharding
 from jspec.core.config import ServeLimits
 from jspec.core.engine_args import EngineArgs
-from jspec.core.features import PLAIN, SAMPLING
+from jspec.core.features import PLAIN, SAMPLING, StepFeatures
 from jspec.core.plan import StepKind
 from jspec.core.request import Request, SamplingParams
 from jspec.core.state import EngineState, take_rows
@@ -187,44 +187,73 @@ def step_of(bench: Bench, state: EngineState, batch: int | None = None) -> Step:
 # Times.
 
 
-def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[[int], None]]:
-    """Milliseconds of the step's own program, dispatched back to back; and a way to run more.
-    batch: the rows of it, the bench's if not given.
+class DecodeRuns:
+    """A bench's decode programs, dispatched back to back over one state, which each step takes and
+    hands on. Every run starts from the same lengths, lens i32[slots + 1]."""
 
-    The difference of two runs over the difference of their steps: what starting and ending a run
-    costs the host is in neither. Every run starts from the same lengths, on average the bench's.
-    Timed behind WARM_SECONDS of the same, since a card that multiplies for a second or two lowers
-    its clock to stay within its power, as it does under an engine.
-    """
-    batch = batch or bench.limits.num_slots
-    key = ProgramKey(StepKind.DECODE, batch, PLAIN)
-    packed = layout_of(key, bench.limits)
-    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
-    fields["slots"][:] = np.arange(1, batch + 1)
-    flat = jnp.asarray(packed.pack(fields))
-    grown = MANY_STEPS * (bench.program.spec.simulate_acceptance or 1.0)
-    state = bench.state(max(bench.committed - int(grown / 2), 1))
-    lens = np.asarray(state.rows.seq_lens)
+    def __init__(self, bench: Bench, state: EngineState, lens: np.ndarray) -> None:
+        self.state = state
+        self._bench = bench
+        self._lens = lens
 
-    def run(count: int) -> None:
-        nonlocal state
-        fresh = jax.device_put(lens, state.rows.seq_lens.sharding)
-        state = replace(state, rows=replace(state.rows, seq_lens=fresh))
-        for _ in range(count):
-            state, _ = bench.executables[key](bench.models.params, state, flat)
-        jax.block_until_ready(state)
+    def of(
+        self, batch: int, features: StepFeatures = PLAIN, **values: int
+    ) -> Callable[[int], None]:
+        """What runs so many steps of the first `batch` rows. values: by field of the step's
+        arguments, of every row; 0 where none is given."""
+        key = ProgramKey(StepKind.DECODE, batch, features)
+        packed = layout_of(key, self._bench.limits)
+        fields = {
+            name: np.full(shape, values.get(name, 0), np.int32) for name, shape in packed.fields
+        }
+        fields["slots"][:] = np.arange(1, batch + 1)
+        flat = jnp.asarray(packed.pack(fields))
 
-    def seconds(count: int) -> float:
+        def run(count: int) -> None:
+            rows, params = self.state.rows, self._bench.models.params
+            fresh = jax.device_put(self._lens, rows.seq_lens.sharding)
+            self.state = replace(self.state, rows=replace(rows, seq_lens=fresh))
+            for _ in range(count):
+                self.state, _ = self._bench.executables[key](params, self.state, flat)
+            jax.block_until_ready(self.state)
+
+        return run
+
+
+def slope_ms(run: Callable[[int], None]) -> float:
+    """Milliseconds of a step: the difference of two runs over the difference of their steps. What
+    starting and ending a run costs the host is not in it."""
+    times = []
+    for count in (FEW_STEPS, MANY_STEPS):
         started = time.perf_counter()
         run(count)
-        return time.perf_counter() - started
+        times.append(time.perf_counter() - started)
+    return 1e3 * (times[1] - times[0]) / (MANY_STEPS - FEW_STEPS)
 
-    warm = time.perf_counter() + WARM_SECONDS
-    while time.perf_counter() < warm:
-        run(MANY_STEPS)
-    steps = MANY_STEPS - FEW_STEPS
-    slopes = [(seconds(MANY_STEPS) - seconds(FEW_STEPS)) / steps for _ in range(SLOPES)]
-    return 1e3 * statistics.median(slopes), run
+
+def warm(*runs: Callable[[int], None]) -> None:
+    """WARM_SECONDS of them, since a card that multiplies for a second or two lowers its clock to
+    stay within its power, as it does under an engine."""
+    end = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < end:
+        for run in runs:
+            run(MANY_STEPS)
+
+
+def first_length(bench: Bench, committed: int) -> int:
+    """Tokens that a run of MANY_STEPS starts from so that rows have `committed` on average."""
+    grown = MANY_STEPS * (bench.program.spec.simulate_acceptance or 1.0)
+    return max(committed - int(grown / 2), 1)
+
+
+def whole_step(bench: Bench, batch: int | None = None) -> tuple[float, Callable[[int], None]]:
+    """Milliseconds of the step's own program, dispatched back to back; and a way to run more.
+    batch: the rows of it, the bench's if not given."""
+    state = bench.state(first_length(bench, bench.committed))
+    runs = DecodeRuns(bench, state, np.asarray(state.rows.seq_lens))
+    run = runs.of(batch or bench.limits.num_slots)
+    warm(run)
+    return statistics.median(slope_ms(run) for _ in range(SLOPES)), run
 
 
 def engine_step_ms(bench: Bench, batch: int | None = None) -> float:

@@ -39,6 +39,7 @@ from jax.sharding import Mesh
 from benchmarks.workloads import (
     GPT_OSS_20B,
     LLAMA_1B,
+    LLAMA_8B,
     MIMO_V2_FLASH,
     QWEN3_30B_A3B,
     draft_of,
@@ -47,7 +48,7 @@ from benchmarks.workloads import (
     mtp_of,
 )
 from jspec.core import sharding
-from jspec.core.config import Algorithm, RopeConfig, ServeLimits, SpeculativeConfig
+from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
 from jspec.engine.compilation import ProgramShape, compiler_options, lower
@@ -81,7 +82,6 @@ HBM_BYTES = {  # of a device, rounded down: what the TPU compiler says is there
 }
 STATIC_FRACTION = 0.9  # of it, for weights and pool; the rest is for what a step needs beside them
 
-_LLAMA_3_ROPE = RopeConfig(theta=500000.0, factor=8.0)
 MODELS = {
     "small": uniform_decoder(
         vocab_size=4096,
@@ -92,16 +92,7 @@ MODELS = {
         num_kv_heads=4,
         head_dim=128,
     ),
-    "llama-3.1-8b": uniform_decoder(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope=_LLAMA_3_ROPE,
-    ),
+    "llama-3.1-8b": LLAMA_8B,
     "llama-3.1-70b": uniform_decoder(
         vocab_size=128256,
         hidden_size=8192,
@@ -110,7 +101,7 @@ MODELS = {
         num_heads=64,
         num_kv_heads=8,
         head_dim=128,
-        rope=_LLAMA_3_ROPE,
+        rope=LLAMA_8B.layers[0].attention.rope,
     ),
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import LLAMA_8B
 from jspec.core.config import PriorityOrder
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
-from jspec.core.model_spec import uniform_decoder
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.core.shared_prefixes import SharingLimits
 from jspec.engine.memory import sharing_limits
@@ -23,16 +23,6 @@ from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.server.serve import describe_config
 
-LLAMA_8B = uniform_decoder(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=4096,
-)
 PLAIN = CheckpointFacts(
     model_path="/m", tokenizer_path="/t", max_position=4096, head_dims=(128, 64)
 )
