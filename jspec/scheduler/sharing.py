@@ -74,9 +74,7 @@ class PrefixSharing:
         self._sharing = sharing
         self._group = np.zeros(limits.num_slots + 1, np.int64)
         self._keys = np.zeros(limits.num_slots + 1, np.int64)
-        self._found: tuple[Ints, Shared] | None = (
-            None  # of the decode before, mostly the next one's
-        )
+        self._found: tuple[Ints, Shared] | None = None  # of a decode, mostly the next one's
 
     def regroup(self, tenancies: Collection[Tenancy]) -> None:
         """Finds the groups of all rows that run."""
