@@ -190,15 +190,20 @@ class Tensors:
     ) -> None:
         """CheckpointError unless the file holds exactly `expected`, give or take the others.
 
-        One error names all that does not fit: tensors that are missing, unknown, of another shape
-        or of a type that no weight has (those in `integers` are no weights, those in `packed` are
-        bytes). Reads headers only.
+        One error names all that does not fit, and its file where there are several: tensors that
+        are missing, unknown, of another shape or of a type that no weight has (those in `integers`
+        are no weights, those in `packed` are bytes). Reads headers only.
         """
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
         shapes = {name: self.shape(name) for name in found}
         types = {name: self.dtype(name) for name in found if name in known}
         served = ", ".join(WEIGHT_DTYPES)
+        is_divided = len({file.path for file, _ in self.sources.values()}) > 1
+
+        def place(name: str) -> str:
+            return f", in {self.file_of(name).name}" if is_divided else ""
+
         kinds = {
             "missing": [
                 f"no tensor {name}; expected shape {shape}"
@@ -207,22 +212,23 @@ class Tensors:
             ],
             "unknown": [
                 f"unknown tensor {name} of shape {shape}; expected only names of this architecture"
+                f"{place(name)}"
                 for name, shape in shapes.items()
                 if name not in known
             ],
             "of another shape": [
-                f"{name} has shape {shape}; expected {known[name]}"
+                f"{name} has shape {shape}; expected {known[name]}{place(name)}"
                 for name, shape in shapes.items()
                 if name in known and shape != known[name]
             ],
             "of another type": [
                 f"{name} has dtype {dtype}; expected one of {served} (quantized weights are not "
-                "served)"
+                f"served){place(name)}"
                 for name, dtype in types.items()
                 if dtype not in WEIGHT_DTYPES and name not in integers and name not in packed
             ]
             + [
-                f"{name} has dtype {dtype}; expected {PACKED_DTYPE} (packed weights)"
+                f"{name} has dtype {dtype}; expected {PACKED_DTYPE} (packed weights){place(name)}"
                 for name, dtype in types.items()
                 if dtype != PACKED_DTYPE and name in packed
             ],

@@ -49,7 +49,7 @@ def check_messages(messages: object, *, name: str = "messages") -> tuple[Message
     the message and the field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"{name} is {_shown(messages)}; expected a list of messages")
+        raise RequestError(f"{name} is {_shown(messages)}; expected a list of at least one message")
     return tuple(_message(message, f"{name}[{i}]") for i, message in enumerate(messages))
 
 

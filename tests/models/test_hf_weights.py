@@ -212,6 +212,16 @@ def test_all_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     ]
 
 
+def test_what_does_not_fit_is_named_with_its_file(tmp_path: Path) -> None:
+    write_two_files(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        check(tmp_path, b=(9,))
+    _, unknown, misshapen = str(caught.value).splitlines()
+    assert unknown.startswith("  unknown tensor a of")
+    assert unknown.endswith(", in one.safetensors")
+    assert misshapen == "  b has shape (3,); expected (9,), in two.safetensors"
+
+
 def test_a_long_list_of_what_does_not_fit_is_cut(tmp_path: Path) -> None:
     save_file(
         {f"u{i:03}": np.zeros(1, np.float32) for i in range(21)}, tmp_path / "model.safetensors"

@@ -143,7 +143,7 @@ def test_without_a_length_the_context_is_the_bound(engine: Engine) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages is []; expected a list of messages"),
+    ({"messages": []}, "messages is []; expected a list of at least one message"),
     ({"messages": [{"role": "developer", "content": "x"}]}, "no role developer"),
     ({"messages": MESSAGES, "max_tokens": -1}, "max_tokens is -1"),
     ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "expected one of them"),
