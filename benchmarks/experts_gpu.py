@@ -131,7 +131,7 @@ class Case:
             return run_experts(x, ids, weights, params, gate=model.gate)
         interpret = jax.default_backend() != "gpu"
         run = partial(run_kernels, gate=model.gate, tuning=self.tuning, interpret=interpret)
-        return run(x, ids, weights, params)
+        return run(x, ids, weights, params).sum()
 
     def products(self, x: jax.Array, tables: dict[str, jax.Array], params: Any) -> jax.Array:
         """The planned kernels, for pairs that are sorted: `tables` of ExpertBlocks."""
@@ -139,7 +139,7 @@ class Case:
         tuning = planned(model, self.tokens)
         blocks = ExpertBlocks(tile_m=tuning.tile_m, **tables)
         how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
-        inner = gate_up_product(x, params, blocks, top_k=model.top_k, gate=model.gate, **how)
+        inner = gate_up_product(x, params, blocks, gate=model.gate, **how)
         return down_product(inner, params["down"], blocks, size=model.size, **how)
 
 

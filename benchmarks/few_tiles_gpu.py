@@ -56,7 +56,7 @@ class Candidate:
 
     def compiled(self) -> Callable[..., Any]:
         x, _, _ = drawn_once(self.model, self.tokens)
-        chain: Any = layers(self.model, self.tuning, count=length())
+        chain: Any = layers(self.model, tuning=self.tuning, count=length())
         program: Callable[..., Any] = chain.lower(x, weights_once(self.model)).compile()
         return program
 

@@ -1,14 +1,14 @@
-"""A whole mixture of a layer on a GPU, norms included: few tokens' kernels against the others.
+"""A whole mixture of a layer on a GPU, norms included: as a step runs it, and as shards run it.
 
     python -m benchmarks.mixture_gpu [--quick] [--models qwen3-30b-a3b gpt-oss-20b]
                                      [--tokens 1 4 8 16 32 64 256]
 
 A program is 24 layers in a chain, each fed by the one before it, over one layer's weights: tokens
 change from layer to layer, and their experts with them. "mixture" is what a step runs at so many
-tokens; "tables" is the same with the kernels that serve any number of tokens. Then each kernel
-alone, for up to 16 tokens, on other ids in each call ("choose" with one of XLA's before it). The
-floor is the bytes of the experts that were drawn for the calls alone. --quick leaves out the
-tilings beside the planned one; with them each is timed as the mixture. Writes
+tokens; "by parts" is the same with XLA's router and sums, as a shard of a mixture is run. Then each
+kernel alone that up to 16 tokens have, on other ids in each call ("choose" with one of XLA's before
+it). The floor is the bytes of the experts that were drawn for the calls alone. --quick leaves out
+the tilings beside the planned one; with them each is timed as the mixture. Writes
 benchmarks/results/mixture_gpu.json.
 """
 
@@ -34,6 +34,7 @@ from jspec.layers.moe import mixture
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
+from jspec.pallas_kernels.experts.mixed_gpu import mixed_norm
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import SLICE, choose, norm_and_score
 
@@ -82,8 +83,10 @@ def weights_of(name: str) -> dict[str, Any]:
     return {"router": router, "experts": experts, "scale": jnp.ones(model.size, jnp.bfloat16)}
 
 
-def layers(name: str, tuning: ExpertsTuning | None, *, count: int = LAYERS) -> Callable[..., Any]:
-    """A chain of `count` mixtures: few_gpu's with `tuning`, or those with tables."""
+def layers(
+    name: str, *, tuning: ExpertsTuning | None = None, by_parts: bool = False, count: int = LAYERS
+) -> Callable[..., Any]:
+    """A chain of `count` mixtures: few_gpu's with `tuning`, a step's, or by parts."""
     spec, ops, interpret = spec_of(MODELS[name]), OPS["gpu"], jax.default_backend() != "gpu"
     ops = OPS["gpu_interpret"] if interpret else ops
 
@@ -94,7 +97,12 @@ def layers(name: str, tuning: ExpertsTuning | None, *, count: int = LAYERS) -> C
             total, mixed = few_gpu.mixture_of_sum(
                 x, x, scale, params, eps=EPS, spec=spec, tuning=tuning, interpret=interpret
             )
-            return few_gpu.mixed_norm(total, mixed, scale, eps=EPS, interpret=interpret)[1]
+            return ops.mixed_norm(total, mixed, scale, eps=EPS)[1]
+        if not by_parts:
+            fused = ops.mixture_of_sum(x, x, scale, params, eps=EPS, spec=spec)
+            if fused is None:
+                raise ValueError(f"{name}, {x.shape[0]} tokens: no kernel serves the whole mixture")
+            return ops.mixed_norm(*fused, scale, eps=EPS)[1]
         total, normed = ops.add_norm(x, x, scale, eps=EPS)
         out = mixture(params, normed, spec=spec, shard=Shard(), ops=ops)
         return ops.add_norm(total, out, scale, eps=EPS)[1]
@@ -147,7 +155,7 @@ def kernels(name: str, tokens: int, tuning: ExpertsTuning) -> dict[str, Callable
             return few_gpu.down(inner, ids, experts["down"], size=model.size, **how)
         weights = jnp.ones(ids.shape, jnp.float32)
         mixed = Mixed(rows=rows(ids, model.size), weights=weights, ids=ids)
-        return few_gpu.mixed_norm(x, mixed, params["scale"], eps=EPS, interpret=interpret)
+        return mixed_norm(x, mixed, params["scale"], eps=EPS, interpret=interpret)
 
     def all_calls(kernel: str, x: jax.Array, calls: list[jax.Array], params: Any) -> list[Any]:
         out = []
@@ -189,16 +197,16 @@ def measured(name: str, tokens: int, *, quick: bool) -> list[dict[str, Any]]:
         found.append(row)
         print(row, flush=True)
 
-    time("tables", layers(name, None), (x, params))
+    time("by parts", layers(name, by_parts=True), (x, params))
+    time("mixture", layers(name), (x, params))
     if planned is None:
         return found
-    time("mixture", layers(name, planned), (x, params))
     for kernel, run in kernels(name, tokens, planned).items():
         time(kernel, run, (x, calls, params))
     for change, values in () if quick else CHANGES.items():
         tuning = replace(planned, **values)
         if tuning.problem(model.size, model.inner, is_packed=model.is_packed) is None:
-            time(change, layers(name, tuning), (x, params))
+            time(change, layers(name, tuning=tuning), (x, params))
             found[-1]["tuning"] = asdict(tuning)
     return found
 

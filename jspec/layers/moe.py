@@ -17,6 +17,7 @@ from jspec.core.model_spec import MoESpec, Routing
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
+from jspec.pallas_kernels.experts.mixed import biases_of
 from jspec.pallas_kernels.ops import Ops
 
 
@@ -61,8 +62,7 @@ def mixture(
     experts = params["experts"]
     out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
     if "down_bias" in experts:  # once, after the sum over the shards
-        bias = jnp.einsum("tke,tk->te", experts["down_bias"][ids].astype(jnp.float32), weights)
-        out = out + bias.astype(out.dtype)
+        out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
         limit = spec.shared.limit
         out = out + gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)

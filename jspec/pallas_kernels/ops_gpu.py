@@ -19,11 +19,16 @@ from jspec.pallas_kernels.attention import gpu_shared, one_row_gpu, reference
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
-from jspec.pallas_kernels.experts import few_gpu
+from jspec.pallas_kernels.experts import few_gpu, many_gpu, mixed_gpu
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.packed import is_packed, sizes_of, unpacked
-from jspec.pallas_kernels.experts.plan import choose_experts, choose_few
+from jspec.pallas_kernels.experts.plan import (
+    MOST_RANKED,
+    ExpertsTuning,
+    choose_experts,
+    choose_few,
+)
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
@@ -170,16 +175,12 @@ class GpuOps(Ops):
         gate: Gate,
     ) -> jax.Array:
         """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
-        num_experts, size, inner = sizes_of(params)
-        plan = partial(choose_experts, ids.size, num_experts=num_experts, size=size, inner=inner)
-        tuning = plan(is_packed=is_packed(params["down"]))
-        if tuning is None and is_packed(params["down"]):
-            params, tuning = unpacked(params, dtype=x.dtype), plan()
+        params, tuning = _planned(params, ids.size, dtype=x.dtype)
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
         return experts_gpu.run_experts(
             x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
-        )
+        ).sum()
 
     def mixture_of_sum(
         self,
@@ -191,30 +192,30 @@ class GpuOps(Ops):
         eps: float,
         spec: MoESpec,
     ) -> tuple[jax.Array, Mixed] | None:
-        """A few launches instead of some twenty, where those and not the weights are the time.
-
-        Its routers are those of softmax.
-        """
-        if x.ndim != 2 or spec.has_correction:
+        """A few launches instead of some twenty or thirty. Its routers are those of softmax."""
+        if x.ndim != 2 or spec.has_correction or spec.num_experts > MOST_RANKED:
             return None
+        how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
         num_experts, size, inner = sizes_of(params["experts"])
-        tuning = choose_few(
+        few = choose_few(
             x.shape[0],
             num_experts=num_experts,
             size=size,
             inner=inner,
             is_packed=is_packed(params["experts"]["down"]),
         )
-        if tuning is None:
+        if few is not None:
+            return few_gpu.mixture_of_sum(x, delta, scale, params, tuning=few, **how)
+        experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
+        if many is None:
             return None
-        return few_gpu.mixture_of_sum(
-            x, delta, scale, params, eps=eps, spec=spec, tuning=tuning, interpret=self.interpret
-        )
+        params = {**params, "experts": experts}
+        return many_gpu.mixture_of_sum(x, delta, scale, params, tuning=many, **how)
 
     def mixed_norm(
         self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        return few_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
+        return mixed_gpu.mixed_norm(x, mixed, scale, eps=eps, interpret=self.interpret)
 
     def commit(
         self,
@@ -249,6 +250,18 @@ class GpuOps(Ops):
             interpret=self.interpret,
         )
         return value.reshape(positions.shape), best.reshape(positions.shape)
+
+
+def _planned(
+    params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
+) -> tuple[dict[str, Any], ExpertsTuning | None]:
+    """(experts as the kernels take them, their tiles); None for tiles: XLA's products."""
+    num_experts, size, inner = sizes_of(params)
+    plan = partial(choose_experts, num_pairs, num_experts=num_experts, size=size, inner=inner)
+    tuning = plan(is_packed=is_packed(params["down"]))
+    if tuning is None and is_packed(params["down"]):
+        return unpacked(params, dtype=dtype), plan()
+    return params, tuning
 
 
 def gpu_problem(

@@ -1,4 +1,4 @@
-"""Pairs sorted by expert and dealt out in blocks, against a loop over experts."""
+"""Pairs dealt out in blocks, by XLA and by the GPU's kernels, against a loop over experts."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, num_blocks, weighted_sum
+from jspec.pallas_kernels.experts import dealing_gpu
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, num_blocks
+from jspec.pallas_kernels.experts.mixed import Mixed
 from tests.pallas_kernels.expert_cases import Mixture, draw
 
 SHAPES = ((1, 1, 1), (1, 2, 5), (7, 2, 3), (7, 3, 3), (33, 2, 6))  # T, k, X
 
 
-@partial(jax.jit, static_argnames=("num_experts", "tile_m"))
-def fields(ids: jax.Array, *, num_experts: int, tile_m: int) -> tuple[jax.Array, ...]:
-    found = blocks_of(ids, num_experts=num_experts, tile_m=tile_m)
-    return found.expert, found.num_pairs, found.source, found.place, found.num_used
+BLOCKS_OF = jax.jit(blocks_of, static_argnames=("num_experts", "tile_m"))
+DEAL = jax.jit(partial(dealing_gpu.deal, interpret=True), static_argnames=("num_experts", "tile_m"))
 
 
-def check_blocks(ids: np.ndarray, *, num_experts: int, tile_m: int) -> None:
-    expert, num_pairs, source, place, num_used = (
-        np.asarray(x)
-        for x in fields(jnp.asarray(ids, jnp.int32), num_experts=num_experts, tile_m=tile_m)
+def check_blocks(found: ExpertBlocks, ids: np.ndarray, *, num_experts: int) -> None:
+    """All that holds of both: blocks in the order of the experts, rows in that of the pairs."""
+    expert, num_pairs, token, place = (
+        np.asarray(x) for x in (found.expert, found.num_pairs, found.token, found.place)
     )
-    flat, block = ids.reshape(-1), 0
+    flat, block, tile_m = ids.reshape(-1), 0, found.tile_m
     for each in range(num_experts):
         pairs = np.flatnonzero(flat == each)
         for start in range(0, len(pairs), tile_m):
             part = pairs[start : start + tile_m]
             assert (expert[block], num_pairs[block]) == (each, len(part))
             rows = block * tile_m + np.arange(len(part))
-            np.testing.assert_array_equal(source[rows], part)
+            np.testing.assert_array_equal(token[rows], part // ids.shape[1])
             np.testing.assert_array_equal(place[part], rows)
             block += 1
-    assert num_used == block <= len(expert)
+    assert int(found.num_used) == block <= len(expert)
     np.testing.assert_array_equal(num_pairs[block:], 0)
-    np.testing.assert_array_equal(expert[block:], expert[block - 1])
-    assert ((source >= 0) & (source < len(flat))).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,7 +54,21 @@ def test_every_pair_has_its_place(
 ) -> None:
     tokens, top_k, num_experts = shape
     drawn = draw(Mixture(tokens, top_k, num_experts, 1, 1), seed=seed, skew=skew)
-    check_blocks(np.asarray(drawn.ids), num_experts=num_experts, tile_m=tile_m)
+    ids = np.asarray(drawn.ids)
+    for how in (BLOCKS_OF, DEAL):
+        found = how(drawn.ids, num_experts=num_experts, tile_m=tile_m)
+        check_blocks(found, ids, num_experts=num_experts)
+    found = BLOCKS_OF(drawn.ids, num_experts=num_experts, tile_m=tile_m)
+    block, token = int(found.num_used), np.asarray(found.token)
+    np.testing.assert_array_equal(found.expert[block:], found.expert[block - 1])
+    assert ((token >= 0) & (token < tokens)).all()
+
+
+def test_pairs_of_several_rounds_are_dealt_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealing_gpu, "ROUND", 16)
+    drawn = draw(Mixture(33, 2, 6, 1, 1), seed=1, skew=0.0)
+    found = dealing_gpu.deal(drawn.ids, num_experts=6, tile_m=4, interpret=True)
+    check_blocks(found, np.asarray(drawn.ids), num_experts=6)
 
 
 @pytest.mark.parametrize(("pairs", "num_experts"), [(1, 128), (8, 128), (48, 3), (50, 3)])
@@ -71,21 +83,15 @@ def test_as_many_blocks_as_the_worst_routing_needs(pairs: int, num_experts: int)
 
 
 def test_no_pairs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ids are \(0, 2\); expected at least one"):
-        blocks_of(jnp.zeros((0, 2), jnp.int32), num_experts=4, tile_m=16)
+    for how in (blocks_of, dealing_gpu.deal):
+        with pytest.raises(ValueError, match=r"0 \(token, expert\) pairs; expected at least one"):
+            how(jnp.zeros((0, 2), jnp.int32), num_experts=4, tile_m=16)
 
 
 def test_the_sum_is_in_float32_and_takes_only_rows_of_pairs() -> None:
     """1 + 2**-8 + 2**-8 is 1 in bf16 if it is rounded on the way. The padding row is NaN."""
-    blocks = ExpertBlocks(
-        tile_m=2,
-        expert=jnp.asarray([0, 1]),
-        num_pairs=jnp.asarray([2, 1]),
-        source=jnp.asarray([0, 1, 2, 0]),
-        place=jnp.asarray([0, 1, 2]),
-        num_used=jnp.asarray(2),
-    )
-    rows = jnp.asarray([[1.0], [2.0**-8], [2.0**-8], [jnp.nan]], jnp.bfloat16)
-    total = weighted_sum(rows, blocks, jnp.ones((1, 3)))
+    rows = jnp.asarray([[1.0], [jnp.nan], [2.0**-8], [2.0**-8]], jnp.bfloat16)
+    ids, weights = jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3))
+    total = Mixed(rows=rows, weights=weights, ids=ids, place=jnp.asarray([3, 0, 2])).sum()
     assert total.dtype == jnp.bfloat16
     assert float(total[0, 0]) == 1.0 + 2.0**-7

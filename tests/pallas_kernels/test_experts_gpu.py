@@ -30,9 +30,14 @@ from tests.pallas_kernels.expert_cases import (
 )
 
 SMALL = ExpertsTuning(gate_up_n=16, gate_up_k=16, down_n=16, down_k=16)
-KERNEL = jax.jit(
-    partial(experts_gpu.run_experts, tuning=SMALL, interpret=True), static_argnames="gate"
-)
+
+
+def summed(*arguments: Any, gate: Gate) -> jax.Array:
+    mixed = experts_gpu.run_experts(*arguments, gate=gate, tuning=SMALL, interpret=True)
+    return mixed.sum()
+
+
+KERNEL = jax.jit(summed, static_argnames="gate")
 QWEN = {"num_experts": 128, "size": 2048, "inner": 768}
 GPT_OSS = {"num_experts": 32, "size": 2880, "inner": 2880}
 
@@ -59,9 +64,9 @@ def test_products_are_rounded_before_the_bias() -> None:
     ("shape", "pairs", "tile_m"),
     [
         (QWEN, 8, 16),
-        (QWEN, 2048, 16),
         (QWEN, 8 * 8192, 128),
         (GPT_OSS, 4, 16),
+        (QWEN, 2048, 16),
         (GPT_OSS, 1024, 32),
         (GPT_OSS, 2048, 64),
     ],
@@ -138,7 +143,7 @@ def test_the_interpreted_bundle_equals_xla() -> None:
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h200() -> None:
     lines = output_of("tests.pallas_kernels.gpu_experts_compile").splitlines()
-    assert len([line for line in lines if line.startswith("compiled")]) == 18
+    assert len([line for line in lines if line.startswith("compiled")]) == 20
 
 
 @needs_gpu

@@ -113,9 +113,6 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
         ops.mixture_of_sum(x, x, scale, {"router": router, "experts": e}, eps=1e-5, spec=spec)
         for e in (params, wide)
     ]
-    if tokens > 16:
-        assert both == [None, None]
-        return
     assert both[0] is not None
     assert both[1] is not None
     assert_close(both[0][1].sum(), both[1][1].sum())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jspec.core.pytree import pytree, static
 
@@ -18,20 +18,25 @@ from jspec.core.pytree import pytree, static
 class ExpertBlocks:
     """expert: of each block, for one without pairs that of the last block with some.
 
-    num_pairs: of each block; those without any come last. source: the pair that a row holds,
-    padding any. place: the row of each pair. num_used: blocks that have pairs.
+    num_pairs: of each block; those without any come last. token: that of the pair that a row holds,
+    of padding any. place: the row of each pair. num_used: blocks that have pairs.
     """
 
     tile_m: int = static()
     expert: jax.Array  # i32[NB]
     num_pairs: jax.Array  # i32[NB]
-    source: jax.Array  # i32[rows]
+    token: jax.Array  # i32[rows]
     place: jax.Array  # i32[R]
     num_used: jax.Array  # i32[]
 
 
 def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """The most blocks that so many pairs can need: each of their experts ends in a partial one."""
+    """The most blocks that so many pairs can need: each of their experts ends in a partial one.
+
+    Raises ValueError without any pair.
+    """
+    if not num_pairs:
+        raise ValueError("there are 0 (token, expert) pairs; expected at least one")
     touched = min(num_pairs, num_experts)
     return (num_pairs + touched * (tile_m - 1)) // tile_m
 
@@ -40,12 +45,11 @@ def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> Exper
     """Sorts the pairs by expert, stably, and deals them out. Raises ValueError without any pair.
 
     In:  ids [[2 0] [0 1]], tile_m 2 (pairs are 0: (0, 2), 1: (0, 0), 2: (1, 0), 3: (1, 1))
-    Out: expert [0 1 2], num_pairs [2 1 1], source [1 2 | 3 . | 0 .], place [4 0 1 2]
+    Out: expert [0 1 2], num_pairs [2 1 1], token [0 1 | 1 . | 0 .], place [4 0 1 2]
     """
     flat = ids.reshape(-1)
     total = flat.shape[0]
-    if not total:
-        raise ValueError(f"ids are {ids.shape}; expected at least one (token, expert) pair")
+    num = num_blocks(total, num_experts, tile_m)
     each = jnp.arange(num_experts, dtype=jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
@@ -54,13 +58,13 @@ def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> Exper
     ends = jnp.cumsum(needed)
     first_block = ends - needed
 
-    block = jnp.arange(num_blocks(total, num_experts, tile_m), dtype=jnp.int32)
+    block = jnp.arange(num, dtype=jnp.int32)
     used = jnp.minimum(block, ends[-1] - 1)
     expert = jnp.sum(used[:, None] >= ends, axis=1, dtype=jnp.int32)
     ahead = (used - first_block[expert]) * tile_m  # pairs of its expert in the blocks before
     left = jnp.clip(sizes[expert] - ahead, 0, tile_m)
     sorted_row = (starts[expert] + ahead)[:, None] + jnp.arange(tile_m, dtype=jnp.int32)
-    source = jnp.take(order, sorted_row.reshape(-1), mode="clip")
+    pair = jnp.take(order, sorted_row.reshape(-1), mode="clip")
 
     rank = jnp.arange(total, dtype=jnp.int32)
     of_pair = flat[order]
@@ -70,21 +74,7 @@ def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> Exper
         tile_m=tile_m,
         expert=expert,
         num_pairs=jnp.where(block < ends[-1], left, 0),
-        source=source,
+        token=pair // ids.shape[1],
         place=place,
         num_used=ends[-1],
     )
-
-
-def weighted_sum(
-    rows: Float[Array, "rows E"], blocks: ExpertBlocks, weights: Float[Array, "T k"]
-) -> Float[Array, "T E"]:
-    """sum_j weights[t, j] * the row of pair (t, j): in float32, in the order of j."""
-    back = jnp.take(rows, blocks.place, axis=0, mode="clip")
-    back = back.reshape(*weights.shape, -1).astype(jnp.float32)
-    return jnp.sum(back * weights[..., None], axis=1).astype(rows.dtype)
-
-
-def tokens_of(blocks: ExpertBlocks, *, top_k: int) -> jax.Array:
-    """The token of each row, i32[rows]; of padding any."""
-    return blocks.source // top_k

@@ -22,13 +22,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate, MoESpec, Routing
-from jspec.pallas_kernels.add_norm.gpu import MAX_WARPS, num_warps
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
@@ -41,8 +39,6 @@ from jspec.pallas_kernels.experts.routing_gpu import (
     ranked,
     scores_of,
 )
-
-SUM_WARPS = 4  # times the warps of a norm alone, for the sum of pairs and its norm
 
 
 def mixture_of_sum(
@@ -316,69 +312,3 @@ def _down(
             total.astype(out_ref.dtype),
             mask=has_it[:, None],
         )
-
-
-def mixed_norm(
-    x: Float[Array, "T E"],
-    mixed: Mixed,
-    scale: Float[Array, "E"],
-    *,
-    eps: float,
-    interpret: bool = False,
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """(x + mixed.sum(), the RMSNorm of that times scale), as add_norm rounds. T > 0."""
-    num_tokens, size = x.shape
-    width = pl.next_power_of_2(size)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    operands = [x, mixed.rows, mixed.weights, mixed.ids, scale]
-    total, normed = pl.pallas_call(
-        functools.partial(_mixed_norm, eps=eps, width=width),
-        grid=(num_tokens,),
-        out_shape=(out, out),
-        # A thread holds a part of top_k rows: more threads, and no row waits for another.
-        compiler_params=plt.CompilerParams(
-            num_warps=min(SUM_WARPS * num_warps(width), MAX_WARPS), num_stages=1
-        ),
-        interpret=interpret,
-        name="experts_sum_norm",
-    )(*operands, *([] if mixed.bias is None else [mixed.bias]))
-    return total, normed
-
-
-def _mixed_norm(
-    x_ref: Any,
-    rows_ref: Any,
-    weights_ref: Any,
-    ids_ref: Any,
-    scale_ref: Any,
-    *bias_and_out: Any,
-    eps: float,
-    width: int,
-) -> None:
-    """One token. The sums are in the order of the pairs."""
-    *bias_ref, total_ref, normed_ref = bias_and_out
-    top_k, size = ids_ref.shape[1], scale_ref.shape[0]
-    token, column = pl.program_id(0), jnp.arange(width, dtype=jnp.int32)
-    mask = column < size
-
-    def load(ref: Any) -> jax.Array:
-        return plt.load(ref, mask=mask, other=0.0)
-
-    def weighted(row_of: Any, ref: Any) -> jax.Array:
-        places = [token * 0 + j for j in range(top_k)]  # as jax 0.10 interprets them
-        parts = [
-            load(ref.at[row_of(j), column]).astype(jnp.float32) * plt.load(weights_ref.at[token, j])
-            for j in places
-        ]
-        return functools.reduce(jnp.add, parts).astype(x_ref.dtype)
-
-    x, scale = load(x_ref.at[token, column]), load(scale_ref.at[column])
-    delta = weighted(lambda j: token * top_k + j, rows_ref)
-    if bias_ref:
-        delta = delta + weighted(lambda j: plt.load(ids_ref.at[token, j]), bias_ref[0])
-    total = x + delta
-    plt.store(total_ref.at[token, column], total, mask=mask)
-    wide = total.astype(jnp.float32)
-    factor = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
-    normed = wide * factor * scale.astype(jnp.float32)
-    plt.store(normed_ref.at[token, column], normed.astype(total.dtype), mask=mask)

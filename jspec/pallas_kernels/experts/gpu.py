@@ -1,6 +1,6 @@
-"""A mixture's experts for few tokens on an NVIDIA GPU (Triton): each weight is read where it lies.
+"""A mixture's experts on an NVIDIA GPU (Triton): each weight is read where it lies.
 
-At few tokens the time is that of reading the experts' weights. Two kernels, one program for each
+In decoding the time is that of reading the experts' weights. Two kernels, one program for each
 (block of pairs of one expert, tile of columns): the first multiplies by gate and up and applies the
 gate, the second multiplies by down. A program asks a table for its expert and reads that expert's
 columns from the stack of all experts; nothing gathers weights. The blocks of one expert are
@@ -24,7 +24,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, tokens_of, weighted_sum
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks
+from jspec.pallas_kernels.experts.dealing_gpu import deal
+from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
 from jspec.pallas_kernels.experts.packed_gpu import packed_products
 from jspec.pallas_kernels.experts.plan import ExpertsTuning
@@ -40,20 +42,19 @@ def run_experts(
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool = False,
-) -> Float[Array, "T E"]:
-    """As experts.run_experts. interpret: on any platform, for tests.
+) -> Mixed:
+    """What experts.run_experts sums up, its `down_bias` left out. interpret: on any platform.
 
     Raises ValueError without tokens, and for tiles that do not divide E and I.
     """
     num_experts, size, inner = sizes_of(params)
     if problem := tuning.problem(size, inner, is_packed=is_packed(params["down"])):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
-    blocks = blocks_of(ids, num_experts=num_experts, tile_m=tuning.tile_m)
-    mixed = gate_up_product(
-        x, params, blocks, top_k=ids.shape[1], gate=gate, tuning=tuning, interpret=interpret
-    )
-    out = down_product(mixed, params["down"], blocks, size=size, tuning=tuning, interpret=interpret)
-    return weighted_sum(out, blocks, weights)
+    how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
+    blocks = deal(ids, num_experts=num_experts, tile_m=tuning.tile_m, interpret=interpret)
+    mixed = gate_up_product(x, params, blocks, gate=gate, **how)
+    rows = down_product(mixed, params["down"], blocks, size=size, **how)
+    return Mixed(rows=rows, weights=weights, ids=ids, place=blocks.place)
 
 
 def gate_up_product(
@@ -61,15 +62,13 @@ def gate_up_product(
     params: dict[str, Any],
     blocks: ExpertBlocks,
     *,
-    top_k: int,
     gate: Gate,
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows I"]:
     """Each pair's gated inner row, at its place in its block; padding rows are not written."""
     sizes = sizes_of(params)
-    operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs]
-    operands.append(tokens_of(blocks, top_k=top_k))
+    operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs, blocks.token]
     if "gate_up_bias" in params:
         operands.append(params["gate_up_bias"])
     return _call(

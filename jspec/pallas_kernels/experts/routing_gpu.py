@@ -1,5 +1,5 @@
-"""Which experts a few tokens go to, on an NVIDIA GPU (Triton): the norm before the router, its
-product, the k best and their weights.
+"""Which experts tokens go to, on an NVIDIA GPU (Triton): the router's product, the k best and their
+weights; for a few tokens the norm before them, too.
 
 Every program of `norm_and_score` norms its token's row for itself: the row comes from the L2 cache,
 and one launch less is worth more. The product is cut along the inputs, too, so that its half
@@ -29,6 +29,8 @@ from jspec.core.model_spec import Routing
 
 SLICE = 256  # inputs of the router that one program multiplies
 TILE = 16  # experts of one program: 32 bytes of a row of weights
+MANY_TOKENS, MANY_EXPERTS, MANY_DEEP = 32, 64, 64  # of one program of `score`, and its rounds
+PROGRAMS = 132  # that `score` wants at least, as long as its slices are no shorter than SLICE
 LOWEST = -(2**31)
 HIGHEST = 2**31 - 1
 
@@ -106,6 +108,61 @@ def _norm_and_score(
 
     products = normed.astype(jnp.float32)[:, None] * weights.astype(jnp.float32)
     plt.store(shares_ref.at[share, token, expert], jnp.sum(products, axis=0), mask=is_expert)
+
+
+def score(
+    x: Float[Array, "T E"], router: Float[Array, "E X"], *, interpret: bool = False
+) -> Float[Array, "S T X"]:
+    """Shares of the logits of x @ router in f32, for any number of tokens. T > 0.
+
+    XLA makes one product of few programs of it, which takes longer than reading all of it four
+    times.
+    """
+    (num_tokens, size), num_experts = x.shape, router.shape[1]
+    tiles = pl.cdiv(num_tokens, MANY_TOKENS), pl.cdiv(num_experts, MANY_EXPERTS)
+    most = max(1, min(pl.cdiv(PROGRAMS, tiles[0] * tiles[1]), size // SLICE))
+    depth = pl.cdiv(pl.cdiv(size, most), MANY_DEEP) * MANY_DEEP
+    num_shares = pl.cdiv(size, depth)
+    shares: jax.Array = pl.pallas_call(
+        functools.partial(_score, depth=depth),
+        grid=(*tiles, num_shares),
+        out_shape=jax.ShapeDtypeStruct((num_shares, num_tokens, num_experts), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="experts_score_many",
+    )(x, router)
+    return shares
+
+
+def _score(x_ref: Any, router_ref: Any, shares_ref: Any, *, depth: int) -> None:
+    """A tile of tokens and experts, one slice of the inputs."""
+    (num_tokens, size), num_experts = x_ref.shape, router_ref.shape[1]
+    share = pl.program_id(2)
+    token = pl.program_id(0) * MANY_TOKENS + jnp.arange(MANY_TOKENS, dtype=jnp.int32)
+    expert = pl.program_id(1) * MANY_EXPERTS + jnp.arange(MANY_EXPERTS, dtype=jnp.int32)
+    is_token, is_expert = token < num_tokens, expert < num_experts
+    step = jnp.arange(MANY_DEEP, dtype=jnp.int32)
+
+    def add(k: jax.Array, total: jax.Array) -> jax.Array:
+        at = share * depth + k * MANY_DEEP + step
+        inside = at < size
+        left = plt.load(
+            x_ref.at[token[:, None], at[None]], mask=is_token[:, None] & inside[None], other=0.0
+        )
+        right = plt.load(
+            router_ref.at[at[:, None], expert[None]],
+            mask=inside[:, None] & is_expert[None],
+            other=0.0,
+        )
+        return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    zeros = jnp.zeros((MANY_TOKENS, MANY_EXPERTS), jnp.float32)
+    total = lax.fori_loop(0, depth // MANY_DEEP, add, zeros)
+    plt.store(
+        shares_ref.at[share, token[:, None], expert[None]],
+        total,
+        mask=is_token[:, None] & is_expert[None],
+    )
 
 
 def choose(

@@ -25,7 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jspec.core.model_spec import Gate
-from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of, tokens_of, weighted_sum
+from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
+from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.reference import gated
 
 # Rows that an expert has on average, up to which the kernel is used, and XLA's product from there.
@@ -59,14 +60,14 @@ def run_experts(
     Raises ValueError without tokens.
     """
     blocks = blocks_of(ids, num_experts=params["down"].shape[0], tile_m=tile_m)
-    rows = jnp.take(x, tokens_of(blocks, top_k=ids.shape[1]), axis=0, mode="clip")
+    rows = jnp.take(x, blocks.token, axis=0, mode="clip")
     wide = grouped_product(rows, params["gate_up"], blocks, interpret=interpret)
     if "gate_up_bias" in params:
         expert = jnp.repeat(blocks.expert, tile_m)
         wide = wide + jnp.take(params["gate_up_bias"], expert, axis=0, mode="clip")
     inner = gated(*jnp.split(wide, 2, axis=-1), gate=gate)
     out = grouped_product(inner, params["down"], blocks, interpret=interpret)
-    return weighted_sum(out, blocks, weights)
+    return Mixed(rows=out, weights=weights, ids=ids, place=blocks.place).sum()
 
 
 def grouped_product(

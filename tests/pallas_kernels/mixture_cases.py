@@ -1,0 +1,92 @@
+"""What the tests of whole mixtures on a GPU share: small ones, and the same layer over XLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.model_spec import Gate, MoESpec, Routing
+from jspec.layers.linear import Shard
+from jspec.layers.moe import mixture_of_sum, route
+from jspec.layers.norm import Residual, norm_of_sum
+from jspec.pallas_kernels.choose import OPS
+
+EPS = 1e-5
+BY_SOFTMAX = [r for r in Routing if not r.name.startswith("SIGMOID")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens of a mixture of E inputs."""
+
+    tokens: int
+    size: int
+    spec: MoESpec
+    dtype: Any = jnp.float32
+
+
+def spec_of(num_experts: int, top_k: int, inner: int, routing: Routing, *, bias: bool) -> MoESpec:
+    gate = Gate.CLAMPED if bias else Gate.SILU
+    return MoESpec(
+        num_experts=num_experts, top_k=top_k, inner=inner, routing=routing, gate=gate, bias=bias
+    )
+
+
+def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, jax.Array]]:
+    """(the stream, params of the mixture, params of the norm before it)."""
+    rng, spec = np.random.default_rng(seed), case.spec
+    X, E, inner = spec.num_experts, case.size, spec.inner
+
+    def array(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) * scale, case.dtype)
+
+    router = {"kernel": array(E, X, scale=E**-0.5)}
+    experts = {
+        "gate_up": array(X, E, 2 * inner, scale=E**-0.5),
+        "down": array(X, inner, E, scale=inner**-0.5),
+    }
+    if spec.bias:
+        router["bias"] = array(X)
+        experts |= {"gate_up_bias": array(X, 2 * inner), "down_bias": array(X, E)}
+    stream = Residual(x=array(case.tokens, E), delta=array(case.tokens, E))
+    return stream, {"router": router, "experts": experts}, {"scale": array(E) + 1}
+
+
+def run(
+    stream: Residual, params: Any, scale: Any, *, spec: MoESpec, ops: str
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's mixture and the norm behind it: (the stream's sum, its norm)."""
+    out = mixture_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
+    return norm_of_sum(scale, out, eps=EPS, ops=OPS[ops])
+
+
+MINE = jax.jit(partial(run, ops="gpu_interpret"), static_argnames="spec")
+XLA = jax.jit(partial(run, ops="xla"), static_argnames="spec")
+
+
+def chosen(stream: Residual, params: Any, scale: Any, spec: MoESpec) -> np.ndarray:
+    """The ids of every token, by the layer over XLA."""
+    _, normed = norm_of_sum(scale, stream, eps=EPS, ops=OPS["xla"])
+    return np.asarray(route(params["router"], normed, spec=spec)[0])
+
+
+def with_nan_in_untouched(params: Any, ids: np.ndarray) -> Any:
+    """NaN in all that belongs to experts that no token chose."""
+    hidden = ~np.isin(np.arange(params["experts"]["down"].shape[0]), ids)
+
+    def poison(w: jax.Array) -> jax.Array:
+        return jnp.where(hidden.reshape(-1, *[1] * (w.ndim - 1)), jnp.nan, w).astype(w.dtype)
+
+    return params | {"experts": {name: poison(w) for name, w in params["experts"].items()}}
+
+
+def served_by(case: Case) -> str:
+    """The program of a layer's mixture, by the GPU's bundle: the names of its kernels are in it."""
+    stream, params, scale = drawn(case, 0)
+    program = jax.make_jaxpr(partial(run, spec=case.spec, ops="gpu_interpret"))
+    return str(program(stream, params, scale))
