@@ -7,8 +7,9 @@ Each program is checked on a few tokens before it is timed. Every token draws it
 another draw in each call, so that the L2 cache serves no weights twice. The floor is the bytes of
 the experts that the tokens touch, over what one H200 reads, or the pairs' arithmetic where that
 takes longer. "products alone" is the planned kernels without the sorting before them and the sum
-behind. Candidates are the planned tiles and changes of them. One that fails, faults or hangs is
-named and left behind. Writes benchmarks/results/experts_gpu.json.
+behind; "unpacked first" the kernels on weights that each call unpacks. Candidates are the planned
+tiles and changes of them. One that fails, faults or hangs is named and left behind. Writes
+benchmarks/results/experts_gpu.json.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ CHECKED = 4  # tokens
 WORST = 0.02  # largest error, as a share of the largest value, that bf16 rounding explains
 TOKENS = (1, 4, 8, 32, 64, 128, 256, 2048)
 RESULT = Path(__file__).parent / "results" / "experts_gpu.json"
-XLA, PLANNED, ALONE = "XLA", "planned", "products alone"
+XLA, PLANNED, ALONE, UNPACKED = "XLA", "planned", "products alone", "unpacked first"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "64 columns": {"gate_up_n": 64, "down_n": 64},
     "three stages": {"num_stages": 3},
     "eight warps": {"num_warps": 8},
+    "four warps": {"num_warps": 4},
     "blocks of 16": {"tile_m": 16},
     "blocks of 32": {"tile_m": 32},
     "blocks of 64": {"tile_m": 64, "num_warps": 4, "num_stages": 4},
@@ -130,6 +132,8 @@ class Case:
         if self.tuning is None:
             return run_experts(x, ids, weights, params, gate=model.gate)
         interpret = jax.default_backend() != "gpu"
+        if self.name == UNPACKED:
+            params = unpacked(params, dtype=x.dtype)
         run = partial(run_kernels, gate=model.gate, tuning=self.tuning, interpret=interpret)
         return run(x, ids, weights, params).sum()
 
@@ -144,7 +148,7 @@ class Case:
 
 
 def planned(model: Model, tokens: int) -> ExpertsTuning:
-    """What a layer would use. ValueError where that is XLA's product."""
+    """What a layer would use. ValueError where that is XLA's product, or unpacks first."""
     found = choose_experts(
         tokens * model.top_k,
         num_experts=model.num_experts,
@@ -180,6 +184,9 @@ def cases(models: list[str], tokens: list[int]) -> list[Case]:
         for name in models:
             plan = planned(MODELS[name], t)
             first += [Case(name, t, XLA), Case(name, t, PLANNED, plan), Case(name, t, ALONE, plan)]
+            if MODELS[name].is_packed:
+                whole = planned(replace(MODELS[name], is_packed=False), t)
+                first.append(Case(name, t, UNPACKED, whole))
             candidates = changed(MODELS[name], plan).items()
             rest += [(i, Case(name, t, *item)) for i, item in enumerate(candidates)]
     return first + [case for _, case in sorted(rest, key=lambda item: item[0])]
@@ -339,9 +346,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         entry = found.setdefault(f"{row['model']} {row['tokens']}", {})
         entry["floor"] = row["floor_microseconds"]
-        if row["name"] in (XLA, PLANNED, ALONE):
+        if row["name"] in (XLA, PLANNED, ALONE, UNPACKED):
             entry[row["name"]] = row["microseconds"]
-        is_kernel = row["name"] not in (XLA, ALONE)
+        is_kernel = row["name"] not in (XLA, ALONE, UNPACKED)
         if is_kernel and row["microseconds"] < entry.get("best", float("inf")):
             entry |= {"best": row["microseconds"], "best_name": row["name"]}
     return found

@@ -66,9 +66,10 @@ def test_products_are_rounded_before_the_bias() -> None:
         (QWEN, 8, 16),
         (QWEN, 8 * 8192, 128),
         (GPT_OSS, 4, 16),
-        (QWEN, 2048, 16),
-        (GPT_OSS, 1024, 32),
-        (GPT_OSS, 2048, 64),
+        (QWEN, 8 * 128, 16),
+        (QWEN, 8 * 256, 32),
+        (GPT_OSS, 4 * 128, 32),
+        (GPT_OSS, 4 * 256, 64),
     ],
 )
 def test_real_sizes_are_served(shape: dict[str, int], pairs: int, tile_m: int) -> None:
@@ -76,6 +77,23 @@ def test_real_sizes_are_served(shape: dict[str, int], pairs: int, tile_m: int) -
     assert tuning is not None
     assert tuning.tile_m == tile_m
     assert tuning.problem(shape["size"], shape["inner"]) is None
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tile_m", "num_warps"),
+    [(4 * 64, 16, 2), (4 * 128, 32, 4), (4 * 256, 32, 4), (4 * 512, 32, 4)],
+)
+def test_packed_experts_have_blocks_whose_sums_stay_in_registers(
+    pairs: int, tile_m: int, num_warps: int
+) -> None:
+    tuning = choose_experts(pairs, **GPT_OSS, is_packed=True)
+    assert tuning is not None
+    assert (tuning.tile_m, tuning.num_warps) == (tile_m, num_warps)
+
+
+def test_packed_experts_of_many_tokens_are_unpacked_first() -> None:
+    assert choose_experts(4 * 513, **GPT_OSS, is_packed=True) is None
+    assert choose_experts(4 * 513, **GPT_OSS) is not None
 
 
 def test_few_pairs_get_narrow_tiles_so_that_every_multiprocessor_has_work() -> None:

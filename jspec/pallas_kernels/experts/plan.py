@@ -82,18 +82,18 @@ def choose_experts(
     """Tiles for so many (token, expert) pairs, E = size and I = inner; None: XLA's products.
 
     None for sizes that no tile divides, without pairs, and for packed weights that meet so many
-    tokens that they are better unpacked first. A block is about as long as an expert's
-    rows on average, up to 128.
+    tokens that they are better unpacked first. A block holds the rows of most experts, up to 128:
+    a second one would take the same weights from the L2 cache, which costs more than idle rows.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
         return None
     if num_experts * size * 2 * inner > MOST_ELEMENTS:
         return None
     rows = -(-num_pairs // num_experts)
-    tile_m = min(max(1 << (rows - 1).bit_length(), LEAST), 128)
-    if is_packed and tile_m > MOST_PACKED:
+    if is_packed and rows > MOST_PACKED:
         return None
-    is_large = tile_m == 128
+    longest = MOST_PACKED_BLOCK if is_packed else 128
+    tile_m = min(max(1 << (rows + rows // 4 - 1).bit_length(), LEAST), longest)
     blocks = num_blocks(num_pairs, num_experts, tile_m)
     tuning = ExpertsTuning(
         tile_m=tile_m,
@@ -101,19 +101,21 @@ def choose_experts(
         gate_up_k=_largest(size, most=64),
         down_n=_columns(size, blocks, most=128),
         down_k=_largest(inner, most=64),
-        num_warps=8 if is_large else 4,
-        num_stages=3 if is_large else 4,
+        num_warps=8 if tile_m == 128 else 4,
+        num_stages=3 if tile_m >= 64 else 4,  # more programs fit: 424 us for 439 (gpt-oss, 256)
     )
     if is_packed:
-        tuning = replace(tuning, **PACKED)
+        warps = 2 if tile_m == LEAST else 4
+        tuning = replace(tuning, num_warps=warps, **PACKED)
     return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
 
 
 # Packed weights are multiplied as they are while an expert has no more pairs than this; for more
 # they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens
 # are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json). For more
-# tokens these alone were timed with the kernel as it is: 276 us at 32 of them, 279 at 64.
-MOST_PACKED = LEAST
+# blocks of 32 are the longest whose sums stay in registers: at 256 tokens there 547 us,
+# where blocks of 64 take 1,490 and unpacking first 1,531; at 512 tokens 952 and 1,577.
+MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
 PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
