@@ -254,6 +254,12 @@ GPT_OSS_20B_JSON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
+GPT_OSS_120B_JSON: Mapping[str, Any] = {
+    **GPT_OSS_20B_JSON,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 # Of MiMo-V2-Flash and its three layers for multi-token prediction; in bfloat16, not fp8.
 MIMO_V2_FLASH_JSON: Mapping[str, Any] = {
     "architectures": ["MiMoV2FlashForCausalLM"],
@@ -329,6 +335,7 @@ def mimo_layers_of(target: ModelSpec) -> MtpConfig:
 
 
 GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON, "gpt_oss")
+GPT_OSS_120B = _of_json(GPT_OSS_120B_JSON, "gpt_oss")
 MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
 TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
 
@@ -400,6 +407,7 @@ WORKLOADS: Mapping[str, Workload] = {
         _published("qwen3-30b-a3b", QWEN3_30B_A3B),
         _published("gpt-oss-20b", GPT_OSS_20B),
         _published("gpt-oss-20b-mxfp4", packed(GPT_OSS_20B)),
+        _published("gpt-oss-120b-mxfp4", packed(GPT_OSS_120B)),
         _tiny("tiny", TINY, small=replace(TINY, layers=TINY.layers[:1], tie_word_embeddings=True)),
         _tiny("tiny-moe", TINY_MOE),
         _tiny("tiny-gpt-oss", TINY_GPT_OSS),
