@@ -8,9 +8,8 @@ another draw in each call, so that the L2 cache serves no weights twice. The flo
 the experts that the tokens touch, over what one H200 reads, or the pairs' arithmetic where that
 takes longer. "products alone" is the planned kernels without the sorting before them and the sum
 behind; "unpacked first" the kernels on weights that each call unpacks. Candidates are the planned
-tiles and changes of them, and, from GROUPED_FROM tokens on, the kernel for many tokens
-(grouped_gpu.py) with several tiles. One that fails, faults or hangs is named and left behind.
-Writes benchmarks/results/experts_gpu.json.
+tiles and changes of them. One that fails, faults or hangs is named and left behind. Writes
+benchmarks/results/experts_gpu.json.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
-from jspec.pallas_kernels.experts.grouped_gpu import run_experts as run_grouped
-from jspec.pallas_kernels.experts.grouped_plan import GroupedTuning
 from jspec.pallas_kernels.experts.packed import (
     BLOCK,
     CODES,
@@ -53,22 +50,6 @@ from jspec.pallas_kernels.experts.packed import (
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
 
-GROUPED_FROM = 32  # tokens
-# Rows of a block, columns of the gated result and of the second product's.
-GROUPED = (
-    (64, 128, 256),
-    (64, 96, 256),
-    (64, 64, 256),
-    (64, 96, 192),
-    (64, 64, 192),
-    (64, 80, 160),
-    (64, 96, 240),
-    (64, 64, 128),
-    (128, 128, 256),
-    (128, 96, 192),
-    (128, 64, 192),
-    (192, 96, 192),
-)
 PRODUCTS = ("gate_up", "down")
 CALLS = 4  # of one program, each with tokens and experts of its own
 CHECKED = 4  # tokens
@@ -139,7 +120,7 @@ class Case:
     model: str
     tokens: int
     name: str
-    tuning: ExpertsTuning | GroupedTuning | None = None
+    tuning: ExpertsTuning | None = None
 
     @property
     def key(self) -> str:
@@ -150,8 +131,6 @@ class Case:
         model = MODELS[self.model]
         if self.tuning is None:
             return run_experts(x, ids, weights, params, gate=model.gate)
-        if isinstance(self.tuning, GroupedTuning):
-            return run_grouped(x, ids, weights, params, gate=model.gate, tuning=self.tuning)
         interpret = jax.default_backend() != "gpu"
         if self.name == UNPACKED:
             params = unpacked(params, dtype=x.dtype)
@@ -198,17 +177,6 @@ def changed(model: Model, plan: ExpertsTuning) -> dict[str, ExpertsTuning]:
     return found
 
 
-def grouped(model: Model, tokens: int) -> dict[str, GroupedTuning]:
-    """The kernel for many tokens, where it serves."""
-    if model.is_packed or tokens < GROUPED_FROM or jax.default_backend() != "gpu":
-        return {}
-    found = {
-        f"grouped {m} {n} {wide}": GroupedTuning(tile_m=m, gate_up_n=n, down_n=wide)
-        for m, n, wide in GROUPED
-    }
-    return {name: t for name, t in found.items() if t.problem(model.size, model.inner) is None}
-
-
 def cases(models: list[str], tokens: list[int]) -> list[Case]:
     """XLA's, the planned, the planned without what is around them; then the candidates by rank."""
     first, rest = [], []
@@ -219,7 +187,7 @@ def cases(models: list[str], tokens: list[int]) -> list[Case]:
             if MODELS[name].is_packed:
                 whole = planned(replace(MODELS[name], is_packed=False), t)
                 first.append(Case(name, t, UNPACKED, whole))
-            candidates = {**grouped(MODELS[name], t), **changed(MODELS[name], plan)}.items()
+            candidates = changed(MODELS[name], plan).items()
             rest += [(i, Case(name, t, *item)) for i, item in enumerate(candidates)]
     return first + [case for _, case in sorted(rest, key=lambda item: item[0])]
 
