@@ -141,7 +141,7 @@ def host_gap(
 ) -> dict[str, float]:
     """Median milliseconds of a decode step, all its rounds together, and of it what the host adds.
 
-    Gap: from the end of collecting step t to the end of the next dispatch behind it. At depth 0
+    Gap: from the end of collecting step t to the end of the next dispatch after it. At depth 0
     the device idles for all of it; at depth 1 and 2 it has work queued.
     """
     trace: list[TraceEvent] = []
@@ -156,9 +156,9 @@ def host_gap(
     steps = [b.ended - a.ended for a, b in itertools.pairwise(collects)]
     gaps = []
     for collect in collects[:-1]:
-        behind = [d.ended for d in dispatches if d.ended > collect.ended]
-        if behind:
-            gaps.append(min(behind) - collect.ended)
+        after = [d.ended for d in dispatches if d.ended > collect.ended]
+        if after:
+            gaps.append(min(after) - collect.ended)
     waits = [e.ended - e.started for e in collects]
     return {
         "step_ms": round(1e3 * statistics.median(steps), 3),

@@ -26,7 +26,7 @@ from jspec import Engine
 def gaps(
     engine: Any, workload: Workload, rng: np.random.Generator, *, seconds: float
 ) -> list[float]:
-    """Seconds between the chunks of streams that run one behind the other for so long."""
+    """Seconds between the chunks of streams that run one after the other for so long."""
     found: list[float] = []
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:

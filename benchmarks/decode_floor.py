@@ -20,7 +20,7 @@ def experts_touched(mixture: MoESpec, *, tokens: int) -> float:
 
 
 def read_bytes(spec: ModelSpec, *, batch: int, nodes: int, context: int, itemsize: int) -> float:
-    """Of the target's forward for `batch` rows of `nodes` tokens behind `context` others.
+    """Of the target's forward for `batch` rows of `nodes` tokens after `context` others.
 
     Tables are looked up, not read; a layer with a window reads no more than that.
     """

@@ -7,7 +7,7 @@
 
 The rule is exact: a verification chooses the token that plain decoding would. Its N nodes and one
 decode step are multiplied in different shapes, though, and sums in bfloat16 then round differently,
-so that a near-tie can fall to another token. What stands behind it is another text, so each prompt
+so that a near-tie can fall to another token. What stands after it is another text, so each prompt
 counts up to its first divergence. In float32, with full-precision products, no prompt may diverge:
 the control, without which the other rows mean nothing.
 
@@ -48,7 +48,7 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Sizes of a run. seconds: no engine is started that would likely end behind them."""
+    """Sizes of a run. seconds: no engine is started that would likely end after them."""
 
     num_prompts: int = 32
     prompt_tokens: int = 60

@@ -7,7 +7,7 @@ Each program is checked on a few tokens before it is timed. Every token draws it
 another draw in each call, so that the L2 cache serves no weights twice. The floor is the bytes of
 the experts that the tokens touch, over what one H200 reads, or the pairs' arithmetic where that
 takes longer. "products alone" is the planned kernels without the sorting before them and the sum
-behind; "unpacked first" the kernels on weights that each call unpacks. Candidates are the planned
+after; "unpacked first" the kernels on weights that each call unpacks. Candidates are the planned
 tiles and changes of them. One that fails, faults or hangs is named and left behind. Writes
 benchmarks/results/experts_gpu.json.
 """

@@ -46,7 +46,7 @@ RESULT = Path(__file__).parent / "results" / "gated_matmul_gpu.json"
 
 ALONE = replace(DEFAULT, cluster=1)
 TURNED = replace(DEFAULT, layout=Layout.OUT_IN)
-# Timed where a layer might use them; those behind EVERYWHERE at the largest M only.
+# Timed where a layer might use them; those after EVERYWHERE at the largest M only.
 TUNINGS = {
     "pairs share weights": DEFAULT,
     "alone": ALONE,

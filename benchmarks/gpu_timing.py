@@ -2,7 +2,7 @@
 
 A candidate may fail to compile, fault or hang. Each is therefore run by a worker process that
 says what it is about to do; when the worker dies or falls silent it is ended and a new one goes
-on behind the candidate that did it.
+on after the candidate that did it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def watched(
     silence: float = 45.0,
     xla_flags: str = "",
 ) -> list[dict[str, Any]]:
-    """Results of `python -m module --worker`, restarted behind every candidate that ends it."""
+    """Results of `python -m module --worker`, restarted after every candidate that ends it."""
     environment = dict(os.environ)
     if xla_flags:
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()

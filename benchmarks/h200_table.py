@@ -88,7 +88,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every mode of a run shares. deadline: time.monotonic() behind which no cell starts."""
+    """What every mode of a run shares. deadline: time.monotonic() after which no cell starts."""
 
     workload: Workload
     acceptance: float
@@ -341,7 +341,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns: 'chain/*' prefill/*")
-    parser.add_argument("--seconds", type=float, default=560.0, help="no cell starts behind this")
+    parser.add_argument("--seconds", type=float, default=560.0, help="no cell starts after this")
     parser.add_argument("--acceptance", type=float, default=3.0)
     parser.add_argument("--resume", action="store_true", help="keep the cells that are there")
     parser.add_argument(

@@ -38,7 +38,7 @@ from jspec.engine.programs import ProgramKey, with_sharing
 from jspec.engine.runner import init_state
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = 168  # tokens behind the prefix, in the middle of a run
+OWN = 168  # tokens after the prefix, in the middle of a run
 
 Cell = dict[str, Any]
 

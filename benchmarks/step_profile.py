@@ -391,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
     parser.add_argument("--cells", nargs="+", metavar="MODE/B", help="chain/8 tree/64; unset: all")
-    parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts behind this")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts after this")
     parser.add_argument("--trace", action="store_true", help="list the largest operations too")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(

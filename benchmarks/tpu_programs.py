@@ -54,7 +54,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """Of the command line behind `python -m`."""
+        """Of the command line after `python -m`."""
         layers = [] if self.layers is None else ["--layers", str(self.layers)]
         rounds = [] if self.rounds == 1 else ["--num-continuous-decode-steps", str(self.rounds)]
         return [

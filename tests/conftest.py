@@ -172,7 +172,7 @@ SECOND_PASS = (
     "speculative/test_multi_layer.py::test_every_guess_is_that_of_a_dense_forward[not_chained-2]",
     "speculative/test_multi_layer.py::test_layers_of_nothing_but_nan_change_no_text",
     "speculative/test_multi_layer.py::test_speculative_equals_plain[not_chained-(3, 2, 7)]",
-    "speculative/test_multi_layer.py::test_the_pool_law_holds_behind_a_scheduler",
+    "speculative/test_multi_layer.py::test_the_pool_law_holds_under_a_scheduler",
     "speculative/test_mutations.py::test_a_moved_index_is_noticed[bonus index]",
     "speculative/test_mutations.py::test_a_moved_index_is_noticed[compaction source]",
     "speculative/test_mutations.py::test_a_moved_index_is_noticed[noise position]",

@@ -68,7 +68,7 @@ def test_the_first_divergence(
 
 
 def test_a_prompt_counts_up_to_its_first_divergence() -> None:
-    """4 tokens without one, and 2 up to one; the tokens behind it, right or wrong, are not."""
+    """4 tokens without one, and 2 up to one; the tokens after it, right or wrong, are not."""
     same = (1, 2, 3, 4)
     row = compare([same, (1, 9, 3, 9)], [same, same])
     assert (row["num_prompts"], row["num_diverged"], row["tokens_compared"]) == (2, 1, 6)
@@ -231,7 +231,7 @@ def test_a_failure_costs_one_configuration(tiny: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_float32_a_chain_says_what_plain_decoding_says(tiny: Pair, tmp_path: Path) -> None:
-    """Behind a configuration that fails; the file holds all that was measured."""
+    """After a configuration that fails; the file holds all that was measured."""
     measurement = measurement_of(tiny, tmp_path)
     failing = Configuration(dtype="float12", backend="xla", mode="plain")
     measurement.run((failing, *configurations([("float32", "xla")])[:2]))

@@ -11,7 +11,7 @@ from benchmarks import experts_gpu
 from benchmarks.experts_gpu import ALONE, MODELS, PLANNED, XLA, Case, cases, compiled, measure
 
 
-def test_the_plan_and_its_changes_come_behind_xla() -> None:
+def test_the_plan_and_its_changes_come_after_xla() -> None:
     found = cases(["qwen3-30b-a3b", "gpt-oss-20b"], [1, 2048])
     assert [case.name for case in found[:6]] == [XLA, PLANNED, ALONE] * 2
     assert len({case.key for case in found}) == len(found)

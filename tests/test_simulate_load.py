@@ -49,7 +49,7 @@ def test_every_token_is_delivered_and_the_device_never_does_two_things(depth: in
         job.output_len for job in jobs
     ]
     assert simulation.runner.prompt_tokens == sum(job.prompt_len for job in jobs)
-    # But for steps of rows that have ended, which run on behind the last event.
+    # But for steps of rows that have ended, which run on after the last event.
     assert simulation.runner.busy_ms <= total + depth * Card().decode_step(BUSY.clients)
     for seen in simulation.seen.values():
         assert seen.first - seen.sent >= Card().prefill_least

@@ -59,7 +59,7 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout, "-dirty" behind it if a tracked file differs from it, or
+    """The short hash of the checkout, "-dirty" after it if a tracked file differs from it, or
     "unknown" where there is no git or this is no checkout (an installed package)."""
     if not (ROOT / ".git").exists():
         return "unknown"

@@ -10,9 +10,9 @@ class CachedPage:
     """A page of the full space and the path to it; the root of a tree has page 0 and depth 0.
 
     depth: pages from the root up to and including this one. num_users: rows that hold it or a page
-    behind it. writer: the step from which on it may be read. windows: of each window space the page
+    after it. writer: the step from which on it may be read. windows: of each window space the page
     that holds the same tokens, None where there is none. is_sought: a text ended at this page, or a
-    little behind it, or began to differ from the others there.
+    little after it, or began to differ from the others there.
     """
 
     __slots__ = (

@@ -1,27 +1,27 @@
 """Which pages hold the KV of which tokens: a tree of pages, shared by all rows that begin alike.
 
-An edge is one page. It is named by the page's own tokens and the `lookahead` tokens behind them:
+An edge is one page. It is named by the page's own tokens and the `lookahead` tokens after them:
 what a drafter keeps for a token may depend on tokens that follow it (EAGLE's row i is made of
 token i + 1), so a page is right only for a text that goes on as its writer's did. What came before
 the page is the path to it.
 
     worked example: page_size 2, lookahead 1, a text 5 6 7 8 9 in pages 11, 12 and a part of 13
     root --(5 6 7)--> page 11 --(7 8 9)--> page 12
-    5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 behind it
+    5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 after it
 
-A page is in use while a row holds it or one behind it. Others may be evicted, the least recently
-used first, and never one with pages behind it. It hands out numbers: it knows no row, no device and
+A page is in use while a row holds it or one after it. Others may be evicted, the least recently
+used first, and never one with pages after it. It hands out numbers: it knows no row, no device and
 of pools only those of windows. Whoever adds a page gives it away; eviction and withdrawal hand it
 back.
 
 Where layers have windows the tree is of the pages of the full space, and beside each lie those of
 the window spaces that hold the same tokens (`window_pool.py`), as long as they last. A row may
-begin behind a page if in each window space those pages are there that hold the window before it:
+begin after a page if in each window space those pages are there that hold the window before it:
 
     page_size 2, window 4, a text in pages 11 12 13 14: what is beside them is  -  21 22  -
-    behind 12  the first query, at 4, sees 1..4: 11 and 12, and beside 11 there is nothing
-    behind 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: here a row may begin
-    behind 14  nothing is beside 14
+    after 12  the first query, at 4, sees 1..4: 11 and 12, and beside 11 there is nothing
+    after 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: here a row may begin
+    after 14  nothing is beside 14
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PrefixCache:
         return node if node.depth else None
 
     def usable(self, last: CachedPage) -> CachedPage | None:
-        """The last page of the path to `last` behind which a row may begin: every window space has
+        """The last page of the path to `last` after which a row may begin: every window space has
         what its first query sees. None: it begins at the beginning."""
         for node in last.path():
             if all(pool.has_tail(node) for pool in self._windows):
@@ -147,11 +147,11 @@ class PrefixCache:
         beside: bool,
         begin: int = 0,
     ) -> CachedPage:
-        """Adds a row's pages behind `last`, which it holds, and returns the last one it holds now.
+        """Adds a row's pages after `last`, which it holds, and returns the last one it holds now.
 
-        ids: the row's text from token `begin` on, which is not behind `last`. page_ids: all of its
+        ids: the row's text from token `begin` on, which is not after `last`. page_ids: all of its
         pages, of which those that num_full(known) counts are complete. beside: where another row's
-        page is there already, go on behind that one (the row's own is not taken); else stop before.
+        page is there already, go on after that one (the row's own is not taken); else stop before.
         """
         node = last
         if node.is_withdrawn:
@@ -200,7 +200,7 @@ class PrefixCache:
         return node
 
     def seek(self, last: CachedPage) -> None:
-        """A text ended behind this page, or began to differ there from those that are cached: what
+        """A text ended after this page, or began to differ there from those that are cached: what
         a row would need to begin here is evicted later than the rest."""
         for node in islice(last.path(), self._longest_tail):
             if not node.is_sought:
@@ -304,7 +304,7 @@ class PrefixCache:
         heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
 
     def _is_leaf(self, node: CachedPage) -> bool:
-        """Whether it can be evicted: found, in no use, nothing behind it."""
+        """Whether it can be evicted: found, in no use, nothing after it."""
         is_there = not node.is_withdrawn and self._nodes.get(node.page) is node
         return is_there and not node.num_users and not node.children
 

@@ -6,7 +6,7 @@ evicted when somebody needs room; another one is free at once. If its place in t
 it is found no more, and free with its last row.
 
     evicted first   pages at which no text ended and none began to differ from the others: most of a
-                    long text, of which only a few places are ever begun behind
+                    long text, of which only a few places are ever begun after
     then            the others
     among these     the one that was let go of first
 
@@ -90,7 +90,7 @@ class WindowPool:
     # The tree.
 
     def has_tail(self, node: CachedPage) -> bool:
-        """Whether the pages that a row needs which begins behind this node are there."""
+        """Whether the pages that a row needs which begins after this node are there."""
         return all(each.windows[self._index] for each in islice(node.path(), self.tail))
 
     def attach(self, page: WindowPage, node: CachedPage, *, writer: int) -> None:

@@ -51,7 +51,7 @@ class SettleBatch:
     """Rows of a DecodeBatch, whose trees are on the device, with what the host says of them."""
 
     slots: jax.Array  # i32[B], 0 = padding
-    allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows behind each node
+    allowed: jax.Array  # u32[B, N, W], tokens that a grammar allows after each node
 
 
 def settle_batch(fields: dict[str, jax.Array]) -> SettleBatch:
@@ -67,14 +67,14 @@ class PrefillBatch:
     slots: jax.Array  # i32[R], 0 = padding
     starts: jax.Array  # i32[R], tokens of the row already in the KV
     cu_q_lens: jax.Array  # i32[R + 1]
-    is_final: jax.Array  # i32[R], 1: sample the root behind this chunk
-    next_ids: jax.Array  # i32[R], the token behind a chunk that is not final
+    is_final: jax.Array  # i32[R], 1: sample the root after this chunk
+    next_ids: jax.Array  # i32[R], the token after a chunk that is not final
     token_ids: jax.Array  # i32[T]
     admitted: jax.Array  # i32[R], the slot if the row is new, else 0
     prompt_lens: jax.Array  # i32[R]
     page_table: jax.Array  # i32[R, P]
     window_grants: jax.Array | None = None  # i32[W, Y, 3], (slot, index, page); slot 0 = padding
-    allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows behind each chunk
+    allowed: jax.Array | None = None  # u32[R, W], tokens that a grammar allows after each chunk
     sampling: SamplingRows  # of the rows that are new, neutral elsewhere
 
 
@@ -93,7 +93,7 @@ class RecallBatch:
     slots: jax.Array  # i32[R], 0 = padding
     starts: jax.Array  # i32[R], position of the piece's first id
     cu_q_lens: jax.Array  # i32[R + 1]
-    next_ids: jax.Array  # i32[R], the id behind the piece
+    next_ids: jax.Array  # i32[R], the id after the piece
     is_first: jax.Array  # i32[R], 1: the row's first piece
     prompt_lens: jax.Array  # i32[R]
     token_ids: jax.Array  # i32[T]
@@ -175,7 +175,7 @@ class Scored:
 class Verified:
     """What one verification settled.
 
-    Rows of `emitted_ids` behind num_accepted are 0; `node_path` is 0 there (never used).
+    Rows of `emitted_ids` after num_accepted are 0; `node_path` is 0 there (never used).
     """
 
     emitted_ids: jax.Array  # i32[B, M], accepted drafts and then the bonus token

@@ -34,7 +34,7 @@ class KVEntry:
 class CacheGroup:
     """num_layers layers with equal entries. window: tokens that a query looks back, None for all.
 
-    The arrays of a model's groups lie one behind the other, layer by layer, in the groups' order:
+    The arrays of a model's groups lie one after the other, layer by layer, in the groups' order:
     two groups of 2 and 1 layers are arrays 0, 1 and 2.
     """
 

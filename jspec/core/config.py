@@ -49,8 +49,8 @@ class ServeLimits:
     decode_buckets and prefill_buckets ascend: B and T of the programs.
     prefill_budget: prompt tokens between two decode steps, while there is something to decode
     (`scheduler/policy.py`); 0 is chunk_size.
-    num_rounds: verifications of one decode step, one behind the other without the host.
-    prefix_cache: whether pages are kept behind their rows, for texts that begin alike.
+    num_rounds: verifications of one decode step, one after the other without the host.
+    prefix_cache: whether pages are kept after their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
     vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
     hidden: how hidden states travel; None: nobody may ask for them.
@@ -153,14 +153,14 @@ class ServeLimits:
 
     @property
     def pages_per_row(self) -> int:
-        """P: width of the page table; holds the context and the scratch behind it, or the pool.
+        """P: width of the page table; holds the context and the scratch after it, or the pool.
 
-        And what the later rounds of a step may write behind a row's end: nothing is reserved for
+        And what the later rounds of a step may write after a row's end: nothing is reserved for
         them (`budget.pages_for_decode`), so they are on page 0, but no index leaves the table.
         """
         widest = self.reserved_tokens_at_most(self.context_length)
-        behind_end = (self.num_rounds - 1) * self.spec.max_emitted
-        in_pool = self.num_pages + shapes.num_pages(behind_end, self.page_size)
+        after_end = (self.num_rounds - 1) * self.spec.max_emitted
+        in_pool = self.num_pages + shapes.num_pages(after_end, self.page_size)
         return min(shapes.num_pages(widest, self.page_size), in_pool)
 
     @property
@@ -178,7 +178,7 @@ class ServeLimits:
 
         From the oldest key that its next query sees to the end of what is reserved for it: window
         - 1 tokens before the committed length, or before what its drafter was told of, and the
-        reserved ones behind it, wherever pages end.
+        reserved ones after it, wherever pages end.
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
         """
@@ -205,7 +205,7 @@ class ServeLimits:
         return shapes.num_pages(num_tokens, self.page_size) + self.prefill_rows
 
     def reserved_tokens_at_most(self, committed: int) -> int:
-        """Positions behind which no round writes: the last one of a step, the others unread."""
+        """Positions after which no round writes: the last one of a step, the others unread."""
         unread = (self.overlap_depth + 1) * self.num_rounds - 1
         return self.spec.reserved_tokens(committed, unread_rounds=unread)
 

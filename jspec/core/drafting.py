@@ -26,7 +26,7 @@ def _emitted(num_steps: int, topk: int) -> int:
 
 
 def _beams(num_steps: int, topk: int) -> int:
-    """K rows for each forward, one forward for each level behind the first."""
+    """K rows for each forward, one forward for each level after the first."""
     return topk * max(num_steps - 1, 0)
 
 
@@ -36,7 +36,7 @@ def _emitted_and_root(num_steps: int, topk: int) -> int:
 
 
 def _root_and_beams(num_steps: int, topk: int) -> int:
-    """The beams lie behind the root's row."""
+    """The beams lie after the root's row."""
     return 1 + _beams(num_steps, topk)
 
 
@@ -66,7 +66,7 @@ class Drafting:
     propose_rows, advance_rows: cache rows written past L, by S and K; L is the committed length
         before the verification whose tokens `advance` is given.
     num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
-    keeps_ids: its state derives from the ids of its row alone; a row that begins behind a cached
+    keeps_ids: its state derives from the ids of its row alone; a row that begins after a cached
         prefix must be told of the ids in it.
     has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
     on_device: proposes inside the step. A drafter that does not would cut the step in two.

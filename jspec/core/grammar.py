@@ -79,7 +79,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
-        """Goes on behind these tokens."""
+        """Goes on after these tokens."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from jspec.core.sampling_fields import SamplingTable, packed_fields
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Named i32 fields, laid one behind the other in the order given."""
+    """Named i32 fields, laid one after the other in the order given."""
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -256,7 +256,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """Layers for multi-token prediction: layer s guesses the token s + 2 behind its feature's.
+    """Layers for multi-token prediction: layer s guesses the token s + 2 after its feature's.
 
     model: as wide as the target and with its vocabulary; its layers are they, in order.
     target_num_layers: of the target.
@@ -312,7 +312,7 @@ class MtpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle1Config:
-    """An EAGLE-1 or EAGLE-2 head: the layers of `layer` behind fc([embedding; hidden]).
+    """An EAGLE-1 or EAGLE-2 head: the layers of `layer` after fc([embedding; hidden]).
 
     The first layer norms nothing before its attention; lm_head is the target's, or its columns of
     `draft_vocab_size` of the ids. norms_inputs: embedding and hidden are normed before fc.

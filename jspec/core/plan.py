@@ -35,7 +35,7 @@ class Admission:
     prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size) of the full
     space; in every other one the row owns what is granted to it, and nothing before.
     cached_len: tokens of the fill whose KV is in the first pages already, a multiple of the page
-    size: those pages are shared and only read, and the first chunk starts behind them.
+    size: those pages are shared and only read, and the first chunk starts after them.
     """
 
     row: RowRef

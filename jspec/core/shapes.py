@@ -2,7 +2,7 @@
 
 Everything here is plain arithmetic on integers or arrays, so the host plans and the device steps
 with the same formulas. Committed tokens: slot in the sequence = RoPE position = token index.
-Scratch (draft tokens in flight) lies right behind them:
+Scratch (draft tokens in flight) lies right after them:
 
     worked example, L = 7 committed, root t7 at position 7, S/K/N = 2/2/4
     node            0   1   2   3        (root, a1, b1, a2 under a1)
@@ -29,7 +29,7 @@ Index = Any  # an int on the host, an i32 array on the device
 
 
 def scratch_slot(seq_len: Index, row: Index) -> Index:
-    """Slot in the sequence of scratch row `row`: right behind the committed tokens."""
+    """Slot in the sequence of scratch row `row`: right after the committed tokens."""
     return seq_len + row
 
 
@@ -81,7 +81,7 @@ def max_emitted(num_steps: int) -> int:
 
 
 def num_scratch_rows(num_draft_tokens: int, *, propose_rows: int, advance_rows: int) -> int:
-    """Rows behind L that one step may write: the target its N nodes, the drafter what it says."""
+    """Rows after L that one step may write: the target its N nodes, the drafter what it says."""
     return max(num_draft_tokens, propose_rows, advance_rows)
 
 
@@ -95,7 +95,7 @@ def reserved_tokens(
 ) -> int:
     """Positions a row must own for a round with `unread_rounds` before it not yet read.
 
-    Each unread round commits at most M tokens; the new round then writes its scratch behind them.
+    Each unread round commits at most M tokens; the new round then writes its scratch after them.
     """
     return committed + unread_rounds * max_emitted(num_steps) + scratch_rows
 

@@ -188,7 +188,7 @@ class SpeculativeConfig:
 
     @property
     def num_scratch_rows(self) -> int:
-        """Rows behind L that one step may write."""
+        """Rows after L that one step may write."""
         drafting = self.algorithm.drafting
         return shapes.num_scratch_rows(
             self.num_draft_tokens,
@@ -198,20 +198,20 @@ class SpeculativeConfig:
 
     @property
     def num_root_rows(self) -> int:
-        """Rows that a drafter writes behind a prompt: 1 where it keeps the root's own."""
+        """Rows that a drafter writes after a prompt: 1 where it keeps the root's own."""
         rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:
         """Pages that a pool has beside those of its tokens, so that scratch costs no token.
 
-        They hold what a row writes behind its last token: all scratch but the root's row, which is
+        They hold what a row writes after its last token: all scratch but the root's row, which is
         that token's own. None for plain decoding.
         """
         return shapes.num_pages(self.num_scratch_rows - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
-        """Positions that a row must own for its next round behind unread ones of this shape."""
+        """Positions that a row must own for its next round after unread ones of this shape."""
         return shapes.reserved_tokens(
             committed,
             unread_rounds=unread_rounds,

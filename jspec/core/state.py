@@ -61,7 +61,7 @@ class RowState:
     seen: Seen
     # By window, those of the window spaces: i32[slots, P]. Entries of pages that were given back
     # stay as they are. A kernel may load such a page, which then holds another row's numbers; they
-    # are finite (kv_write) and masked, and all writes go to L and behind, where every
+    # are finite (kv_write) and masked, and all writes go to L and after, where every
     # entry is the row's own or 0.
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 

@@ -43,7 +43,7 @@ class DeviceMemory:
     def free(self) -> int:
         return self.limit - self.in_use
 
-    def behind_weights(self, fraction: float) -> int:
+    def beside_weights(self, fraction: float) -> int:
         """Bytes left of `fraction` of the limit; negative where more is in use."""
         return int(self.limit * fraction) - self.in_use
 
@@ -79,7 +79,7 @@ def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
         memory = least_memory([device])
         if memory is None:
             return None
-        rooms.append(memory.behind_weights(fraction))
+        rooms.append(memory.beside_weights(fraction))
     return max(0, min(rooms)) * len(devices)
 
 
@@ -128,7 +128,7 @@ def check_pool_fits(
         return
     raise ConfigError(
         f"max_total_tokens {tokens} takes {gib(each)} on each device, and {gib(memory.free)} of "
-        f"the {gib(memory.limit)} that jax may use are free behind the weights; expected at most "
+        f"the {gib(memory.limit)} that jax may use are free beside the weights; expected at most "
         f"{fitting} (which mem_fraction_static has room for), or a larger tp_size"
     )
 
@@ -151,7 +151,7 @@ def no_pool_error(
             f"the smallest KV pool takes {gib(num_bytes)}, more than is taken where no memory "
             f"limit is known; expected a smaller page_size, or max_total_tokens"
         )
-    memory = min(known, key=lambda memory: memory.behind_weights(fraction))
+    memory = min(known, key=lambda memory: memory.beside_weights(fraction))
     each = math.ceil(num_bytes / len(devices))
     share = math.ceil(100 * (memory.in_use + each) / memory.limit) / 100
     larger = f"mem_fraction_static of at least {share:.2f}, " if share <= 1 else ""
@@ -161,7 +161,7 @@ def no_pool_error(
     taken = f"the weights and what else is there take {gib(memory.in_use)}"
     if target_bytes:
         taken = f"the target's weights take {gib(target_bytes)}{of_draft}, the rest {gib(rest)}"
-    if draft_bytes and memory.behind_weights(fraction) + draft_bytes >= each:
+    if draft_bytes and memory.beside_weights(fraction) + draft_bytes >= each:
         larger += "speculative_algorithm NONE (no draft), "
     return ConfigError(
         f"mem_fraction_static {fraction} leaves no memory for the KV pool: that is "

@@ -1,6 +1,6 @@
 """What is jitted, by kind of step: the flat batch is cut apart, and the step does the rest.
 
-Every entry takes the flat batch behind params and state, and returns the next state and an output.
+Every entry takes the flat batch after params and state, and returns the next state and an output.
 Only the programs of a cut step hand arrays from one to the next (`arrays_between`).
 """
 
@@ -110,7 +110,7 @@ _SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_H
 
 @dataclass(frozen=True, slots=True)
 class ArraysBetween:
-    """How arrays of a program lie on the mesh: pytrees of PartitionSpec. taken: behind the flat
+    """How arrays of a program lie on the mesh: pytrees of PartitionSpec. taken: after the flat
     batch. given: its output, i32 and replicated in all but one kind."""
 
     taken: tuple[Any, ...] = ()

@@ -95,7 +95,7 @@ def _sized(
 ) -> ServeLimits:
     """limits, whose pages are the most of use, with those that arguments and memory leave.
 
-    max_total_tokens are tokens of the full space that can be used: the scratch behind them is
+    max_total_tokens are tokens of the full space that can be used: the scratch after them is
     extra, for one row (it is the last one that runs when pages are short). of_page: bytes of one
     page in all layers of some groups.
     """

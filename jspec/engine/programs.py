@@ -189,7 +189,7 @@ def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
 
 def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[ProgramKey, ...]:
     """What is still to be made beside `ready`: decode without features, prefill, then the rest,
-    other shapes behind all of it, and what reads shared prefixes once at last.
+    other shapes after all of it, and what reads shared prefixes once at last.
 
     Prefill by powers of two first: with each of those a prompt pads no more than it has tokens.
     """

@@ -1,6 +1,6 @@
 """The one step from what was given to what runs: EngineArgs, checkpoint and devices, all as data.
 
-Behind it nobody asks whether an argument was given, or on which platform this is. Only the pool's
+After it nobody asks whether an argument was given, or on which platform this is. Only the pool's
 size is found later, by `memory.size_pool`: it is what the weights leave.
 """
 

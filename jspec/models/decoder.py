@@ -57,7 +57,7 @@ def run_layer(
 ) -> Residual:
     """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next.
 
-    kept: of T rows, those whose result is asked for. The others end behind their K and V.
+    kept: of T rows, those whose result is asked for. The others end after their K and V.
     """
     ops, shard = settings.ops, settings.shard
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)

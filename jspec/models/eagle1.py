@@ -266,7 +266,7 @@ class Eagle1Head:
         )
         pages, stream = [first], Residual(x=x)
         for i, spec in enumerate(layer.layers[1:], start=1):
-            stream, behind = paged_layer(
+            stream, after = paged_layer(
                 params["layers"][i],
                 stream,
                 kv[i],
@@ -275,7 +275,7 @@ class Eagle1Head:
                 spec=spec,
                 settings=settings,
             )
-            pages.append(behind)
+            pages.append(after)
         return stream.sum(), tuple(pages)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:

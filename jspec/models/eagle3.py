@@ -201,7 +201,7 @@ class Eagle3Head:
         pages = [first]
         stream = Residual(x=out)
         for i, spec in enumerate(self.config.layer.layers[1:], start=1):
-            stream, behind = paged_layer(
+            stream, after = paged_layer(
                 params["layers"][i],
                 stream,
                 kv[i],
@@ -210,7 +210,7 @@ class Eagle3Head:
                 spec=spec,
                 settings=settings,
             )
-            pages.append(behind)
+            pages.append(after)
         return self._carried(params, stream.sum()), tuple(pages)
 
     def _carried(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b E"]:

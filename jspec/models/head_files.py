@@ -110,7 +110,7 @@ def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> Para
 
 
 def further_layers(model: ModelSpec) -> ParamTable:
-    """`layers` 1, 2, ...: those behind a head's first are a decoder's."""
+    """`layers` 1, 2, ...: those after a head's first are a decoder's."""
     return tuple(
         spec
         for i in range(1, model.num_layers)

@@ -74,10 +74,10 @@ class StoredFile:
     path: Path
     header: Any  # safetensors' handle, or a TorchFile
     file: BinaryIO
-    spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one behind it
+    spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one after it
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fills `out` (contiguous) from `offset` bytes behind the tensor's first; thread-safe.
+        """Fills `out` (contiguous) from `offset` bytes after the tensor's first; thread-safe.
 
         Raises CheckpointError naming the tensor where the file cannot be read or is too short.
         """

@@ -98,7 +98,7 @@ def product(
 def attention_params(
     spec: AttentionSpec, *, in_size: int, out_size: int, sinks: tuple[str, ...] = ("sinks",)
 ) -> ParamTable:
-    """`attention` of a layer, under Hugging Face's names behind `self_attn.`.
+    """`attention` of a layer, under Hugging Face's names after `self_attn.`.
 
     sinks: what files call the sinks; the first is written.
     """
@@ -166,7 +166,7 @@ def _with_gate_in_queries(
 def dense_params(
     spec: DenseSpec, *, size: int, path: Path = ("mlp",), stored: str = "mlp."
 ) -> ParamTable:
-    """`mlp` of a layer, under Hugging Face's names behind `stored`."""
+    """`mlp` of a layer, under Hugging Face's names after `stored`."""
     inner = spec.inner
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)

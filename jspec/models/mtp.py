@@ -165,7 +165,7 @@ class RecurrentHead:
     """One layer that every level runs again, as a head that an EAGLE drafter can drive.
 
     row i holds the pair (token i + 1, h): h is the target's hidden at i where that is known, and
-    behind that the layer's own output for row i - 1. params["draft_ids"]: all of the vocabulary.
+    after that the layer's own output for row i - 1. params["draft_ids"]: all of the vocabulary.
     """
 
     layer: MtpHead

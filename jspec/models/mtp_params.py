@@ -51,8 +51,8 @@ class MtpNames:
         """Whether a stored name belongs to one of these layers, whichever."""
         if self.around is not None and name.startswith(self.around):
             return True
-        before, behind = (re.escape(part) for part in self.prefix.split("{}"))
-        found = re.match(f"{before}(\\d+){behind}", name)
+        before, after = (re.escape(part) for part in self.prefix.split("{}"))
+        found = re.match(f"{before}(\\d+){after}", name)
         return found is not None and int(found[1]) >= self.first
 
 

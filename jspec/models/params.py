@@ -181,7 +181,7 @@ def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTab
 
 
 def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
-    """The table, some of whose weights may also be stored as one tensor each, part behind part.
+    """The table, some of whose weights may also be stored as one tensor each, part after part.
 
     fused: by the name of the product (the last key but one of its path), that tensor's, which
     stands where the parts' stand.

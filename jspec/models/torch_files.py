@@ -96,7 +96,7 @@ class TorchFile:
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The first byte of each tensor, and the one behind it."""
+        """The first byte of each tensor, and the one after it."""
         return {
             name: (tensor.first, tensor.first + tensor.num_bytes)
             for name, tensor in self._tensors.items()
@@ -204,11 +204,11 @@ class _Reader(pickle.Unpickler):
         if info is None or info.compress_type != zipfile.ZIP_STORED or not in_rows:
             raise CheckpointError(
                 f"{self._path}: a tensor of shape {shape} has strides {tuple(stride)} in "
-                f"{storage.member}; expected an uncompressed member, row behind row"
+                f"{storage.member}; expected an uncompressed member, row after row"
             )
         if offset < 0 or (offset + step) * item > info.file_size:
             raise CheckpointError(
-                f"{self._path}: a tensor of shape {shape} ends behind {storage.member}, of "
+                f"{self._path}: a tensor of shape {shape} ends after {storage.member}, of "
                 f"{info.file_size} bytes; expected all of it"
             )
         return TorchTensor(
@@ -217,7 +217,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _data_start(path: Path, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin, behind its local header."""
+    """Where a member's bytes begin, after its local header."""
     with path.open("rb") as file:
         file.seek(info.header_offset)
         signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

@@ -188,7 +188,7 @@ class Ops:
         node_path: Int[Array, "B M"],
         num_accepted: Int[Array, "B"],
     ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-        """(emitted ids, bonus token, hidden rows along the path), 0 behind each path."""
+        """(emitted ids, bonus token, hidden rows along the path), 0 after each path."""
         return bonus_token.gather_emitted(target_ids, hidden, node_path, num_accepted)
 
     def sample(

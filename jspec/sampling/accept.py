@@ -19,7 +19,7 @@ def accept_tree(
     num_levels: int,
     may_accept: Bool[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"]]:
-    """(node_path[B, S + 1], num_accepted[B]); node_path is 0 behind num_accepted.
+    """(node_path[B, S + 1], num_accepted[B]); node_path is 0 after num_accepted.
 
     may_accept: rows that accept drafts at all; None: each does.
 

@@ -1,4 +1,4 @@
-"""The host's word on which tokens a grammar allows, behind penalties and bias and before all that
+"""The host's word on which tokens a grammar allows, after penalties and bias and before all that
 looks at temperature."""
 
 from __future__ import annotations

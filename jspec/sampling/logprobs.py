@@ -20,7 +20,7 @@ class Logprobs:
     """What is known of tokens, one a row: of the token itself, the likeliest, those asked for."""
 
     logprobs: jax.Array  # f32[...], of the token
-    top_logprobs: jax.Array  # f32[..., 20], the largest first; -inf behind the vocabulary's end
+    top_logprobs: jax.Array  # f32[..., 20], the largest first; -inf after the vocabulary's end
     top_ids: jax.Array  # i32[..., 20], their ids; of equal ones the lowest first
     watched_logprobs: jax.Array  # f32[..., W], of the row's own list of ids; 0 for no id
 

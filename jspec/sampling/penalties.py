@@ -17,7 +17,7 @@ from jspec.core.state import SamplingRows, Seen
 
 
 def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:
-    """Draft tokens on the way from each node up to the root, the node's own first; -1 behind.
+    """Draft tokens on the way from each node up to the root, the node's own first; -1 after.
 
     In:  tokens [t7 a1 b1 a2], parents [-1 0 0 1], 2 levels
     Out: [[-1 -1], [a1 -1], [b1 -1], [a2 a1]]

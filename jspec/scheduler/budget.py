@@ -3,7 +3,7 @@
 It knows the static limits of the engine and nothing of the current state of the pool or queue.
 
     worked example: S/K/N = 3/1/4, so M = 4 and scratch = 4; page_size 4, num_pages 6
-    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 rows of scratch behind the last token
+    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 rows of scratch after the last token
     prompt of 10       fill 10 → first decode needs 10 + 4 = 14 positions = 4 pages
     one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
     longest output     the last token's KV is not written: max_new_tokens <= 20 - 10 + 1 = 11, and
@@ -31,8 +31,8 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
 
     unread_tokens: what its unread rounds can have emitted, the sum of their M.
 
-    For the first round of the step, and for those behind it that can start at `last`
-    (`last_committed`) or before. A round that starts behind `last` emits nothing that is kept: it
+    For the first round of the step, and for those after it that can start at `last`
+    (`last_committed`) or before. A round that starts after `last` emits nothing that is kept: it
     gets no pages, and what it writes is written to page 0.
     """
     first = committed + unread_tokens

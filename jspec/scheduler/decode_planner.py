@@ -60,7 +60,7 @@ class DecodePlanner:
         """The next decode, None if no row can run. Pages are granted and rows retracted by it.
 
         All wait while a row that follows a grammar has something unread: its next tree is judged
-        behind all of it, and rows that went on without it would share no step with it again.
+        after all of it, and rows that went on without it would share no step with it again.
         """
         running = self._running_rows()
         lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])

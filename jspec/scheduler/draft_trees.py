@@ -57,6 +57,6 @@ def constraint_of(request: Request) -> Constraint | None:
     return TreeWatcher(grammar) if request.sampling.return_draft_trees else grammar
 
 
-def tree_behind(constraint: Constraint | None, ids: tuple[int, ...]) -> JudgedTree | None:
+def tree_after(constraint: Constraint | None, ids: tuple[int, ...]) -> JudgedTree | None:
     """The tree of the round that emitted `ids`, if its row has a watcher; once for each round."""
     return constraint.take(ids[:-1]) if isinstance(constraint, TreeWatcher) and ids else None

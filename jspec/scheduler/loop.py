@@ -240,7 +240,7 @@ class EngineLoop:
         await asyncio.wait({asyncio.wrap_future(self._release())})
 
     def _release(self) -> Future[None]:
-        """Closes the runner behind what its thread still does, and then ends that thread."""
+        """Closes the runner after what its thread still does, and then ends that thread."""
         if self._released is None:
             try:
                 self._released = self._engine_thread.submit(self._runner.close)
@@ -292,7 +292,7 @@ class EngineLoop:
             await self._turn(plan)
 
     async def _recover(self, error: RunnerError) -> None:
-        """Begins the runner anew; what ran goes on behind what was read of it."""
+        """Begins the runner anew; what ran goes on after what was read of it."""
         self._loss = None
         self._publish()
         self._in_flight.clear()

@@ -1,6 +1,6 @@
-"""Pages of the full space: lent to rows, kept behind them, found again by texts that begin alike.
+"""Pages of the full space: lent to rows, kept after them, found again by texts that begin alike.
 
-A row begins behind the cached pages of its text, which it shares and never writes: its first write
+A row begins after the cached pages of its text, which it shares and never writes: its first write
 is at the first token that it computes, on a page of its own. It gives its pages to the cache
 
     as soon as the step that completes them is dispatched, while it is prefilled: any later step may

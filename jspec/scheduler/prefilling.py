@@ -68,7 +68,7 @@ class Prefilling:
             self._since_decode += len(chunk.token_ids)
 
     def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
-        """The row's next chunk is dispatched now; it decodes behind the last one."""
+        """The row's next chunk is dispatched now; it decodes after the last one."""
         tenancy.num_filled += len(chunk.token_ids)
         if chunk.is_final:
             tenancy.sequence.state = SequenceState.RUNNING

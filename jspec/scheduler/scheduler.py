@@ -300,7 +300,7 @@ class Scheduler:
     def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
         """Applies the oldest step in flight; returns a piece for each row and round that emitted.
 
-        The rounds behind a row's end are dropped: pieces and counters are those of single rounds.
+        The rounds after a row's end are dropped: pieces and counters are those of single rounds.
 
         Raises InvariantError for a result out of order or of the wrong shape.
         """

@@ -24,7 +24,7 @@ from jspec.core.protocols import StopWatch, TextCut, TextStream
 from jspec.core.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
 from jspec.scheduler import budget
 from jspec.scheduler.cut import Cut, first_stop
-from jspec.scheduler.draft_trees import constraint_of, tree_behind
+from jspec.scheduler.draft_trees import constraint_of, tree_after
 from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.row_table import RowTable
@@ -176,7 +176,7 @@ class Sequence:
     num_losses: times that it was in a step when the runner failed.
     cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
-    behind the output so far, or who watches its trees; None without either.
+    after the output so far, or who watches its trees; None without either.
     """
 
     request: Request
@@ -378,7 +378,7 @@ class Sequence:
             prompt_logprobs=self.logprobs.of_prompt(),
             hidden_states=self.hidden.of_ids(len(cut.ids)),
             num_proposed=num_proposed,
-            draft_tree=tree_behind(self.constraint, ids),
+            draft_tree=tree_after(self.constraint, ids),
         )
 
     def abort(self, why: str) -> Piece:

@@ -1,6 +1,6 @@
 """Which rows of a decode begin in the same pages, so that keys there are read once for several.
 
-Rows that were admitted behind the same cached pages have these as the first of their own. Which
+Rows that were admitted after the same cached pages have these as the first of their own. Which
 rows read together, and how much, is chosen to read the least in all: rows may share a short prefix
 with many and a longer one with few. It changes only as rows come and go.
 """
@@ -40,7 +40,7 @@ def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
     In:  1 2 3 4 | 1 2 3 5 | 1 6 | 7, two rows a pack
     Out: [(0, 2, 3)]: saves 3 pages, where all of page 1 in packs of two, (0, 3, 1), would save 1
 
-    Bottom up over the tree of texts: at each branching, all rows behind it read together what they
+    Bottom up over the tree of texts: at each branching, all rows after it read together what they
     have in common up to there, or those of each branch do, which have more.
     """
     common = [common_length(a, b) for a, b in pairwise(tables)]

@@ -1,4 +1,4 @@
-"""Pages of the window spaces: lent as a row grows, given back behind its window.
+"""Pages of the window spaces: lent as a row grows, given back as its window leaves them.
 
 A layer with a window of w sees, from position p, the keys p - w + 1 .. p. So a row needs few pages
 there, however long it becomes: those from the oldest key that its next query sees to the end of
@@ -10,14 +10,14 @@ goes back to its pool as soon as
 Never the upper bound: the device may have committed less. During a prefill the known length is
 what was dispatched, for that is exact: every later step of the row begins there. Steps that are
 dispatched and unread may still look back at the page. They run before any step that writes to it
-for its next owner, and what they read behind their window is masked.
+for its next owner, and what they read before their window is masked.
 
 What is lent can never run short: a row is promised at its admission the most that it will ever
 hold, one prefill's chunks come on top (of all rows together, whatever their number), and nobody is
 admitted whose promise does not fit. So a window space knows neither waiting rows nor retraction.
 
 With a prefix cache a page that a row has filled is attached to the tree (`pages.py`), and stays
-there when the row gives it back, until somebody needs room. A row that begins behind cached pages
+there when the row gives it back, until somebody needs room. A row that begins after cached pages
 holds those of its first window with the rows that hold them already. So rows together hold at most
 what they were promised, and everything else can be lent.
 
@@ -57,7 +57,7 @@ class HeldPages:
 
     @property
     def end(self) -> int:
-        """The index behind its last page."""
+        """The index after its last page."""
         return self.first + len(self.pages)
 
 
@@ -101,7 +101,7 @@ class WindowPages:
         return True
 
     def admit(self, tenancy: Tenancy, last: CachedPage | None) -> None:
-        """Promises the row its pages. Behind a cached prefix, which ends with `last` and is usable,
+        """Promises the row its pages. After a cached prefix, which ends with `last` and is usable,
         it holds those of its first window; else it has none yet."""
         promised = self._most(tenancy.sequence)
         self._held[tenancy.row] = tuple(HeldPages(most) for most in promised)

@@ -90,7 +90,7 @@ def middleware_of(args: ServerArgs) -> list[Middleware]:
 
 
 async def _on_bug(_: Request, __: Exception) -> Response:
-    # Starlette raises it again behind this answer, so that it is logged with its traceback.
+    # Starlette raises it again after this answer, so that it is logged with its traceback.
     return error_response(
         "internal error; the server's log has the traceback", HTTPStatus.INTERNAL_SERVER_ERROR
     )

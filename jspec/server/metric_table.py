@@ -104,7 +104,7 @@ class MetricRow:
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """As a query names them; a histogram's have _bucket, _sum and _count behind them."""
+        """As a query names them; a histogram's have _bucket, _sum and _count after them."""
         end = "_total" if self.kind is MetricKind.COUNTER else ""
         return tuple(name + end for name in self.names)
 

@@ -92,7 +92,7 @@ class _Beams:
 def first_level(
     ids: Int[Array, "B 1 K"], terms: Float[Array, "B 1 K"], *, carried: Any
 ) -> LevelOne:
-    """The candidates behind each row's last token as level 1: a path's score is its only term."""
+    """The candidates after each row's last token as level 1: a path's score is its only term."""
     root_scores = jnp.zeros((ids.shape[0], 1), jnp.float32)
     return LevelOne(ids=ids[:, 0], scores=beam_scores(root_scores, terms)[:, 0], carried=carried)
 
@@ -136,7 +136,7 @@ def grow_tree(
 
 
 def _with_itself(ancestors: jax.Array) -> jax.Array:
-    """bool[B, K, rows + K]: each beam's ancestors and its own row, behind them."""
+    """bool[B, K, rows + K]: each beam's ancestors and its own row, after them."""
     batch, topk, _ = ancestors.shape
     own = jnp.broadcast_to(jnp.eye(topk, dtype=bool), (batch, topk, topk))
     return jnp.concatenate((ancestors, own), axis=2)

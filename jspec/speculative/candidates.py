@@ -1,4 +1,4 @@
-"""What a draft model thinks comes next: the K best candidates behind a row, with shared noise.
+"""What a draft model thinks comes next: the K best candidates after a row, with shared noise.
 
 Candidates are ranked by log_softmax(c * (draft logits + T * g(s, p, v))) with the very noise that
 verification will use at that position: what the draft thinks the target will choose, given the
@@ -102,7 +102,7 @@ def largest_in_rounds(
     12 times the steps in its schedule, and more time to compile. Neither was run on a chip.
 
     In:  x = [3 5 5 1], topk 2   Out: [5 5], [1 2]: round 2 leaves what is less than 5, or equal
-         and behind column 1
+         and after column 1
     """
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
 

@@ -89,7 +89,7 @@ def _encoded(documents: Iterator[str], tokenizer: Tokenizer, *, max_tokens: int)
 
 
 def _encoded_pieces(documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
-    """Ids of whole lines together, and of the end of a text behind each document that has any."""
+    """Ids of whole lines together, and of the end of a text after each document that has any."""
     for document in documents:
         start = 0
         while start < len(document):

@@ -11,7 +11,7 @@ round emits exactly one.
 
     worked example, W = 4, L = 7 and root t7: two plain steps emit t8 and t9
     kept       t7 with its features at 7 % 4 = 3, t8 at 0; L = 9, root t9
-    told       t7 t8 from position 7 on, t9 behind them: what the drafter would know by now
+    told       t7 t8 from position 7 on, t9 after them: what the drafter would know by now
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def catch_up_step(
 
 
 def waiting_tokens(state: EngineState, batch: CatchUpBatch) -> Emitted:
-    """The tokens that wait, W a row; those behind counts[b] are padding."""
+    """The tokens that wait, W a row; those after counts[b] are padding."""
     deferred, rows = state.deferred, state.rows
     width = deferred.token_ids.shape[1]
     num_rows = batch.slots.shape[0]

@@ -1,6 +1,6 @@
 """What a drafter is: it proposes a tree, is told what became of it, and keeps what it likes.
 
-    propose   state and caches -> DraftTree, and the caches with scratch rows behind L
+    propose   state and caches -> DraftTree, and the caches with scratch rows after L
     advance   what was emitted, with the target's features -> caches and state for the next propose
 
 `advance` is one call for the chunk of a prompt, for what a verification emitted, and for a row
@@ -49,7 +49,7 @@ class Emitted:
     """Tokens that became part of their rows: what `advance` is told.
 
     Row r's tokens stand at positions p, p + 1, ... (p = rows.prefix_lens[r]), and exactly one more
-    id, next_ids[r], is known behind its last token.
+    id, next_ids[r], is known after its last token.
 
     In:  the worked example, L = 7 and root t7: two rows, of which the first accepted a1 a2 with
          bonus y (path 0 1 3), the second b1 with bonus z (path 0 2); M = 3
@@ -59,7 +59,7 @@ class Emitted:
          next_ids           y |     z        the bonus token: the next root
          last               2 |     4        index in T of each row's last token
          following   a1 a2  y | b1  z  .     following_ids
-    Of a prompt's chunk t0 t1 t2 with t3 behind it, next_ids is t3: the next prompt token, or the
+    Of a prompt's chunk t0 t1 t2 with t3 after it, next_ids is t3: the next prompt token, or the
     sampled root. `.` is padding, outside cu_q_lens.
     """
 
@@ -83,15 +83,15 @@ def index_emitted(emitted: Emitted) -> QueryIndex:
 
 
 def following_ids(emitted: Emitted) -> Int[Array, "T"]:
-    """The id behind each token: for drafters that pair feature i with token i + 1.
+    """The id after each token: for drafters that pair feature i with token i + 1.
 
     In:  two chunks [3 4 5][8 9], next_ids [6, 7]
     Out: [4 5 6][9 7]
     """
     row_idx = index_emitted(emitted).row_idx
     is_last = jnp.arange(emitted.token_ids.shape[0]) == jnp.take(emitted.last, row_idx, mode="clip")
-    behind = jnp.take(emitted.next_ids, row_idx, mode="clip")
-    return jnp.where(is_last, behind, jnp.roll(emitted.token_ids, -1))
+    after = jnp.take(emitted.next_ids, row_idx, mode="clip")
+    return jnp.where(is_last, after, jnp.roll(emitted.token_ids, -1))
 
 
 def next_positions(emitted: Emitted) -> Int[Array, "R"]:
@@ -111,13 +111,13 @@ class TokenRows:
 
 
 def with_next_ids(emitted: Emitted) -> TokenRows:
-    """The emitted tokens of each row and the one behind them: T + R tokens.
+    """The emitted tokens of each row and the one after them: T + R tokens.
 
-    In:  the worked example of Emitted: t7 a1 a2 with y behind, t7 b1 with z behind; M = 3
+    In:  the worked example of Emitted: t7 a1 a2 with y after, t7 b1 with z after; M = 3
     Out: token_ids   t7 a1 a2  y | t7 b1  z  .     M + 1 a row
          positions    7  8  9 10 |  7  8  9  .     the next root stands where L' will be
          last                  3 |        6
-    Of two packed chunks [3 4 5][8 9] with 6 and 7 behind them: [3 4 5 6][8 9 7], last [3, 6].
+    Of two packed chunks [3 4 5][8 9] with 6 and 7 after them: [3 4 5 6][8 9 7], last [3, 6].
     """
     cu_q_lens, per_row = emitted.rows.cu_q_lens, emitted.queries_per_row
     num_rows = cu_q_lens.shape[0] - 1
@@ -152,7 +152,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 
 
 def emitted_by(verified: Verified, rows: RowsInStep) -> Emitted:
-    """What a verification emitted, M tokens a row; those behind num_accepted are padding."""
+    """What a verification emitted, M tokens a row; those after num_accepted are padding."""
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
     first = jnp.arange(batch, dtype=jnp.int32) * most
@@ -233,7 +233,7 @@ class Drafter(Protocol):
     def advance(
         self, params: Params, caches: KVPool, state: Any, emitted: Emitted
     ) -> tuple[KVPool, Any]:
-        """Caches and state of the rows behind what was emitted. state: as in propose."""
+        """Caches and state of the rows after what was emitted. state: as in propose."""
         ...
 
 

@@ -207,7 +207,7 @@ class EagleDrafter:
         """Runs the head over (token i + 1, target feature i) pairs, with the target's features.
 
         Its row i lies where token i does: at slot and RoPE position i. What the last pair of a row
-        predicts are the level-1 candidates, behind `next_ids`.
+        predicts are the level-1 candidates, after `next_ids`.
         """
         del state  # all that it held came from the former last pair
         features = emitted.features

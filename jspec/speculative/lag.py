@@ -1,7 +1,7 @@
 """Rows of a draft layer that lags: where its rows lie, and which of them there are.
 
 A layer that lags by s holds at row i the token i + s + 1. What was emitted at positions [p, e), one
-id behind it included, are its rows [p - s, e - s): the same ids as for a layer without a lag, with
+id after it included, are its rows [p - s, e - s): the same ids as for a layer without a lag, with
 features that are s rows older. Rows before the row's own start do not exist: they are left out.
 """
 
@@ -41,7 +41,7 @@ def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> Lag
     num_known: tokens since each row's start that came before, at most the largest lag; at most p.
 
     In:  two rows, tokens at 7 8 9 and at 1, of which 2 and 1 tokens are known before; lag 2
-    Out: slots 5 6 7 with the ids behind 7 8 9; none: its row -1 would be before its start
+    Out: slots 5 6 7 with the ids after 7 8 9; none: its row -1 would be before its start
     """
     lens = emitted.rows.cu_q_lens[1:] - emitted.rows.cu_q_lens[:-1]
     left_out = jnp.maximum(lag - num_known, 0)

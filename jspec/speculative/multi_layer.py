@@ -1,6 +1,6 @@
 """Drafting with S layers of their own, one a level: multi-layer EAGLE, multi-token prediction.
 
-Layer s guesses the token s + 2 behind its feature's: its row i holds the pair (feature i, token
+Layer s guesses the token s + 2 after its feature's: its row i holds the pair (feature i, token
 i + s + 1). So it lags by s: of a row with L committed tokens it knows the rows below L - s. Its
 rows L - s .. L - 1 hold drafts; propose writes them anew each time, and the next advance writes
 over them what came true. Each layer is given its own pool and no other.
@@ -9,8 +9,8 @@ over them what came true. Each layer is given its own pool and no other.
     kept      layer 0: rows 0..6, (h6, t7) last; layer 1: 0..5, (h5, t7); layer 2: 0..4, (h4, t7)
     level 1   a, from layer 0's row 6, which the last advance ran; no forward
     level 2   b, from layer 1's row 6 (h6, a); it sees its rows 0..5 and itself
-    level 3   c, from layer 2's row 6 (h6, b), behind row 5 (h5, a); both see 0..4
-    advance   t7 a b at 7 8 9 with y behind them. Every layer is given a b y:
+    level 3   c, from layer 2's row 6 (h6, b), after row 5 (h5, a); both see 0..4
+    advance   t7 a b at 7 8 9 with y after them. Every layer is given a b y:
               layer 0  rows 7 8 9  (h7, a) (h8, b) (h9, y)
               layer 1  rows 6 7 8  (h6, a) (h7, b) (h8, y)
               layer 2  rows 5 6 7  (h5, a) (h6, b) (h7, y)
@@ -133,7 +133,7 @@ class MultiLayerDrafter:
         positions: Int[Array, "B R"],
         sampling: SamplingRows,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Best K ids behind each row of a layer and the log-probability of each, best first.
+        """Best K ids after each row of a layer and the log-probability of each, best first.
 
         positions: token position of the candidates (their noise).
         """
@@ -220,7 +220,7 @@ class MultiLayerDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: MultiLayerState, emitted: Emitted
     ) -> tuple[KVPool, MultiLayerState]:
-        """Runs every layer over the ids behind the emitted tokens, each at the rows it lags at.
+        """Runs every layer over the ids after the emitted tokens, each at the rows it lags at.
 
         A row's first rows in layer s would stand before its start: they are left out.
         """
@@ -264,7 +264,7 @@ class MultiLayerDrafter:
         return features.hidden if self.head.config.reads_normed else features.aux_hidden
 
     def _level1(self, params: Params, final: Float[Array, "R E"], emitted: Emitted) -> LevelOne:
-        """What layer 0's last row of each row guesses behind `next_ids`."""
+        """What layer 0's last row of each row guesses after `next_ids`."""
         position = shapes.chosen_position(next_positions(emitted), 0)
         ids, terms = self.candidates(
             params, 0, final[:, None], positions=position[:, None], sampling=emitted.sampling

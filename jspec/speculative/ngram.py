@@ -1,7 +1,7 @@
 """Drafting by looking up: what followed the last time the row's end was written before.
 
 The longest suffix of a row's ids (the root is the last of them) that occurs earlier in the row is
-found, the latest occurrence first, and the tokens behind it are the draft. With K > 1 the K best
+found, the latest occurrence first, and the tokens after it are the draft. With K > 1 the K best
 occurrences with different continuations become branches, merged where they begin alike. Where the
 row itself has none, a corpus may be asked: ids of some text, sorted once by what stands before.
 
@@ -116,7 +116,7 @@ class NgramDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
     ) -> tuple[KVPool, NgramState]:
-        """Writes the emitted ids, and the one behind them, where they stand in their rows."""
+        """Writes the emitted ids, and the one after them, where they stand in their rows."""
         del params
         index = index_emitted(emitted)
         history = jnp.where(emitted.is_first[:, None], UNKNOWN, state.history)
@@ -203,7 +203,7 @@ def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
 
 
 def sort_corpus(ids: np.ndarray, *, max_match: int) -> dict[str, np.ndarray]:
-    """The params of a corpus: its ids i32[n], and the places behind which something follows,
+    """The params of a corpus: its ids i32[n], and the places after which something follows,
     i32[n - 1], sorted by the ids that end there, read backwards, max_match of them.
 
     Raises ValueError for less than two ids: nothing follows anything then.
@@ -251,8 +251,8 @@ def find_in_corpus(
     length, best = jax.lax.top_k(length, spec.topk)
     rank = jnp.take_along_axis(rank, best, axis=1, mode="clip")
     place = jnp.take(contexts, rank, mode="clip")[..., None]
-    behind = place + 1 + jnp.arange(spec.num_steps, dtype=jnp.int32)
-    tokens = jnp.where(behind < corpus.shape[0], jnp.take(corpus, behind, mode="clip"), 0)
+    after = place + 1 + jnp.arange(spec.num_steps, dtype=jnp.int32)
+    tokens = jnp.where(after < corpus.shape[0], jnp.take(corpus, after, mode="clip"), 0)
     is_match = length >= min_match
     return Branches(tokens=jnp.where(is_match[..., None], tokens, 0), is_match=is_match)
 
@@ -267,7 +267,7 @@ def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
 def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: int) -> DraftTree:
     """The root and N - 1 tokens of the branches, merged where they begin alike.
 
-    A token that an earlier branch has in the same place, behind the same tokens, is a copy: its
+    A token that an earlier branch has in the same place, after the same tokens, is a copy: its
     children hang on the first one. Better branches and lower depths come first, then branches
     without a match, and copies only where nothing else is left. A parent is always before its
     child: it is one level up in the same branch, or in a better one, and never a copy.

@@ -114,7 +114,7 @@ def keep_nodes(tree: DraftTree, kept: Bool[Array, "B N"]) -> DraftTree:
 
 @pytree
 class PackedNodes:
-    """Where T nodes lie, row after row; places behind the last node are padding.
+    """Where T nodes lie, row after row; places after the last node are padding.
 
     In:  a tree of 3 and one of 2 nodes, N = 4, T = 6
     Out: cu_nodes [0 3 5], row_idx [0 0 0 1 1 1], node [0 1 2 0 1 2]

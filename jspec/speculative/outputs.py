@@ -61,7 +61,7 @@ def prefill_output(
     hidden: Float[Array, "_ E"],
     prompt_lens: Int[Array, "R"],
 ) -> Int[Array, "R 2"]:
-    """Of chunks: i32[R, 2], the root behind a final one. With log-probabilities or hidden states
+    """Of chunks: i32[R, 2], the root after a final one. With log-probabilities or hidden states
     R + T wider rows: what is said of the roots, then of the packed tokens.
 
     logits: of each chunk's last token; hidden: of all tokens where something is said of them.

@@ -1,6 +1,6 @@
 """What a row must know of its cached tokens, although no forward runs over them.
 
-A row that begins behind a cached prefix (scheduler/pages.py) computes nothing for it: its KV is
+A row that begins after a cached prefix (scheduler/pages.py) computes nothing for it: its KV is
 there. But what derives from the ids themselves is by slot, and was another row's: for penalties,
 which ids the prompt has and, after a retraction, how often each was emitted; what a drafter keeps
 of ids, as NGRAM's history. It is built from the whole fill, by this step, before the prefill step

@@ -1,4 +1,4 @@
-"""The roots that a prefill step chooses behind its chunks, and what penalties must know for it."""
+"""The roots that a prefill step chooses after its chunks, and what penalties must know for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def see_chunks(
     *,
     prompt_lens: jax.Array,
 ) -> Seen:
-    """`seen` with the chunks' tokens; those behind the prompt are of a row that was retracted."""
+    """`seen` with the chunks' tokens; those after the prompt are of a row that was retracted."""
     index = index_queries(batch.cu_q_lens, batch.token_ids.shape[0], queries_per_row=None)
     slots = jnp.take(batch.slots, index.row_idx, mode="clip")
     prompt = jnp.take(prompt_lens, index.row_idx, mode="clip")
@@ -50,7 +50,7 @@ def sample_roots(
     features: StepFeatures,
     allowed: jax.Array | None,
 ) -> jax.Array:
-    """The token behind each chunk, i32[R]: position `ends`, with that position's noise."""
+    """The token after each chunk, i32[R]: position `ends`, with that position's noise."""
     token_ids, raw = target.token_ids(), logits
     if Feature.PENALTIES in features:
         logits = penalize(

@@ -96,7 +96,7 @@ def advance_rows(
 def start_rows(
     rows: RowState, slots: jax.Array, *, roots: jax.Array, ends: jax.Array, seen: Seen
 ) -> RowState:
-    """Behind a chunk: L is its end, the root what was sampled there (0 if more chunks come)."""
+    """After a chunk: L is its end, the root what was sampled there (0 if more chunks come)."""
     live = slots > 0
     return dataclasses.replace(
         rows,

@@ -99,7 +99,7 @@ class StandaloneDrafter:
         positions: Int[Array, "B R"],
         sampling: SamplingRows,
     ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
-        """Best K ids behind each row and the log-probability of each, best first.
+        """Best K ids after each row and the log-probability of each, best first.
 
         positions: token position of the candidates (their noise).
         """
@@ -118,7 +118,7 @@ class StandaloneDrafter:
     def propose(
         self, params: Params, caches: KVPool, state: StandaloneState, rows: RowsInStep
     ) -> tuple[KVPool, DraftTree]:
-        """S - 1 draft forwards over K beams, behind the root's row, then the tree."""
+        """S - 1 draft forwards over K beams, after the root's row, then the tree."""
         return grow_tree(
             LevelOne(ids=state.level1_ids, scores=state.level1_scores, carried=()),
             caches,
@@ -154,9 +154,9 @@ class StandaloneDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: StandaloneState, emitted: Emitted
     ) -> tuple[KVPool, StandaloneState]:
-        """Runs the draft over the emitted tokens and the one behind them.
+        """Runs the draft over the emitted tokens and the one after them.
 
-        The same for every kind of chunk. Behind one that is not final stands the next prompt token:
+        The same for every kind of chunk. After one that is not final stands the next prompt token:
         the next chunk writes its row again, and what it predicts is not used.
         """
         del state  # it was the former root's

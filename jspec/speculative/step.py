@@ -1,15 +1,15 @@
 """Speculative decoding, whole: the functions that run on the device.
 
-    prefill_step         KV of a chunk of each prompt; behind the last chunk, the first token (root)
+    prefill_step         KV of a chunk of each prompt; after the last chunk, the first token (root)
     speculative_step     propose -> score -> settle -> advance: from 1 to S + 1 tokens a row
                          (cut_step.py: the same in three programs, for rows with a grammar)
-    speculative_rounds   several such steps, one behind the other, without the host
+    speculative_rounds   several such steps, one after the other, without the host
 
-    propose   the drafter guesses a tree of N - 1 tokens behind the root (under a budget, T nodes
+    propose   the drafter guesses a tree of N - 1 tokens after the root (under a budget, T nodes
               of all rows are kept: `node_budget`)
     score     one target forward over all nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
-              what was guessed right, and the token behind it is the bonus
+              what was guessed right, and the token after it is the bonus
     advance   the drafter is told what was emitted, with the target's features; a plain step of an
               engine that drafts leaves out the first and puts off the last (`deferred`)
 
@@ -108,7 +108,7 @@ def speculative_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """The state with the rows' new pages, and what the drafter guesses behind their roots; under a
+    """The state with the rows' new pages, and what the drafter guesses after their roots; under a
     budget, what of it is verified."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows = _rows_in_step(state, batch.slots, batch.shared)
@@ -127,7 +127,7 @@ def score_tree(
     *,
     shared: SharedPrefixes | None = None,
 ) -> tuple[EngineState, Scored]:
-    """The target's forward over all nodes, whose KV lies behind L from then on."""
+    """The target's forward over all nodes, whose KV lies after L from then on."""
     needs = program.drafter.needs
     if Feature.HIDDEN in program.features:
         needs = dataclasses.replace(needs, hidden=True)
@@ -154,7 +154,7 @@ def settle_tree(
     *,
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """settle and advance. allowed: what a grammar allows behind each node; None: all."""
+    """settle and advance. allowed: what a grammar allows after each node; None: all."""
     spec, target = program.spec, program.target
     rows = _rows_in_step(state, slots)
     packed = pack_nodes(tree, slots, spec=spec)
@@ -213,7 +213,7 @@ def _tell_drafter(
     slots: Int[Array, "B"],
     emitted: Emitted,
 ) -> EngineState:
-    """advance: the drafter's KV and rows behind what was emitted."""
+    """advance: the drafter's KV and rows after what was emitted."""
     draft = take_rows(state.draft, slots)
     kept, draft = program.drafter.advance(params["draft"], state.draft_kv, draft, emitted)
     return dataclasses.replace(state, draft_kv=kept, draft=put_rows(state.draft, slots, draft))
@@ -257,9 +257,9 @@ def speculative_rounds(
 def prefill_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: PrefillBatch
 ) -> tuple[EngineState, Int[Array, "R 2"]]:
-    """KV of one chunk of each row, in target and draft; the root behind a final chunk.
+    """KV of one chunk of each row, in target and draft; the root after a final chunk.
 
-    Returns the next state and `outputs.prefill_output`: one id, the root, is emitted behind a final
+    Returns the next state and `outputs.prefill_output`: one id, the root, is emitted after a final
     chunk.
     """
     target = program.target

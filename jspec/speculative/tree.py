@@ -21,7 +21,7 @@ LOWEST = -1e30
 
 @pytree
 class Level:
-    """Candidates of one level: C = K at level 1, K * K behind.
+    """Candidates of one level: C = K at level 1, K * K after.
 
     parents: index of each candidate's parent in the pool, -1 for the root.
     """
@@ -61,7 +61,7 @@ def build_tree(
         chosen = jnp.sort(chosen, axis=1)
     parent = jnp.take_along_axis(parents, chosen, axis=1, mode="clip")
     path_scores = jnp.take_along_axis(scores, chosen, axis=1, mode="clip")
-    # Node of a parent: one behind its place among the chosen, which ascend.
+    # Node of a parent: one after its place among the chosen, which ascend.
     node = jnp.sum(chosen[:, None, :] <= parent[:, :, None], axis=2, dtype=jnp.int32)
     tokens = jnp.take_along_axis(ids, chosen, axis=1, mode="clip")
     root = jnp.zeros((ids.shape[0], 1), jnp.int32)

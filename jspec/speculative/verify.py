@@ -7,7 +7,7 @@ Under a budget (`node_budget`) what is by node comes packed: [T, 1, .] for [B, N
 node again as soon as they are chosen, and paths are [B, M] in any case.
 
 Simulated acceptance, a static option for measurements of speed alone, cuts or lengthens that walk
-behind everything a real step computes; no request can ask for it.
+after everything a real step computes; no request can ask for it.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def forced_path(
     *,
     last_node: Int[Array, "B"] | None = None,
 ) -> Int[Array, "B M"]:
-    """The real walk, cut or lengthened to `forced` drafts; 0 behind them.
+    """The real walk, cut or lengthened to `forced` drafts; 0 after them.
 
     Where the real walk ends, the path goes on with each node's first child. A node without one
     (the tree may be shallower than S) is followed by the next node, or the last one by itself

@@ -27,7 +27,7 @@ class FakeGrammar:
         return (3 * state + token_id + 1) % self.NUM_STATES
 
     def allowed(self, state: int, num_tokens: int) -> np.ndarray:
-        """bool[V]: the ids that may come behind `num_tokens` tokens that led to `state`."""
+        """bool[V]: the ids that may come after `num_tokens` tokens that led to `state`."""
         ids = np.arange(self.vocab_size)
         allowed = (ids + state) % 3 == 0
         allowed[:] = allowed & (num_tokens < self.most)

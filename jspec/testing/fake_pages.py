@@ -1,6 +1,6 @@
 """The fake runner's books of the full space: who owns a page, who shares it, what is written on it.
 
-What a row holds at a position depends on all tokens up to it, and on as many behind it as the
+What a row holds at a position depends on all tokens up to it, and on as many after it as the
 drafter looks ahead. So a fingerprint of those tokens stands for it: a shared page is right if each
 of its positions has the fingerprint that the reader's own text gives.
 """
@@ -60,7 +60,7 @@ class FakePages:
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
         """The row writes its positions first to end - 1 and `scratch` more that mean nothing.
 
-        What lies behind the row's pages goes to page 0.
+        What lies after the row's pages goes to page 0.
         """
         ref = row.admission.row
         for position in range(first, min(end + scratch, len(row.page_ids) * self._size)):

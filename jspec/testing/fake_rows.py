@@ -147,7 +147,7 @@ class FakeWindows:
         for pages, table in zip(self._pages, row.window_pages, strict=True):
             for position in range(first, end + scratch):
                 if position // size not in table:
-                    continue  # behind the row's end, which is written to page 0
+                    continue  # after the row's end, which is written to page 0
                 page = pages[table[position // size]]
                 require(page.owner == ref, f"{ref} writes a page of {page.owner} at {position}")
                 require(not page.is_shared, f"{ref} writes a shared page at {position}")

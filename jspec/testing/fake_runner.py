@@ -109,7 +109,7 @@ class FakeRunner:
     - Decode: its shape is one of the engine's; at most W tokens of a row wait for its drafter, none
       when it drafts; the final chunk is dispatched; some token is left to emit; for each round
       that may be of use, the reservation holds for what the host can have read, and the device's
-      true length stays within it; rounds behind a row's end stay within the table; no page is
+      true length stays within it; rounds after a row's end stay within the table; no page is
       granted that is not needed. Rows that are said to share a prefix hold the same pages there,
       and have all of it.
     """

@@ -69,7 +69,7 @@ class WindowDetokenizer:
     """For vocabularies of text pieces: decodes a short window and gives out what is new in it.
 
     Such decoders treat the first piece apart (they drop its leading space), so an id is never
-    decoded alone but behind an anchor: the shortest run of ids before it that has any text. The
+    decoded alone but after an anchor: the shortest run of ids before it that has any text. The
     anchor absorbs what happens to a first piece, and its own text is subtracted.
 
         pieces    ▁def   ▁f    (         window            text      minus     new text

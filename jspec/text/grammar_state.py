@@ -18,7 +18,7 @@ class Matcher(Protocol):
         ...
 
     def consume(self, token_ids: list[int]) -> bool:
-        """Goes on behind these tokens; false, and `error`, where it cannot."""
+        """Goes on after these tokens; false, and `error`, where it cannot."""
         ...
 
     def go_back(self) -> None:
@@ -56,7 +56,7 @@ class GrammarState:
         return self._matcher.error
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """As `Constraint.fill`: from the root down, back behind each child."""
+        """As `Constraint.fill`: from the root down, back after each child."""
         allowed[:] = 0xFFFFFFFF
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
@@ -80,7 +80,7 @@ class GrammarState:
             todo += [(child, True) for child in reversed(children.get(node, ()))]
 
     def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
-        """Moves behind a drafted token if the grammar allows it and does not end by it."""
+        """Moves after a drafted token if the grammar allows it and does not end by it."""
         word, bit = divmod(token_id, WORD_BITS)
         is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
         return is_allowed and self._matcher.consume([token_id])

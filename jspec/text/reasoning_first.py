@@ -13,7 +13,7 @@ import numpy as np
 from jspec.core.grammar import WORD_BITS, Constraint, Grammar
 
 EVERYTHING = 0xFFFFFFFF
-GRAMMAR = -1  # a place: behind the mark
+GRAMMAR = -1  # a place: after the mark
 START = -2  # a place: in front of the answer's first token, which may be the mark that opens
 Place = int  # one of these, or how many bytes of the mark the text ends with
 
@@ -29,7 +29,7 @@ class Mark:
         self._forbidden: dict[Place, np.ndarray] = {}
 
     def after(self, place: Place, token_id: int) -> Place:
-        """Behind one more token; GRAMMAR if the mark ends in it, whatever follows there."""
+        """After one more token; GRAMMAR if the mark ends in it, whatever follows there."""
         text = self._mark[:place] + self._bytes(token_id)
         if self._mark in text:
             return GRAMMAR
@@ -89,7 +89,7 @@ class _State:
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
         """As `Constraint.fill`: each node by the place that its own path led to.
 
-        Nodes behind a mark are a tree of their own, whose root the grammar has not begun at.
+        Nodes after a mark are a tree of their own, whose root the grammar has not begun at.
         """
         if self._place == GRAMMAR:
             self._inner.fill(tokens, parents, allowed)

@@ -23,7 +23,7 @@ _ID_BITS = 32
 
 
 class StopTable:
-    """States behind tokens, for one vocabulary and set of stop strings.
+    """States after tokens, for one vocabulary and set of stop strings.
 
     Sequences on several threads may share it: whoever comes second writes the same again.
     """
@@ -35,7 +35,7 @@ class StopTable:
         self._known: dict[int, int] = {}
 
     def after(self, state: int, token_id: int) -> int:
-        """The state behind a token, or COMPLETED if a stop string ends within it."""
+        """The state after a token, or COMPLETED if a stop string ends within it."""
         key = state << _ID_BITS | token_id
         found = self._known.get(key)
         if found is None:
@@ -47,7 +47,7 @@ class StopTable:
         return found
 
     def walk(self, state: int, token_id: int) -> tuple[int, str | None]:
-        """The state behind a token, and the stop string that the first of its bytes to complete
+        """The state after a token, and the stop string that the first of its bytes to complete
         one completes."""
         matched = None
         for char in self._bytes[token_id].decode("latin-1"):
@@ -57,7 +57,7 @@ class StopTable:
         return state, None if matched is None else matched.encode("latin-1").decode()
 
     def pass_all(self, state: int, ids: Iterable[int]) -> int:
-        """The state behind tokens, or COMPLETED."""
+        """The state after tokens, or COMPLETED."""
         known = self._known
         for token_id in ids:
             found = known.get(state << _ID_BITS | token_id)

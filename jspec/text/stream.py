@@ -40,7 +40,7 @@ class TokenizedStream:
     """Law: text, ids kept and match do not depend on how the ids are grouped into pushes.
 
     Without a match the texts of all pushes and of flush add up to `tokenizer.decode(ids)`; with
-    one, to that text cut before the stop string that is completed first, or behind it if
+    one, to that text cut before the stop string that is completed first, or after it if
     `no_stop_trim`.
     stop: the strings, or what was made of them for several sequences.
     """

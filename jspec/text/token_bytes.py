@@ -1,4 +1,4 @@
-"""The bytes behind the tokens of a byte-level vocabulary (GPT-2's alphabet)."""
+"""The bytes that the tokens of a byte-level vocabulary stand for (GPT-2's alphabet)."""
 
 from __future__ import annotations
 

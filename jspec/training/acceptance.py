@@ -36,7 +36,7 @@ def make_hits(
 ) -> Callable[..., jax.Array]:
     """Jitted (trained params, frozen, rows[B, T], temperatures, seeds) -> bool[B, T - 1 - S, S].
 
-    hits[b, t, i]: the draft of depth i + 1 behind t + 1 draft rows is row b's token t + 2 + i.
+    hits[b, t, i]: the draft of depth i + 1 after t + 1 draft rows is row b's token t + 2 + i.
     """
     features = features_on_the_fly(target, head, length=length, dtype=dtype)
     run = make_unrolled(head, features, num_depths=num_steps, dtype=dtype)

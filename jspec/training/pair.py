@@ -296,7 +296,7 @@ def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config
 def run_report(job: Job) -> None:
     """Acceptance of the exported pair on the held-out samples, and the sizes on disk.
 
-    Of every sample the first `report_new_tokens` behind the prompt count.
+    Of every sample the first `report_new_tokens` after the prompt count.
     """
     _, _, held_out_stream = load_streams(job.data)
     target, target_params = load_target(job)

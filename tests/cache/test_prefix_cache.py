@@ -48,7 +48,7 @@ def test_one_token_is_left_over_and_what_follows_must_be_known(
     assert found(cache, (5, 6, 7, 8)) == pages
 
 
-def test_the_least_recently_used_goes_first_and_no_page_with_others_behind_it() -> None:
+def test_the_least_recently_used_goes_first_and_no_page_with_others_after_it() -> None:
     cache = PrefixCache(page_size=1, lookahead=0)
     for pages in ((1, 2), (1, 3), (4,)):
         last = cache.root("x")
@@ -192,7 +192,7 @@ class AgainstTheModel(RuleBasedStateMachine):
 
     def withdraw_from(self, step: int) -> None:
         failed = {key for key, page in self.model.items() if self.writers[page] >= step}
-        for name, prefix in list(self.model):  # and what lies behind
+        for name, prefix in list(self.model):  # and what lies after
             if any(name == n and prefix[: len(p)] == p for n, p in failed):
                 failed.add((name, prefix))
         pages = {self.model.pop(key) for key in failed}

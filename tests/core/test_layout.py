@@ -111,7 +111,7 @@ def test_a_missing_field_is_refused() -> None:
 
 @pytest.mark.parametrize("max_emitted", [1, 4])
 def test_outputs_are_read_as_they_were_packed(max_emitted: int) -> None:
-    """Also with columns of another kind behind: they are named in one place."""
+    """Also with columns of another kind after: they are named in one place."""
     columns = OutputColumns((*output_columns(max_emitted).fields, ("more", (2, 3))))
     rng = np.random.default_rng(0)
     values = {

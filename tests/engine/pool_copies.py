@@ -42,7 +42,7 @@ def _writes(instruction: Instruction, size: int, shape: tuple[int, ...]) -> bool
         return False
     result = instruction.types[0]
     if instruction.in_fusion:
-        # Of a fusion only the result is written, but a copy inside may stand behind the root.
+        # Of a fusion only the result is written, but a copy inside may stand after the root.
         is_copy = instruction.opcode in {"copy", "transpose"} and result.shape == shape
         return is_copy or (instruction.is_root and result.size == size)
     return result.size == size

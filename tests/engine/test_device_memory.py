@@ -105,7 +105,7 @@ def test_a_pool_that_was_asked_for_is_refused_only_where_it_cannot_be() -> None:
         ConfigError, match=r"max_total_tokens 1296 takes .* GiB on each .*480 "
     ) as e:
         limits_of(card, max_total_tokens=81 * 16, mem_fraction_static=0.5)
-    assert "free behind the weights" in str(e.value)
+    assert "free beside the weights" in str(e.value)
     assert limits_of(Card(None, platform="cpu"), max_total_tokens=1 << 20).num_pages == 1 << 16
 
 
@@ -173,7 +173,7 @@ def test_the_command_line_says_the_share_where_jax_reads_it(
     for name in OTHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(OLD_SHARE, "")
-    monkeypatch.setenv(SHARE, "")  # what replaces it is undone behind the test
+    monkeypatch.setenv(SHARE, "")  # what replaces it is undone after the test
     words = {"serve": ["--port", "0"], "generate": ["x"]}[command]
     assert main([command, *words, "--model-path", "nowhere"]) == 1
     assert os.environ[SHARE] == "0.95"

@@ -80,7 +80,7 @@ def first_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
 
 
 def start_and_fail(arguments: dict[str, Any]) -> RuntimeError:
-    """Behind the last program."""
+    """After the last program."""
 
     def fail(done: int, total: int, _what: str, _how: str) -> None:
         if done == total:
@@ -123,7 +123,7 @@ def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
 def test_a_head_that_cannot_be_read_leaves_nothing_of_its_target_though_its_error_is_kept(
     tmp_path: Path,
 ) -> None:
-    """Only what is read behind the target shows it: the head's names and shapes are right."""
+    """Only what is read after the target shows it: the head's names and shapes are right."""
     shutil.copytree(BUNDLED / "draft", tmp_path / "draft")
     (stored,) = (tmp_path / "draft").glob("*.safetensors")
     tensors = load_file(stored)

@@ -195,7 +195,7 @@ STEP = {
     "yarn_only_types": ["full_attention"],
     "zero_centered": True,
 }
-GREEDY = 200  # ids that the model writes by itself, behind one
+GREEDY = 200  # ids that the model writes by itself, after one
 
 
 class StepWithHead(torch.nn.Module):

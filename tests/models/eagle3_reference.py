@@ -86,7 +86,7 @@ class LayersReference:
         silu: F64 = gate / (1 + np.exp(-gate))
         return self.product(silu * up, f"{layer}mlp.down_proj")
 
-    def behind(self, h: F64, layer: str) -> F64:
+    def after(self, h: F64, layer: str) -> F64:
         """h and the MLP of its norm."""
         return h + self.mlp(self.norm(h, f"{layer}post_attention_layernorm.weight"), layer)
 
@@ -95,7 +95,7 @@ class LayersReference:
         for i in range(first, self.num_layers):
             layer = f"layers.{i}."
             normed = self.norm(h, f"{layer}input_layernorm.weight")
-            h = self.behind(h + self.attention(normed, layer), layer)
+            h = self.after(h + self.attention(normed, layer), layer)
         return h
 
 
@@ -150,7 +150,7 @@ class Eagle3Reference(HeadReference):
     """num_features: of the target's layers; 0 for a head that reads the last hidden.
 
     normed: "whole" or "each" of the features before fc. norm_head: a norm before lm_head.
-    feeds_back_normed: behind that norm.
+    feeds_back_normed: after that norm.
     """
 
     norm_before_residual: bool = False
@@ -177,7 +177,7 @@ class Eagle3Reference(HeadReference):
         wide = [self.norm(embedded, f"{self.layer}input_layernorm.weight"), normed]
         h1 = normed if self.norm_before_residual else hidden
         h1 = h1 + self.attention(np.concatenate(wide, -1), self.layer)
-        h2 = self.further(self.behind(h1, self.layer))
+        h2 = self.further(self.after(h1, self.layer))
         return self.norm(h2, "norm.weight") if self.feeds_back_normed else h2
 
     def logits(self, carried: F64) -> F64:
@@ -203,7 +203,7 @@ class Eagle1Reference(HeadReference):
             embedded = self.norm(embedded, "embedding_layernorm.weight")
             hidden = self.norm(hidden, "hidden_states_layernorm.weight")
         h = self.product(np.concatenate([embedded, hidden], -1), "fc")
-        return self.further(self.behind(h + self.attention(h, self.layer), self.layer))
+        return self.further(self.after(h + self.attention(h, self.layer), self.layer))
 
     def logits(self, carried: F64) -> F64:
         return carried @ self.lm_head.astype(np.float64).T

@@ -1,6 +1,6 @@
 """The laws of a draft head over pages, as it is served, against a reference in numpy float64.
 
-For any head: the rows of a prompt, four chained forwards behind it, the rows of a tree, each equal
+For any head: the rows of a prompt, four chained forwards after it, the rows of a tree, each equal
 to the chain along its own path, and an extend, equal to a prompt that was longer from the start.
 """
 
@@ -24,7 +24,7 @@ from tests.models.eagle3_reference import HeadReference
 PAGE = 4
 NUM_ROWS, NUM_STEPS, EXTENDED = 9, 4, 3
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
-# Two nodes behind the prompt, then two children of the second: rows of the tail that each sees.
+# Two nodes after the prompt, then two children of the second: rows of the tail that each sees.
 # The first two are given the prompt's last two rows as tail, so that both have four.
 TREE = (((1, 1, 1, 0), (1, 1, 0, 1)), ((0, 1, 1, 0), (0, 1, 0, 1)))
 
@@ -139,7 +139,7 @@ def check_chain(
     given: np.ndarray,
     carried: np.ndarray,
 ) -> None:
-    """Greedy drafts behind the prompt: the reference's ids, and the logits that chose them."""
+    """Greedy drafts after the prompt: the reference's ids, and the logits that chose them."""
     drafts, chosen_from = reference.chain(tokens, given, num_steps=NUM_STEPS + 1)
     last, position = carried[-1:], len(tokens)
     ids = np.asarray(params["draft_ids"])

@@ -89,7 +89,7 @@ class MimoV2Reference:
         )
 
     def run(self, tokens: list[int]) -> tuple[F64, F64]:
-        """(residual behind the last layer, logits) of a text."""
+        """(residual after the last layer, logits) of a text."""
         x = self.weight("model.embed_tokens.weight")[tokens]
         kinds = zip(self.config["hybrid_layer_pattern"], self.config["moe_layer_freq"], strict=True)
         for i, (is_sliding, is_sparse) in enumerate(kinds):

@@ -21,7 +21,7 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class MtpReference:
-    """tensors: of the layers, behind `prefix` with a number, and embed.weight, head.weight.
+    """tensors: of the layers, after `prefix` with a number, and embed.weight, head.weight.
 
     names: what a checkpoint calls enorm, hnorm, eh_proj and the like, where otherwise.
     """

@@ -71,8 +71,8 @@ def attend_of(spec: AttentionSpec) -> Attend:
         assert (sinks is not None) == spec.sinks
         q, k, v = rotate_and_split(heads, rotation)
         length = q.shape[1]
-        behind = np.arange(length)[:, None] - np.arange(length)[None, :]
-        visible = (behind >= 0) & (behind < (spec.window or length))
+        after = np.arange(length)[:, None] - np.arange(length)[None, :]
+        visible = (after >= 0) & (after < (spec.window or length))
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) * spec.head_dim**-0.5
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -114,7 +114,7 @@ def test_the_dense_forward_equals_transformers(variant: str) -> None:
 
 @SLOW
 def test_step_writes_what_transformers_writes() -> None:
-    """200 ids, each the best one behind all before it, far beyond the windows."""
+    """200 ids, each the best one after all before it, far beyond the windows."""
     spec, params = loaded("step3p5")
     ids = arrays_of(GOLDEN / "step3p5" / "outputs.npz")["greedy"]
     logits, _, _ = dense_forward(spec, params, ids[:-1], aux_layer_ids=(), attend_of=attend_of)

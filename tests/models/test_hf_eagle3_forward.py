@@ -64,7 +64,7 @@ def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
 
 @pytest.mark.parametrize("name", [*OF_SPECULATORS, *OF_ITS_ROPE])
 def test_every_chain_row_equals_speculators(name: str) -> None:
-    """Step s of row t is the s-th draft forward behind a prompt of t + 1 rows."""
+    """Step s of row t is the s-th draft forward after a prompt of t + 1 rows."""
     config, params, golden = golden_head(name)
     num_steps, num_rows = golden["logits"].shape[:2]
     paged = PagedHead(Eagle3Head(config, Ops()), params, num_rows=num_rows + 1)

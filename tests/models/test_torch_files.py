@@ -126,7 +126,7 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"K\x04K\x06\x86", b"K\x09K\x06\x86", r"shape \(9, 6\) .*ends behind"),
+        (b"K\x04K\x06\x86", b"K\x09K\x06\x86", r"shape \(9, 6\) .*ends after"),
         (b"HalfStorage", b"WeirStorage", r"names 'torch\.WeirStorage'"),
     ],
 )

@@ -28,7 +28,7 @@ SHAPES = {
     "gpt-oss-20b tp2": (32, 2880, 1440, 4, True),
 }
 TOKENS = (1, 64, 256, 8192)
-MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm behind it, by tokens
+MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by tokens
 
 
 def compile_mixture(name: str, tokens: int, array: Any, mesh: Mesh) -> None:

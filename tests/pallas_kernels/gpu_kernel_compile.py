@@ -83,7 +83,7 @@ def compile_one(sharding: Any, batch: int, queries: int, page_size: int, tuning:
     return compiled.as_text() or ""
 
 
-def behind_the_kernel(text: str) -> list[str]:
+def after_the_kernel(text: str) -> list[str]:
     """Instructions of the whole program that read what the Mosaic kernel wrote, but for views."""
     entry = text[text.index("\nENTRY") :]
     (kernel,) = re.findall(r'%(\S+) = [^\n]*custom_call_target="mosaic_gpu_v2"', entry)
@@ -105,8 +105,8 @@ def main() -> None:
         text = compile_one(sharding, batch, queries, page_size, tuning)
         if "mosaic_gpu" not in text:
             raise SystemExit("the compiled program has no Mosaic GPU kernel")
-        if batch == 64 and behind_the_kernel(text):
-            raise SystemExit(f"something runs behind the kernel: {behind_the_kernel(text)}")
+        if batch == 64 and after_the_kernel(text):
+            raise SystemExit(f"something runs after the kernel: {after_the_kernel(text)}")
         pages = batch * (8192 // page_size + 1) + 1
         if re.search(rf"bf16\[{pages},[^=]*\S+ (copy|fusion)\(", text):
             raise SystemExit("the compiled program copies the pool")

@@ -60,7 +60,7 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
 def run(
     stream: Residual, params: Any, scale: Any, *, spec: MoESpec, ops: str
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's mixture and the norm behind it: (the stream's sum, its norm)."""
+    """A layer's mixture and the norm after it: (the stream's sum, its norm)."""
     out = mixture_of_sum(params, scale, stream, spec=spec, eps=EPS, shard=Shard(), ops=OPS[ops])
     return norm_of_sum(scale, out, eps=EPS, ops=OPS[ops])
 

@@ -54,7 +54,7 @@ def random_case(
     """(pools, NaN but for the rows on a path; table, seq_lens, path, num_accepted).
 
     Row 0 is a padding row (all its pages are the dummy), row 1 has nothing to move, and what lies
-    behind a path is -1 or far outside.
+    after a path is -1 or far outside.
     """
     rng = np.random.default_rng(seed)
     nodes, longest = 3 * num_path, 40

@@ -136,7 +136,7 @@ def test_a_row_is_one_pass_of_registers(size: int, warps: int) -> None:
 def test_a_forward_with_the_kernel_is_the_forward_without() -> None:
     """Every site of a float32 stack whose input has two summands; attention is XLA's in both.
 
-    Layers 0 and 2 of 3 are captured, so they are given one summand; all have two behind attention.
+    Layers 0 and 2 of 3 are captured, so they are given one summand; all have two after attention.
     """
     fused = forward(InterpretedNorms())
     plain = forward(OPS["xla"])
@@ -223,7 +223,7 @@ def test_equals_the_reference_on_the_chip(num_rows: int, size: int, dtype: Any) 
 
 
 @needs_gpu
-def test_columns_behind_a_row_are_not_read_on_the_chip() -> None:
+def test_columns_after_a_row_are_not_read_on_the_chip() -> None:
     """NaN in the rows around: what is masked lies there."""
     x, delta, scale = inputs(3, 96, jnp.float32)
     poisoned = x.at[jnp.asarray([0, 2])].set(jnp.nan)

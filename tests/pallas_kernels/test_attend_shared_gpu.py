@@ -102,7 +102,7 @@ def test_a_tile_holds_rows_as_its_queries_allow() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCase:
-    """groups, units: as in `shared_of`. own[b]: keys behind the prefix and before the call's."""
+    """groups, units: as in `shared_of`. own[b]: keys after the prefix and before the call's."""
 
     groups: tuple[int, ...]
     units: tuple[int, ...]

@@ -32,7 +32,7 @@ def test_emitted_ids_and_bonus(rows: list[tuple[list[int], list[int], int]]) -> 
         assert int(bonus[b]) == expected[-1]
 
 
-def test_what_lies_behind_the_path_is_never_used() -> None:
+def test_what_lies_after_the_path_is_never_used() -> None:
     values = jnp.asarray([[11, 12, 13, 14]], jnp.int32)
     for garbage in (-1, 99):
         path = jnp.asarray([[0, 1, garbage]], jnp.int32)

@@ -19,7 +19,7 @@ gather_tpu = jax.jit(bonus_token_tpu.gather_emitted)
 
 
 def random_rows(seed: int, batch: int, nodes: int, most: int, width: int, dtype: Any) -> Rows:
-    """(target_ids, hidden, node_path, num_accepted): NaN off the path, -1 or far off behind it."""
+    """(target_ids, hidden, node_path, num_accepted): NaN off the path, -1 or far off after it."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 2**31 - 1, (batch, nodes))
     num_accepted = rng.integers(0, most, batch)

@@ -22,7 +22,7 @@ SHAPES = {  # parts, rows, queries, heads, kv heads
 
 
 def problem(name: str, dtype: Any, *, sinks: bool) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Shares of which some have no keys; a last query that is padding, and NaN behind the rows."""
+    """Shares of which some have no keys; a last query that is padding, and NaN after the rows."""
     num_parts, batch, queries, heads, num_kv = SHAPES[name]
     rng = np.random.default_rng(len(name))
     rows = queries * heads // num_kv

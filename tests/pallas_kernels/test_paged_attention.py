@@ -1,6 +1,6 @@
 """Paged attention against a dense oracle in float64, with NaN in all that must not be read.
 
-The oracle sees rows as plain lists of keys and never a page. Pages that no row owns, slots behind
+The oracle sees rows as plain lists of keys and never a page. Pages that no row owns, slots after
 the written rows, padding queries' K and V, and the dummy page 0 all hold NaN.
 """
 
@@ -170,7 +170,7 @@ def attend_densely(
 
 
 def row_lengths(rng: np.random.Generator, case: Case) -> list[int]:
-    """Queries of each row: ragged, and with padding behind them wherever padding is allowed."""
+    """Queries of each row: ragged, and with padding after them wherever padding is allowed."""
     if case.tail is not None and case.ragged:
         return [int(n) for n in rng.permutation(np.linspace(0, case.queries, case.batch))]
     if case.tail is not None:

@@ -1,6 +1,6 @@
 """The kernel that rotates q and k and writes K and V, against RoPE, interleaving and a scatter.
 
-float32 is compared within a rounding or two: compilers may fuse a product with the sum behind it.
+float32 is compared within a rounding or two: compilers may fuse a product with the sum after it.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_a_threshold_per_row_filters() -> None:
 
 
 def test_the_least_logit_that_is_kept_is_the_quotients_own() -> None:
-    """Thresholds that are quotients, as filters' are: the logit behind each is still kept."""
+    """Thresholds that are quotients, as filters' are: the logit after each is still kept."""
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.normal(size=4000) * 10, jnp.float32)
     temperature = jnp.asarray(rng.uniform(0, 3, 4000), jnp.float32).at[:100].set(0.0)

@@ -120,7 +120,7 @@ TABLE = np.random.default_rng(8).normal(0, 1.2, (VOCABULARY, VOCABULARY)).astype
 
 @dataclass(frozen=True)
 class Guess:
-    """What a drafter guesses behind the root, whatever the seed: wrong for some, right for some."""
+    """What a drafter guesses after the root, whatever the seed: wrong for some, right for some."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -153,10 +153,10 @@ def sampling(name: str) -> SamplingRows:
     return SamplingRows(**rows)
 
 
-def choose_behind(
+def choose_after(
     tree: DraftTree, seq_lens: jax.Array, rows: SamplingRows, counts: jax.Array, *, num_levels: int
 ) -> jax.Array:
-    """The model's token behind every node, chosen as verification chooses it."""
+    """The model's token after every node, chosen as verification chooses it."""
     ids = jnp.arange(VOCABULARY, dtype=jnp.int32)
     positions = shapes.chosen_position(seq_lens[:, None], tree.depths)
     logits = penalize(
@@ -178,7 +178,7 @@ def generate(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(ids[SEEDS, LENGTH], num_accepted and last node of each row's first step).
 
-    As many steps as plain decoding needs; each drafts the same guess behind its own root.
+    As many steps as plain decoding needs; each drafts the same guess after its own root.
     """
     num_nodes = len(tokens)
     depths = [0]
@@ -198,7 +198,7 @@ def generate(
     for _ in range(LENGTH):
         guess = broadcast(tokens).at[:, 0].set(root)
         tree = DraftTree(tokens=guess, parents=broadcast(parents), depths=broadcast(depths))
-        target_ids = choose_behind(tree, seq_lens, rows, counts, num_levels=num_levels)
+        target_ids = choose_after(tree, seq_lens, rows, counts, num_levels=num_levels)
         node_path, num_accepted = accept_tree(tree, target_ids, num_levels=num_levels)
         emitted = gather_path(target_ids, node_path, num_accepted)
         step = jnp.arange(num_levels + 1)

@@ -208,7 +208,7 @@ _count_from_id_1 = jax.jit(partial(count_emitted, first_id=1))
     )
 )
 def test_count_emitted_adds_what_is_valid_and_its_own(entries: list[tuple[int, int, bool]]) -> None:
-    """The shard holds ids 1..V-2; ids in front of it, behind it, and -1 change nothing."""
+    """The shard holds ids 1..V-2; ids in front of it, after it, and -1 change nothing."""
     slots, emitted, valid = zip(*entries, strict=True)
     before = np.arange(3 * (V - 2), dtype=np.int32).reshape(3, V - 2)
     expected = before.copy()

@@ -34,7 +34,7 @@ def test_worked_example_of_three_rounds() -> None:
     assert last == 13
     assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_tokens=0, last=last) == 5
     assert budget.pages_for_admission(THREE_ROUNDS, 10, num_tokens_left=5) == 5
-    # Unread rounds may all emit M; the first of this step behind them is reserved for in full.
+    # Unread rounds may all emit M; the first of this step after them is reserved for in full.
     assert budget.pages_for_decode(THREE_ROUNDS, 10, unread_tokens=12, last=last) == 7
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jspec.core.judged_tree import JudgedTree
-from jspec.scheduler.draft_trees import ALL_ALLOWED, TreeWatcher, tree_behind
+from jspec.scheduler.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
 from jspec.testing.fake_grammar import FakeConstraint, FakeGrammar
 
 TOKENS = np.array([7, 5, 6, 5, 9], np.int32)
@@ -35,10 +35,10 @@ def test_a_watcher_allows_everything_and_tells_each_tree_once() -> None:
     allowed = np.zeros((5, 3), np.uint32)
     watcher.fill(TOKENS, PARENTS, allowed)
     assert (allowed == ALL_ALLOWED).all()
-    found = tree_behind(watcher, (6, 9, 1))
+    found = tree_after(watcher, (6, 9, 1))
     assert found is not None
     assert found.accepted == (2, 3)
-    assert tree_behind(watcher, (6, 9, 1)) is None
+    assert tree_after(watcher, (6, 9, 1)) is None
 
 
 def test_a_grammar_says_the_same_with_and_without_a_watcher() -> None:

@@ -1,4 +1,4 @@
-"""Who begins behind whose pages, who waits for whom, and what becomes of a failed step's pages."""
+"""Who begins after whose pages, who waits for whom, and what becomes of a failed step's pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def turn(name: str, *prompt: int, max_new_tokens: int = 8) -> Request:
     return replace(request, prompt_ids=prompt or tuple(range(20)))
 
 
-def test_a_second_turn_begins_behind_the_first() -> None:
+def test_a_second_turn_begins_after_the_first() -> None:
     bench = Bench(limits_of())
     bench.submit(turn("a"))
     bench.run_all()
@@ -31,7 +31,7 @@ def test_a_second_turn_begins_behind_the_first() -> None:
     bench.submit(turn("b", *range(20), *said, 1, 2, 3))
     bench.run_all()
     assert bench.output("b") == expected_ids(turn("b", *range(20), *said, 1, 2, 3), 8)
-    # 20 + 8 tokens, of which the last has no KV; a page is named by one token behind it
+    # 20 + 8 tokens, of which the last has no KV; a page is named by one token after it
     assert bench.chunks["b"][-1].cached_tokens == 24
     stats = bench.scheduler.stats
     assert (stats.num_cached_tokens, stats.num_leaked_pages) == (24, 0)
@@ -136,7 +136,7 @@ def test_an_aborted_prefill_leaves_what_was_dispatched() -> None:
     bench.collect()
     bench.submit(turn("b", *prompt))
     bench.run_all()
-    assert bench.chunks["b"][-1].cached_tokens == 12  # of 16 tokens, one page with none behind it
+    assert bench.chunks["b"][-1].cached_tokens == 12  # of 16 tokens, one page with none after it
     assert bench.scheduler.stats.num_leaked_pages == 0
 
 

@@ -69,7 +69,7 @@ def test_one_step_brings_the_chunks_of_its_rounds() -> None:
     assert [len(chunk.new_ids) for chunk in bench.collect()] == [2, 2, 2]
 
 
-def test_rounds_behind_an_end_are_dropped_and_counted_nowhere() -> None:
+def test_rounds_after_an_end_are_dropped_and_counted_nowhere() -> None:
     script = scripted_tokens({"r": ids_of("abzabcabcabcabc")})
     bench = Bench(THREE, FakeRunner(THREE, token_at=script, accepted_at=lambda _r, _l: 3))
     bench.submit(make_request(max_new_tokens=30, stop_token_ids=[25]))
@@ -157,7 +157,7 @@ def test_page_pressure_changes_no_token(depth: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3, 8])
-def test_a_row_owns_no_page_behind_its_last_useful_round(num_rounds: int) -> None:
+def test_a_row_owns_no_page_after_its_last_useful_round(num_rounds: int) -> None:
     limits = small_limits(page_size=1, overlap_depth=0, num_rounds=num_rounds)
     bench = Bench(limits, FakeRunner(limits, accepted_at=lambda _r, _l: 0))
     bench.submit(make_request(prompt_len=5, max_new_tokens=20))

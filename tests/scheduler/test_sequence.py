@@ -193,7 +193,7 @@ class LateStream:
     ("steps", "kept", "text", "finish"),
     [
         (["ab", "cd"], "cd", "a", stop_at("b")),  # the length ends it, on the 4th token
-        (["ab", "cz"], "c", "a", stop_at("b")),  # EOS ends it, and is not kept behind a stop string
+        (["ab", "cz"], "c", "a", stop_at("b")),  # EOS ends it, and is not kept after a stop string
         (["ab", "z"], "", "a", stop_at("b")),
         (["ac", "dz"], "dz", "acd", stop_at(Z)),
         (["ac", "de"], "de", "acde", length(4)),

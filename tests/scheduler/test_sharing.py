@@ -112,7 +112,7 @@ def test_rows_that_left_are_forgotten() -> None:
 
 
 def test_decodes_are_told_while_rows_share_and_a_program_would_listen() -> None:
-    """Rows come behind one prompt of 132 tokens, one of them with log-probabilities."""
+    """Rows come after one prompt of 132 tokens, one of them with log-probabilities."""
     limits = small_limits(num_pages=256, context_length=256, chunk_size=64, prefix_cache=True)
     sharing = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
     bench = Bench(replace(limits, sharing=sharing, logprobs=True))

@@ -1,4 +1,4 @@
-"""Cached prefixes of models with windows: who begins behind them, and what pressure takes.
+"""Cached prefixes of models with windows: who begins after them, and what pressure takes.
 
 The fake runner refuses a row whose window holds anything but what the row would have written.
 """
@@ -130,7 +130,7 @@ def test_siblings_wait_and_hold_the_same_window() -> None:
 
 def test_the_ends_of_texts_outlast_the_middle_of_a_long_one() -> None:
     """A text of 300 tokens goes through the space, of which 32 pages were cached, and takes nothing
-    that a next turn would begin behind."""
+    that a next turn would begin after."""
     bench = Bench(with_windows(LIMITS, 8, spare=20))
     asked = [turn(f"a{i}", i, *range(20), max_new_tokens=1) for i in range(4)]
     assert [cached_of(bench, request) for request in asked] == [0] * 4
@@ -144,7 +144,7 @@ def test_a_place_where_two_texts_part_is_kept_from_then_on() -> None:
     bench, common = Bench(with_windows(LIMITS, 8)), tuple(range(24))
     prompts = [(*common, *[number] * 60) for number in (3, 4, 5)]
     found = [cached_of(bench, turn(f"r{i}", *p)) for i, p in enumerate(prompts)]
-    assert found == [0, 0, 20]  # the page behind it is named by a token that differs
+    assert found == [0, 0, 20]  # the page after it is named by a token that differs
 
 
 def test_the_end_of_a_prompt_is_kept_while_a_long_answer_is_written() -> None:

@@ -78,7 +78,7 @@ def test_a_text_of_any_length_runs_in_the_fewest_pages(depth: int, num_rounds: i
 
 
 def test_rows_wait_for_what_may_be_promised() -> None:
-    """Two rows fit one behind the other; short ones side by side, for they never hold much."""
+    """Two rows fit one after the other; short ones side by side, for they never hold much."""
     bench = run(limits_of(), request_of(60, 40, name="a"), request_of(60, 40, name="b"))
     assert max(len(plan.row_refs) for plan in bench.runner.plans) == 1
     both = run(limits_of(2 * FEWEST), request_of(60, 40, name="a"), request_of(60, 40, name="b"))

@@ -61,7 +61,7 @@ def test_the_413_reaches_a_client_that_sends_everything_first(engine: Engine) ->
         port = server.servers[0].sockets[0].getsockname()[1]
         for chunked in (False, True):
             status, headers = post_all_then_read(port, b" " * 8_000_000, chunked=chunked)
-            assert status.startswith("HTTP/1.1 413 ")  # Python 3.13 has other words behind it
+            assert status.startswith("HTTP/1.1 413 ")  # Python 3.13 has other words after it
             assert "connection: close" in headers.lower()
         # A client that asks first is answered before it sends anything.
         with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:

@@ -319,7 +319,7 @@ def test_a_call_that_must_be_leaves_no_room_for_anything_else(
         ("qwen3", ReasoningMarks("</think>", open="<think>")),
     ],
 )
-def test_a_grammar_begins_behind_the_reasoning(
+def test_a_grammar_begins_after_the_reasoning(
     speaker: Callable[..., Speaker], parser: str, marks: ReasoningMarks
 ) -> None:
     speak = speaker("qwen", reasoning_parser=parser)

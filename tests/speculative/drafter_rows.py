@@ -74,7 +74,7 @@ def programs_of(name: str, shape: Shape) -> Programs:
 
 @dataclass(frozen=True)
 class Candidates:
-    """One row's levels, one behind the other. parents: -1 for the root."""
+    """One row's levels, one after the other. parents: -1 for the root."""
 
     ids: npt.NDArray[Any]
     scores: npt.NDArray[Any]
@@ -179,7 +179,7 @@ class Texts:
         return tree, levels
 
     def verify(self, num_accepted: list[int]) -> None:
-        """A proposal, then as many of the text's next tokens as drafts, and one behind them."""
+        """A proposal, then as many of the text's next tokens as drafts, and one after them."""
         self.propose()
         rows, most = self.rows(), self.shape[0] + 1
         every_row = np.arange(NUM_ROWS)
@@ -230,7 +230,7 @@ class Texts:
         return checked
 
     def expected(self, row: int) -> Candidates:
-        """EAGLE-2's candidates: K behind the root, then K behind each of the K best of a level."""
+        """EAGLE-2's candidates: K after the root, then K after each of the K best of a level."""
         assert self.kind.guesses is not None
         guesses, (num_steps, topk) = self.kind.guesses(), self.shape
         tokens, features = self.known(row)

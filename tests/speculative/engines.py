@@ -279,7 +279,7 @@ class ViewRunner:
 class Served:
     """What came out of one run.
 
-    accepted[i]: num_accepted of each verification of request i, those behind its end included.
+    accepted[i]: num_accepted of each verification of request i, those after its end included.
     accepted_together: num_accepted of all rows of each round. proposed_together: drafts of each
     that were verified, where the engine says so. steps: all that ran.
     """
@@ -401,7 +401,7 @@ def dial_for(requests: list[Request], plain_ids: list[tuple[int, ...]]) -> Param
 
 
 def corpus_params(texts: list[tuple[int, ...]]) -> Params:
-    """A corpus of fixed size that holds these ids, one text behind the other, then zeros."""
+    """A corpus of fixed size that holds these ids, one text after the other, then zeros."""
     ids = np.zeros(NUM_SLOTS * CONTEXT, np.int32)
     flat = np.concatenate(texts)
     ids[: flat.size] = flat

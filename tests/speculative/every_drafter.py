@@ -81,7 +81,7 @@ class Guesses(Protocol):
 
     def log_probs(self, tokens: list[int], features: F64, path: list[int]) -> F64:
         """[V], -inf of ids that it cannot draft. tokens: of the row, its root included; features:
-        of all but the root; path: drafts behind the root."""
+        of all but the root; path: drafts after the root."""
         ...
 
 
@@ -105,7 +105,7 @@ class HeadGuesses:
 
 @dataclass(frozen=True)
 class LayerGuesses:
-    """Of layers of one's own: layer s behind a path of s drafts."""
+    """Of layers of one's own: layer s after a path of s drafts."""
 
     layers: MtpReference
 

@@ -280,7 +280,7 @@ class DialRecurrentDrafter(DialDrafter):
 
 
 def engine_of(models: LoadedModels, shape: tuple[int, int, int]) -> Compiled:
-    """The loaded pair behind a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
+    """The loaded pair under a scheduler, drafts of every quality; 0/1/1 decodes plainly."""
     target_params, draft = models.params["target"], models.params["draft"]
     own = models.drafter
     settings: dict[str, Any] = {

@@ -100,7 +100,7 @@ class Published:
         )
 
 
-def behind_the_target(fields: Fields) -> int:
+def after_the_target(fields: Fields) -> int:
     return int(fields["num_hidden_layers"])
 
 
@@ -110,7 +110,7 @@ def mimo_v2_layers(fields: Fields, **settings: Any) -> MtpReference:
 
 
 def step_layers(fields: Fields, **settings: Any) -> MtpReference:
-    limit = fields["swiglu_limits_shared"][behind_the_target(fields)]
+    limit = fields["swiglu_limits_shared"][after_the_target(fields)]
     return StepLayers(window=fields["sliding_window"], limit=limit, **settings)
 
 
@@ -150,7 +150,7 @@ PUBLISHED = {
     ),
     "step3p5": Published(
         prefix="model.layers.{}.",
-        first=behind_the_target,
+        first=after_the_target,
         names={
             "final_layernorm": "transformer.shared_head.norm",
             "shared_head.output": "transformer.shared_head.output",
@@ -159,12 +159,12 @@ PUBLISHED = {
         chained=True,
         reads_normed=False,
         own_heads=True,
-        theta=lambda fields: float(fields["rope_theta"][behind_the_target(fields)]),
+        theta=lambda fields: float(fields["rope_theta"][after_the_target(fields)]),
         make=step_layers,
     ),
     "glm4_moe": Published(
         prefix="model.layers.{}.",
-        first=behind_the_target,
+        first=after_the_target,
         names={"final_layernorm": "shared_head.norm"},
         attention=(*ATTENTION, *BIASES, *QK_NORMS),
         mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),

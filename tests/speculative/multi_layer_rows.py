@@ -221,7 +221,7 @@ class Texts:
         return [tuple(np.asarray(x) for x in level) for level in record]  # type: ignore[misc]
 
     def verify(self, num_accepted: list[int]) -> None:
-        """A proposal, then as many of the text's next tokens as drafts, and one behind them."""
+        """A proposal, then as many of the text's next tokens as drafts, and one after them."""
         self.propose()
         rows, most = self.rows(), S + 1
         own = [slice(n, n + most) for n in self.told]

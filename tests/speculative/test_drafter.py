@@ -89,7 +89,7 @@ def test_a_drafter_that_asks_for_both_features_gets_those_of_the_nodes_on_the_pa
 
 
 def chunks(token_ids: list[int], cu_q_lens: list[int], next_ids: list[int]) -> Emitted:
-    """Packed chunks of prompts; padding tokens are what token_ids holds behind cu_q_lens."""
+    """Packed chunks of prompts; padding tokens are what token_ids holds after cu_q_lens."""
     num_rows = len(next_ids)
     return Emitted(
         token_ids=jnp.asarray(token_ids, jnp.int32),
@@ -108,7 +108,7 @@ def chunks(token_ids: list[int], cu_q_lens: list[int], next_ids: list[int]) -> E
     )
 
 
-def test_every_chunk_ends_with_the_id_behind_it() -> None:
+def test_every_chunk_ends_with_the_id_after_it() -> None:
     emitted = chunks([3, 4, 5, 8, 9, 0, 0], [0, 3, 5, 5], [6, 7, 0])
     assert following_ids(emitted).tolist()[:5] == [4, 5, 6, 9, 7]
     assert next_positions(emitted).tolist() == [3, 12, 20]

@@ -1,8 +1,8 @@
 """Laws of every drafter by itself: its guesses, its caches, and that they notice a moved index.
 
 guesses      every candidate of the tree, its score and its parent are those of float64, which
-             recomputes each path from the row's start: behind chunks of a prompt, behind four
-             forwards in a chain, in a tree along each path, and behind a verification
+             recomputes each path from the row's start: after chunks of a prompt, after four
+             forwards in a chain, in a tree along each path, and after a verification
 caches       rows told by verifications hold what a fresh prompt's hold
 no live row  a step without one changes nothing
 interpreted  operation by operation it is what it is compiled
@@ -84,7 +84,7 @@ def test_every_drafter_is_here() -> None:
 
 
 def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
-    """Behind prompts, of which two are shorter than a last layer's lag; behind verifications that
+    """After prompts, of which two are shorter than a last layer's lag; after verifications that
     accept all, nothing and something."""
     texts = Texts(kind, shape, seed=1, programs=programs)
     num_steps = shape[0]

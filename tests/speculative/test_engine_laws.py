@@ -237,11 +237,11 @@ def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
         for step, kind in enumerate((StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE)):
             runner.dispatch(StepPlan(step=step, kind=kind, features=SAMPLING))
             assert all(not of_round.emitted_ids for of_round in runner.collect().rounds)
-    for old, new in zip(before, behind_dummies(runner.state), strict=True):
+    for old, new in zip(before, beyond_dummies(runner.state), strict=True):
         np.testing.assert_array_equal(new, old)
 
 
-def behind_dummies(state: Any) -> list[Any]:
+def beyond_dummies(state: Any) -> list[Any]:
     """Every array without its first row: all are by slot or by page."""
     return [np.asarray(leaf)[1:] for leaf in jax.tree.leaves(state)]
 
@@ -258,7 +258,7 @@ def kept_state(runner: Any) -> Iterator[list[Any]]:
 
     state = jax.tree.map(filled, runner.state)
     runner.replace_state(state)
-    yield behind_dummies(state)
+    yield beyond_dummies(state)
 
 
 @dataclass(frozen=True)
@@ -310,5 +310,5 @@ def test_a_whole_step_interpreted_is_what_it_is_compiled(name: str) -> None:
                 )
         state, output = found
         np.testing.assert_array_equal(output, expected[1])
-        for own, other in zip(behind_dummies(state), behind_dummies(expected[0]), strict=True):
+        for own, other in zip(beyond_dummies(state), beyond_dummies(expected[0]), strict=True):
             np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)

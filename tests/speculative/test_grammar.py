@@ -197,8 +197,8 @@ BIAS = {"logit_bias": ((7, 5.0), (9, 6.0), (11, 4.0))}
 
 def reasoning(i: int, **sampling: Any) -> Request:
     request = constrained(i, INNER, max_new_tokens=40, **BIAS, **sampling)
-    behind = ReasoningFirst(INNER, Mark("</think>", THINKING), opens=None)
-    return dataclasses.replace(request, grammar=behind)
+    after = ReasoningFirst(INNER, Mark("</think>", THINKING), opens=None)
+    return dataclasses.replace(request, grammar=after)
 
 
 def test_a_grammar_begins_where_reasoning_ends_inside_a_tree_too() -> None:
@@ -218,13 +218,13 @@ def test_a_grammar_begins_where_reasoning_ends_inside_a_tree_too() -> None:
             for n in range(1, len(ids) + 1)
             if b"</think>" in b"".join(THINKING[token_id] for token_id in ids[:n])
         ]
-        behind, state = ids[ends[0] :], 0
-        for count, token_id in enumerate(behind):
+        after, state = ids[ends[0] :], 0
+        for count, token_id in enumerate(after):
             assert INNER.allowed(state, count)[token_id]
             state = INNER.next_state(state, token_id)
         # Emitted so far after each step; the mark's last id strictly inside a step.
         edges = np.cumsum([1, *(n + 1 for n in accepted)])
-        num_inside += ends[0] not in edges and behind != ()
+        num_inside += ends[0] not in edges and after != ()
     assert num_inside
 
 

@@ -449,7 +449,7 @@ def test_the_bundled_target_has_layers_in_a_directory_of_their_own() -> None:
     assert named.bundled_draft is None
 
 
-def test_mimo_7b_is_qwen2_with_a_layer_behind(tmp_path: Path) -> None:
+def test_mimo_7b_is_qwen2_with_one_layer_more(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIMO_7B))
     spec = load_model_spec(tmp_path)
     as_qwen2 = MIMO_7B | {"architectures": ["Qwen2ForCausalLM"]}

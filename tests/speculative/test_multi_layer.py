@@ -277,7 +277,7 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
     ],
     ids=str,
 )
-def test_the_pool_law_holds_behind_a_scheduler(name: str, shape: tuple[int, int, int]) -> None:
+def test_the_pool_law_holds_under_a_scheduler(name: str, shape: tuple[int, int, int]) -> None:
     """Rows come and go, a pool too small for all retracts and fills again; then each layer's rows
     of the one that ends last are those of a prefill of its whole text."""
     compiled = engine(name, shape)

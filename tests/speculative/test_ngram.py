@@ -58,7 +58,7 @@ def ngram(num_steps: int, topk: int, nodes: int) -> SpeculativeConfig:
 
 
 def history_of(*rows: list[int]) -> tuple[jax.Array, jax.Array]:
-    """(history, L): each row's ids, its last one the root, UNKNOWN behind it."""
+    """(history, L): each row's ids, its last one the root, UNKNOWN after it."""
     history = np.full((len(rows), WIDTH), UNKNOWN, np.int32)
     for r, ids in enumerate(rows):
         history[r, : len(ids)] = ids

@@ -112,7 +112,7 @@ def test_a_guess_that_overflows_changes_no_text(decoy: int) -> None:
     assert all(served.counters.accept_histogram)
 
 
-def test_pages_are_reused_behind_a_tenant_that_overflowed() -> None:
+def test_pages_are_reused_after_a_tenant_that_overflowed() -> None:
     """A pool with room for one request at a time: the second gets the first one's pages."""
     requests = [request_with(1, IS_NAN), request_with(2, None), request_with(3, None)]
     texts = [alone(request) for request in requests]

@@ -1,6 +1,6 @@
 """Text with the prefix cache is text without: for every way of drafting, whatever was cached.
 
-And speculation is as good behind a cached prefix as behind a computed one: the same drafts are
+And speculation is as good after a cached prefix as after a computed one: the same drafts are
 accepted, and the same numbers are in the draft's pages.
 """
 
@@ -171,7 +171,7 @@ def ids_of(chunks: list[StreamChunk]) -> tuple[int, ...]:
 
 
 def next_turn(before: Request, said: tuple[int, ...], *, turn: int) -> Request:
-    """The same conversation, and something new behind it."""
+    """The same conversation, and something new after it."""
     new = make_request(0, prompt_len=5, seed=900 + turn).prompt_ids
     return dataclasses.replace(before, prompt_ids=(*before.prompt_ids, *said, *new))
 
@@ -322,7 +322,7 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["plain", "chain"])
 def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -> None:
-    """A prompt that ends at a page's edge, and one that goes on otherwise behind it."""
+    """A prompt that ends at a page's edge, and one that goes on otherwise after it."""
     compiled = engine(kind)
     size = compiled.limits.page_size
     session = Session(compiled)

@@ -192,8 +192,8 @@ async def _first_chunks(view: ViewRunner) -> None:
     await loop.close()
 
 
-def test_what_nobody_wrote_stays_unread_behind_an_end() -> None:
-    """NaN in both pools: rounds behind an end read past what was written, and spoil no row."""
+def test_what_nobody_wrote_stays_unread_after_an_end() -> None:
+    """NaN in both pools: rounds after an end read past what was written, and spoil no row."""
     requests = six_requests()
     expected = [plain_ids(request) for request in requests]
     runner = chain_engine().runner(dial=dial_for(requests, expected))

@@ -111,7 +111,7 @@ def check_identity(setting: Setting, *, depth: int, batch: int, num_tokens: int)
     assert (served.num_leaked_pages, served.num_free_pages) == (0, compiled.limits.num_pages)
     assert all(shapes.used.values()), shapes.used
     told, own = told_by_plans(compiled, served), served.counters
-    # Rows run on behind their end in steps that were in flight: nobody counts those.
+    # Rows run on after their end in steps that were in flight: nobody counts those.
     assert 0 < own.verify_ct <= told.verify_ct
     assert own.verify_ct == sum(own.accept_histogram)
     assert own.num_proposed <= told.num_proposed

@@ -56,7 +56,7 @@ def engine(kind: str) -> Compiled:
     return build(spec, page_size=PAGE_SIZE, dial=False, variants=variants, ops=ops, sharing=SHARING)
 
 
-def prompts_behind(prefixes: list[int], *, seed: int) -> list[Request]:
+def prompts_after(prefixes: list[int], *, seed: int) -> list[Request]:
     """Request i begins with 132 tokens of prefixes[i], 3 of which every prefix has."""
     rng = np.random.default_rng(seed)
     requests = []
@@ -78,8 +78,8 @@ def prompts_behind(prefixes: list[int], *, seed: int) -> list[Request]:
 @pytest.mark.parametrize("retract_after", [None, 9])
 def test_what_rows_share_is_in_their_leaders_pages(kind: str, retract_after: int | None) -> None:
     session = Session(engine(kind), overlap_depth=2)
-    session.serve(prompts_behind([0, 1], seed=1))  # their pages are cached from here on
-    requests = prompts_behind([0, 0, 1, 2, 0, 1, 0], seed=2)
+    session.serve(prompts_after([0, 1], seed=1))  # their pages are cached from here on
+    requests = prompts_after([0, 0, 1, 2, 0, 1, 0], seed=2)
     chunks = session.serve(requests, retract_after=retract_after)
     assert [ids_of(of_one) for of_one in chunks] == [plain_ids(r) for r in requests]
     told = [plan.shared for plan, _ in session.view.steps if plan.shared]
@@ -92,8 +92,8 @@ def test_little_to_gain_is_not_told() -> None:
     sharing = dataclasses.replace(SHARING, pays_from=5 * UNIT)
     limits = dataclasses.replace(compiled.limits, sharing=sharing)
     session = Session(dataclasses.replace(compiled, limits=limits))
-    session.serve(prompts_behind([0], seed=1))
-    requests = prompts_behind([0, 0, 0], seed=3)
+    session.serve(prompts_after([0], seed=1))
+    requests = prompts_after([0, 0, 0], seed=3)
     chunks = session.serve(requests)
     assert [ids_of(of_one) for of_one in chunks] == [plain_ids(r) for r in requests]
     assert not any(plan.shared for plan, _ in session.view.steps)

@@ -35,8 +35,8 @@ def children_order(parents: list[int]) -> tuple[list[int], list[int]]:
     """(first child, next sibling) of each node, -1 for none: the tree as SGLang writes it."""
     nodes = range(len(parents))
     first = [next((j for j in nodes if parents[j] == i), -1) for i in nodes]
-    behind = [[j for j in nodes if j > i > 0 and parents[j] == parents[i]] for i in nodes]
-    return first, [later[0] if later else -1 for later in behind]
+    after = [[j for j in nodes if j > i > 0 and parents[j] == parents[i]] for i in nodes]
+    return first, [later[0] if later else -1 for later in after]
 
 
 def golden_levels(golden: dict[str, Any]) -> tuple[Level, ...]:

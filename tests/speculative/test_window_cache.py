@@ -1,4 +1,4 @@
-"""A target with windows behind a cached prefix: the text, the accepted drafts and the numbers in
+"""A target with windows after a cached prefix: the text, the accepted drafts and the numbers in
 the pages are those of an engine that computes everything.
 
 What that engine writes is compared with a dense forward in `test_windows.py`.

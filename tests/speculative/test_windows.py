@@ -186,7 +186,7 @@ def test_the_text_is_that_of_a_dense_forward(
 def test_a_draft_with_windows_reads_its_own_pages() -> None:
     """A target that drafts for itself is always right, but for what a row's end cuts.
 
-    Also behind the prompt of 20 tokens, which ends at a page's edge: the page of the root's row,
+    Also after the prompt of 20 tokens, which ends at a page's edge: the page of the root's row,
     which the draft writes at once, comes with the last chunk.
     """
     served = run("itself", SOME, overlap_depth=1, chunk_size=8)
@@ -197,7 +197,7 @@ def test_a_draft_with_windows_reads_its_own_pages() -> None:
     ("name", "windows"),
     [("plain", ALL_LAYERS), pytest.param("tree", SOME, marks=pytest.mark.slow)],
 )
-def test_a_next_turn_begins_behind_the_first_and_says_the_same(
+def test_a_next_turn_begins_after_the_first_and_says_the_same(
     name: str, windows: tuple[int | None, ...]
 ) -> None:
     """In the same few pages; `test_window_cache.py` looks closer."""

@@ -115,7 +115,7 @@ def test_accept_compact_advance(
     assert page.tolist() == [1, 2, 2][:num_emitted] + [0] * (3 - num_emitted)
     assert offset.tolist()[:num_emitted] == [3, 0, 1][:num_emitted]
 
-    # L' and root'; the level-1 candidates behind root' have the token position after it
+    # L' and root'; the level-1 candidates after root' have the token position after it
     next_len = L + num_emitted
     assert shapes.target_position(next_len, 0) == L + num_emitted  # root' at 10 in the first case
     assert shapes.chosen_position(next_len, 0) == L + num_emitted + 1

@@ -90,8 +90,8 @@ def test_every_node_is_told_what_may_follow_its_own_path(
     for _ in range(2):  # and the state is where it was
         masks = [allowed_ids(row) for row in filled(state, tokens, parents, vocab_size)]
         paths = {0: (), 1: (x,), 3: (y,), 5: (y, y)}
-        for node, behind in paths.items():
-            assert masks[node] == root_of(grammars, given, (*path, *behind), vocab_size)
+        for node, after in paths.items():
+            assert masks[node] == root_of(grammars, given, (*path, *after), vocab_size)
         everything = set(range(num_words(vocab_size) * 32))
         assert all(masks[node] == everything for node in (2, 4, 6))  # nobody comes there
     assert {x, y} <= masks[0]

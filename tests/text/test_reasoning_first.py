@@ -1,4 +1,4 @@
-"""A grammar behind reasoning: each node of a tree is judged by its own path."""
+"""A grammar after reasoning: each node of a tree is judged by its own path."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def legal(*ids: int) -> int:
 
 
 @pytest.mark.parametrize("before", [(), (20,), (1, 1), (20, 1, 2, 20)])
-def test_nodes_behind_the_mark_on_their_own_path_are_masked_and_no_others(
+def test_nodes_after_the_mark_on_their_own_path_are_masked_and_no_others(
     before: tuple[int, ...],
 ) -> None:
     state = grammar().begin()

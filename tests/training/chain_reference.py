@@ -49,7 +49,7 @@ def chain_logits(
     aux: jax.Array,
     drafts: list[int],
 ) -> list[jax.Array]:
-    """Logits [U] behind the last committed pair and behind each draft.
+    """Logits [U] after the last committed pair and after each draft.
 
     committed_ids: x_0..x_{t+1}; aux [t + 1, A]: features of x_0..x_t, so the rows 0..t are real.
     """

@@ -105,7 +105,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
-    """`moe` of a layer, under gpt-oss's names behind `mlp.`. size: E."""
+    """`moe` of a layer, under gpt-oss's names after `mlp.`. size: E."""
     assert isinstance(spec, MoESpec)
     X, inner = spec.num_experts, spec.inner
     declared = (

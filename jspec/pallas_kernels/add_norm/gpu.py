@@ -1,4 +1,4 @@
-"""The residual add and the RMSNorm behind it, in one pass over a row, for NVIDIA GPUs (Triton).
+"""The residual add and the RMSNorm after it, in one pass over a row, for NVIDIA GPUs (Triton).
 
 One program a row: it reads x and delta once, keeps their sum in registers, writes the sum and its
 norm. XLA spends two or three kernels on the same; where it has split the product before into

@@ -5,7 +5,7 @@
     rows.cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
 
 Queries lie packed, row after row, unless `queries_per_row` R is given: then row b's queries are
-q[b * R], ..., and those behind its length are padding, whose K and V go to the dummy page.
+q[b * R], ..., and those after its length are padding, whose K and V go to the dummy page.
 
 Which keys query j of row b sees:
   - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);

@@ -4,7 +4,7 @@ One program of the grid serves one row, one kv head, up to 64 packed queries (gr
 of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
 into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
 softmax in float32 registers. Shares are merged by a small second kernel (gpu_merge.py);
-one that is a row's whole keys is written to its place in the result, and nothing runs behind it.
+one that is a row's whole keys is written to its place in the result, and nothing runs after it.
 
     splits     shares of a row's keys, so that few rows still fill the chip
     consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
@@ -12,7 +12,7 @@ one that is a row's whole keys is written to its place in the result, and nothin
                "producer": one more warpgroup does nothing but issue copies
 
 The mask is bits (block_plan.py), read only in the row's last blocks; blocks before them are seen
-whole, but for a window's lower bound. The slots behind the last written row may hold anything, NaN
+whole, but for a window's lower bound. The slots after the last written row may hold anything, NaN
 included: their scores are replaced and their V rows zeroed in shared memory, so that garbage never
 reaches a product.
 
@@ -91,7 +91,7 @@ class Shape:
     scale: float
     soft_cap: float | None
     windowed: bool
-    in_parts: bool  # what it gives is merged behind it, though it may be one part
+    in_parts: bool  # what it gives is merged after it, though it may be one part
     interpreted: bool
 
     @property
@@ -377,7 +377,7 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
-    """Page ids of a block. Pages behind the last written one are that one again: always loaded,
+    """Page ids of a block. Pages after the last written one are that one again: always loaded,
     never seen, so that every block is the same number of bytes and no index is out of bounds."""
     last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
     first = lax.div(block * shape.tuning.block_tokens, shape.page_size)

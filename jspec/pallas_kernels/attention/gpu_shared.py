@@ -117,7 +117,7 @@ def attend_shared(
         interpreted=interpret,
         **fixed,
     )
-    plan = _behind_prefix(
+    plan = _after_prefix(
         block_plan.plan_blocks(
             rows, queries_per_row=queries_per_row, group=group, window=None, block_tokens=block
         ),
@@ -166,8 +166,8 @@ def attend_shared(
     ).astype(q.dtype)
 
 
-def _behind_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockPlan:
-    """A plan whose rows begin behind what their pack reads."""
+def _after_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockPlan:
+    """A plan whose rows begin after what their pack reads."""
     keys = jnp.take(packs.num_keys, packs.pack_of, mode="clip")
     first = jnp.where(packs.pack_of >= 0, keys // block_tokens, plan.bounds[:, 0])
     first = jnp.minimum(first, plan.bounds[:, 1])

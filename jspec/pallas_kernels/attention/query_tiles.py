@@ -1,7 +1,7 @@
 """How queries lie for the Hopper kernel of rows: by row and kv head, then query and group member.
 
 The rows of one warpgroup matrix product are group x R queries of one kv head, so these lie side by
-side: [B * G, tiles * stored, D]. What is behind the last one is padding, up to 8 rows or, with more
+side: [B * G, tiles * stored, D]. What is after the last one is padding, up to 8 rows or, with more
 than one tile, up to 64: it may hold anything, since its results are dropped.
 
 In:  B = 1, R = 2, H = 4, G = 2

@@ -65,7 +65,7 @@ def attend_rows(
     """(out[T, H, D], kv_pages'): writes k_new and v_new [T, G, *], then attends.
 
     See contract.py for shapes and masks. T = B * queries_per_row. Donate kv_pages: it is
-    updated in place. What lies behind a row's length is written nowhere and gives finite values.
+    updated in place. What lies after a row's length is written nowhere and gives finite values.
     `interpret` runs the same kernel on a CPU, for tests. Raises ValueError at trace time for what
     the kernel does not do.
     """

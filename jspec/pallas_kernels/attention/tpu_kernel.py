@@ -239,7 +239,7 @@ def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -
     """Moves the producer to the next row that has blocks left, or to last_row."""
 
     def is_finished(row: jax.Array) -> jax.Array:
-        # Short-circuit by index: last_row itself may lie behind the arrays.
+        # Short-circuit by index: last_row itself may lie after the arrays.
         there = jnp.minimum(row, last_row - 1)
         return (row < last_row) & (refs.state[BLOCK] >= _blocks_of(plan, refs, there)[1])
 

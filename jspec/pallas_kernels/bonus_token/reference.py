@@ -1,4 +1,4 @@
-"""Gathering what a verification emits: the accepted path and the bonus token behind it.
+"""Gathering what a verification emits: the accepted path and the bonus token after it.
 
 Arrays stay two-dimensional, by node [B, N] or by path [B, M]; there is no stride to get wrong.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 def gather_path(
     values: Int[Array, "B N"], node_path: Int[Array, "B M"], num_accepted: Int[Array, "B"]
 ) -> Int[Array, "B M"]:
-    """values[b, node_path[b, i]] for i <= num_accepted[b], and 0 behind.
+    """values[b, node_path[b, i]] for i <= num_accepted[b], and 0 after.
 
     In:  values = [[11, 12, 13, 14]], node_path = [[0, 1, 3]], num_accepted = [1]
     Out: [[11, 12, 0]]
@@ -35,7 +35,7 @@ def gather_emitted(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """(emitted ids, bonus token, hidden rows along the path), 0 behind each path.
+    """(emitted ids, bonus token, hidden rows along the path), 0 after each path.
 
     What a settled verification hands on, all at once; `bonus_token_tpu` does it in one launch.
     """

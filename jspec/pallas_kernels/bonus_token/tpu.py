@@ -33,7 +33,7 @@ class _RowPlan(NamedTuple):
     """
 
     source: Any  # row of hidden seen as [B * N, A]
-    valid: Any  # 1 on the path, 0 behind it
+    valid: Any  # 1 on the path, 0 after it
     place: Any  # which of its output tile's fetched tiles holds the row
     fetches: Any  # 1 if this row is the first that needs its tile
 
@@ -46,7 +46,7 @@ def gather_emitted(
     *,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """(emitted ids, bonus token, hidden rows along the path), 0 behind each path.
+    """(emitted ids, bonus token, hidden rows along the path), 0 after each path.
 
     `interpret` runs the same kernel on a CPU, for tests.
     """
@@ -92,7 +92,7 @@ def gather_emitted(
 def _plan_rows(node_path: jax.Array, num_accepted: jax.Array, *, nodes: int) -> _RowPlan:
     """Row q = b * M + i of the output is node_path[b, i] of row b.
 
-    What lies behind a path points at the path's last node, so that it fetches nothing.
+    What lies after a path points at the path's last node, so that it fetches nothing.
 
     In:  N = 16, node_path = [[0, 1, 9, -1], [0, -1, -1, -1]], num_accepted = [2, 0]
     Out: source = [0 1 9 9, 16 16 16 16], valid = [1 1 1 0, 1 0 0 0]

@@ -28,7 +28,7 @@ def path_moves(
 ]:
     """((from page, offset), (to page, offset), valid) of nodes 1.. of each path, [B, M - 1].
 
-    What is not valid, behind num_accepted, goes from the dummy page to the dummy page.
+    What is not valid, after num_accepted, goes from the dummy page to the dummy page.
     """
     batch, num_path = node_path.shape
     step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
@@ -50,7 +50,7 @@ def flat_moves(
 ) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
     """(source, target, moves), i32[B, M - 1]: rows of a pool seen as [NP * S, 2G, D].
 
-    `moves` is 0 for what lies behind the path, is in its place already or would go to page 0.
+    `moves` is 0 for what lies after the path, is in its place already or would go to page 0.
 
     In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
     Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
@@ -88,7 +88,7 @@ def compact_path(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> Float[Array, "NP S G2 D"]:
-    """Moves the KV of the accepted nodes to the slots right behind the root.
+    """Moves the KV of the accepted nodes to the slots right after the root.
 
     Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All rows are read before any is
     written, so an overlap of sources and destinations cannot matter.

@@ -41,7 +41,7 @@ def compact_paths(
 
     kv: pools [NP, S, 2G, D], one a layer; those of one shape share a launch. Pools of a width other
     than 128 lanes lie otherwise in memory than the kernel wants them, and XLA copies them before it
-    and behind. `interpret` runs the same kernel on a CPU, for tests.
+    and after. `interpret` runs the same kernel on a CPU, for tests.
     """
     if node_path.shape[1] == 1:
         return kv

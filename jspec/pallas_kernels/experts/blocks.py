@@ -1,7 +1,7 @@
 """Blocks of (token, expert) pairs: what a grid of programs works through, expert by expert.
 
 A block holds up to `tile_m` pairs of one expert, so that it reads one expert's weights. Every
-expert's pairs start a block of their own, and a block's rows lie at block * tile_m: the rows behind
+expert's pairs start a block of their own, and a block's rows lie at block * tile_m: the rows after
 its last pair are padding, which nobody writes and nobody reads.
 """
 

@@ -96,7 +96,7 @@ def packed_products(
 
     zeros = tuple(jnp.zeros((row.shape[0], c.shape[0]), jnp.float32) for c in columns)
     first = [scales_at(expert * 0 + i) for i in range(unrolled)]
-    rounds = -(-num_groups // unrolled)  # behind the last group every input is outside
+    rounds = -(-num_groups // unrolled)  # after the last group every input is outside
     sums, _ = lax.fori_loop(0, rounds, add, (zeros, first))
     whole: tuple[jax.Array, ...] = sums
     return whole

@@ -22,7 +22,7 @@ def run_experts(
     *,
     gate: Gate,
 ) -> Float[Array, "T E"]:
-    """sum_j weights[t, j] * expert_{ids[t, j]}(x[t]) without the bias behind `down`.
+    """sum_j weights[t, j] * expert_{ids[t, j]}(x[t]) without the bias after `down`.
 
     params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one. What is
     packed is unpacked first. The (token, expert) pairs are sorted by expert, stably, so that equal

@@ -353,8 +353,8 @@ def _consume(
     rows = tuning.rows_per_consumer
     own = pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
-    def multiply(turn: Any, behind: Callable[[int], None] | None = None) -> jax.Array:
-        """The sums of a tile, rounded; behind(i) runs while the product of step i does."""
+    def multiply(turn: Any, meanwhile: Callable[[int], None] | None = None) -> jax.Array:
+        """The sums of a tile, rounded; meanwhile(i) runs while the product of step i does."""
         first = turn * k_tiles
 
         def accumulate(acc: Any) -> jax.Array:
@@ -372,12 +372,12 @@ def _consume(
                 if not isinstance(k, int) or k > 0:
                     plgpu.barrier_arrive(empty.at[lax.rem(position - 1, tuning.num_stages)])
 
-            head = 1 if behind is None else min(plan.pieces, k_tiles)
+            head = 1 if meanwhile is None else min(plan.pieces, k_tiles)
             for k in range(head):
                 step(k)
-                if behind is not None:
+                if meanwhile is not None:
                     for piece in range(k * plan.pieces // head, (k + 1) * plan.pieces // head):
-                        behind(piece)
+                        meanwhile(piece)
             each(head, k_tiles, step)
             return acc[...]
 
@@ -390,11 +390,11 @@ def _consume(
         _write(plan, out, staged, plan.place(block, turn), sums, piece)
 
     def tile(turn: jax.Array, sums: jax.Array) -> jax.Array:
-        behind = partial(write, turn - 1, sums)
+        meanwhile = partial(write, turn - 1, sums)
         if tuning.overlaps:
-            return multiply(turn, behind)
+            return multiply(turn, meanwhile)
         for piece in range(plan.pieces):
-            behind(piece)
+            meanwhile(piece)
         return multiply(turn)
 
     sums = lax.fori_loop(1, turns, tile, multiply(0))
@@ -411,7 +411,7 @@ def _write(
     sums: jax.Array,
     piece: int,
 ) -> None:
-    """One piece of a tile's results: staged in shared memory, the copy going on behind."""
+    """One piece of a tile's results: staged in shared memory, the copy goes on meanwhile."""
     tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece

@@ -42,7 +42,7 @@ def rotate(
 ) -> Float[Array, "*b H D"]:
     """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype.
 
-    Of a head wider than its angles turn, the numbers behind stay as they are.
+    Of a head wider than its angles turn, the numbers after those stay as they are.
     """
     half = cos.shape[-1]
     if 2 * half < x.shape[-1]:

@@ -16,7 +16,7 @@ outside: all keys are read from the pool. What the kernel does:
   - With `takes_turns` one consumer multiplies while the other is in its softmax.
   - Queries and results are read and written where they lie: nothing is transposed.
 
-Slots behind the last written row may hold anything, NaN included: their scores are replaced and
+Slots after the last written row may hold anything, NaN included: their scores are replaced and
 their V rows zeroed in shared memory by the first consumer, so that garbage reaches no product.
 
 It knows nothing about tail masks, float32 pools or how K and V are written. Rounding: P is cast to
@@ -378,7 +378,7 @@ def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
     @pl.loop(task.first_row, task.last_row)
     def _row(row: Any) -> None:
         walk = _walk_of(refs, task, row)
-        # Pages behind the last written one are that one again: always loaded, never seen, so that
+        # Pages after the last written one are that one again: always loaded, never seen, so that
         # every block is the same number of bytes and no index is out of bounds.
         last_page = lax.max(lax.div(walk.keys - 1, shape.page_size), 0)
 

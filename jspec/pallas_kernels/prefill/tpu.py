@@ -1,4 +1,4 @@
-"""Paged attention for packed prefill on a TPU (Mosaic TPU): many rows, one behind the other.
+"""Paged attention for packed prefill on a TPU (Mosaic TPU): many rows, one after the other.
 
 The packed layout of attention/contract.py without a tail mask. What the kernel does:
 
@@ -88,7 +88,7 @@ class _Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refs:
-    """The kernel's arrays. New tokens are stream number `batch`, behind the rows' own."""
+    """The kernel's arrays. New tokens are stream number `batch`, after the rows' own."""
 
     cu: Ref  # i32[B + 1]
     prefix: Ref  # i32[B]

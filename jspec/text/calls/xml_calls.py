@@ -28,7 +28,7 @@ _NAME = re.compile(r"[^<>\n]+")
 class XmlMarks:
     """A format. open: a call. head, key: up to a call's name, and up to a value, with NAME in them.
 
-    value_end, call_end: behind a value, and the arguments. close: what may stand behind those.
+    value_end, call_end: after a value, and the arguments. close: what may stand after those.
     """
 
     open: str
