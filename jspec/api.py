@@ -40,8 +40,8 @@ from jspec.engine.served_weights import ServedWeights
 from jspec.models.checkpoint import load_sampling_defaults
 from jspec.scheduler.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.engine_calls import EngineCalls
-from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.loop import EngineLoop, TraceEvent
+from jspec.scheduler.loop_thread import LoopThread
 from jspec.scheduler.request_trace import RequestTrace
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shape_choice import ShapeChooser
@@ -85,7 +85,7 @@ class Engine(EngineCalls):
                 trace=trace,
                 queue_time_limit=self.args.queue_time_limit,
             )
-        self._home = HomeLoop()
+        self._loop_thread = LoopThread()
         if isinstance(self._runner, ProcessRunner):
             self._runner.watch(self._on_process_end)
         self.startup_seconds = time.monotonic() - started
@@ -136,9 +136,9 @@ class Engine(EngineCalls):
 
     def _on_process_end(self, why: str) -> None:
         """On a thread that watches the process."""
-        self._home.start_thread()
+        self._loop_thread.start_thread()
         with suppress(EngineClosedError):  # we end, too
-            self._home.run(self._home.ask(lambda: self._loop.runner_ended(why)))
+            self._loop_thread.run(self._loop_thread.ask(lambda: self._loop.runner_ended(why)))
 
     @functools.cached_property
     def profiler(self) -> Profiler | ProcessProfiler:
@@ -310,12 +310,12 @@ class Engine(EngineCalls):
 
     async def abort(self, request_id: str) -> bool:
         """Ends one request; its stream gets a last chunk. False if there is no such request."""
-        return await self._home.ask(lambda: self._loop.abort(request_id))
+        return await self._loop_thread.ask(lambda: self._loop.abort(request_id))
 
     async def abort_all(self) -> int:
         """Ends every request; returns how many."""
         loop = self._loop
-        return await self._home.ask(lambda: sum(map(loop.abort, loop.request_ids)))
+        return await self._loop_thread.ask(lambda: sum(map(loop.abort, loop.request_ids)))
 
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plans no further step until `continue_generation`; requests are taken, and wait.
@@ -327,7 +327,7 @@ class Engine(EngineCalls):
 
     async def continue_generation(self) -> None:
         """Goes on where it was paused; nothing if it was not."""
-        await self._home.ask(self._loop.resume)
+        await self._loop_thread.ask(self._loop.resume)
 
     @property
     def is_paused(self) -> bool:
@@ -350,18 +350,18 @@ class Engine(EngineCalls):
 
     async def close(self) -> None:
         """Ends every stream with EngineClosedError and waits for the device."""
-        if self._home.is_running or not self._home.is_started:
+        if self._loop_thread.is_running or not self._loop_thread.is_started:
             with suppress(EngineClosedError):  # somebody else ends it at this moment
-                await self._home.call(self._loop.close())
-            self._home.stop_soon()
+                await self._loop_thread.call(self._loop.close())
+            self._loop_thread.stop_soon()
 
     def shutdown(self) -> None:
         """As close, for synchronous callers; has ended the engine's thread when it returns."""
-        self._home.start_thread()  # an engine that was never used is closed as well
-        if self._home.is_running:
+        self._loop_thread.start_thread()  # an engine that was never used is closed as well
+        if self._loop_thread.is_running:
             with suppress(EngineClosedError):  # somebody else ends it at this moment
-                self._home.run(self._loop.close())
-        self._home.stop()
+                self._loop_thread.run(self._loop.close())
+        self._loop_thread.stop()
 
     def __enter__(self) -> Engine:
         return self

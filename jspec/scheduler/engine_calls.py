@@ -22,8 +22,8 @@ from jspec.scheduler import budget
 from jspec.scheduler.batch_progress import BatchProgress
 from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.gathering import run_all
-from jspec.scheduler.home import EngineStream
 from jspec.scheduler.live_weights import LiveWeights
+from jspec.scheduler.loop_thread import EngineStream
 from jspec.scheduler.stats import SchedulerStats
 from jspec.text.intake import Intake, LogprobOptions, Params, PromptSource, in_list
 from jspec.text.scoring import ScoreCall, label_names, watched_of
@@ -71,8 +71,8 @@ class EngineCalls(LiveWeights, ABC):
         max_unread: chunks of one that may lie unread; then it is aborted. None: any number.
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
-        streams = await self._home.call(self._submit(requests, max_unread))
-        return tuple(EngineStream(self._home, stream) for stream in streams)
+        streams = await self._loop_thread.call(self._submit(requests, max_unread))
+        return tuple(EngineStream(self._loop_thread, stream) for stream in streams)
 
     async def _submit(
         self, requests: Sequence[Request], max_unread: int | None
@@ -213,7 +213,7 @@ class EngineCalls(LiveWeights, ABC):
             ]
             requests = [request for each in made for request in each]
             for first in range(0, len(requests), bound):
-                await self._home.call(self._check(requests[first : first + bound]))
+                await self._loop_thread.call(self._check(requests[first : first + bound]))
 
     async def _requests_of(
         self, calls: Sequence[PromptSource], left: list[int]
@@ -289,12 +289,14 @@ class EngineCalls(LiveWeights, ABC):
         **logprobs: Unpack[LogprobOptions],
     ) -> Any:
         """As async_generate, but waits; an iterator if `stream`."""
-        self._home.start_thread()
+        self._loop_thread.start_thread()
         if stream:
             events = self._streamed(prompt, sampling_params, input_ids, **logprobs)
-            return self._home.iterate(events)
+            return self._loop_thread.iterate(events)
         options: Any = {"progress": progress, "return_exceptions": return_exceptions, **logprobs}
-        return self._home.run(self.async_generate(prompt, sampling_params, input_ids, **options))
+        return self._loop_thread.run(
+            self.async_generate(prompt, sampling_params, input_ids, **options)
+        )
 
     def _streamed(
         self,
@@ -347,9 +349,9 @@ class EngineCalls(LiveWeights, ABC):
         item_first: bool = False,
     ) -> list[list[float]]:
         """As async_score, but waits."""
-        self._home.start_thread()
+        self._loop_thread.start_thread()
         options = {"apply_softmax": apply_softmax, "item_first": item_first}
-        return self._home.run(self.async_score(query, items, label_token_ids, **options))
+        return self._loop_thread.run(self.async_score(query, items, label_token_ids, **options))
 
     def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
         """The ids of a text, or of each text of a list, as a prompt has them."""
@@ -369,12 +371,12 @@ class EngineCalls(LiveWeights, ABC):
 
     async def async_flush_cache(self) -> bool:
         """Empties the prefix cache. False, and nothing happens, while requests are there."""
-        return await self._home.ask(self._loop.flush_cache)
+        return await self._loop_thread.ask(self._loop.flush_cache)
 
     def flush_cache(self) -> bool:
         """As async_flush_cache, but waits."""
-        self._home.start_thread()
-        return self._home.run(self.async_flush_cache())
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(self.async_flush_cache())
 
 
 def _prompt_call(prompt: str | tuple[int, ...], sampling: SamplingParams) -> PromptSource:

@@ -16,8 +16,8 @@ from typing import Any
 from jspec.core.errors import ConfigError, RequestError, shown
 from jspec.core.protocols import Weights
 from jspec.core.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
-from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.loop import EngineLoop
+from jspec.scheduler.loop_thread import LoopThread
 
 SUCCESS = "Succeeded to update model weights."  # SGLang's words
 POLL_SECONDS = 0.005
@@ -31,7 +31,7 @@ class LiveWeights:
     one after the other. One that fails changes nothing, and its error names all that is wrong.
     """
 
-    _home: HomeLoop
+    _loop_thread: LoopThread
     _loop: EngineLoop
     _weights: Weights
 
@@ -48,8 +48,8 @@ class LiveWeights:
 
     def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
         """As async_update_weights_from_disk, but waits."""
-        self._home.start_thread()
-        return self._home.run(self.async_update_weights_from_disk(model_path, **options))
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(self.async_update_weights_from_disk(model_path, **options))
 
     async def async_update_weights_from_disk(
         self,
@@ -105,8 +105,10 @@ class LiveWeights:
         self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], **options: Any
     ) -> dict[str, Any]:
         """As async_update_weights_from_tensor, but waits."""
-        self._home.start_thread()
-        return self._home.run(self.async_update_weights_from_tensor(named_tensors, **options))
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(
+            self.async_update_weights_from_tensor(named_tensors, **options)
+        )
 
     async def async_update_weights_from_tensor(
         self,
@@ -161,7 +163,7 @@ class LiveWeights:
                 prepared = await asyncio.to_thread(self._weights.prepare, update)
                 return await self._switch(prepared, weight_version, in_flight, keep_pause)
 
-        num_paused = await self._home.call(run())
+        num_paused = await self._loop_thread.call(run())
         return {"success": True, "message": SUCCESS, "num_paused_requests": num_paused}
 
     async def _switch(
@@ -202,8 +204,8 @@ class LiveWeights:
         self, name: str, truncate_size: int = 100, *, selector: str | None = None
     ) -> list[Any]:
         """As async_get_weights_by_name, but waits."""
-        self._home.start_thread()
-        return self._home.run(
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(
             self.async_get_weights_by_name(name, truncate_size, selector=selector)
         )
 
@@ -229,7 +231,7 @@ class LiveWeights:
             async with self._updating:  # an update may be about to delete what is read
                 return await asyncio.to_thread(self._weights.tensor, name, model)
 
-        return await self._home.call(run())
+        return await self._loop_thread.call(run())
 
     async def update_weight_version(
         self, new_version: str, *, abort_all_requests: bool = False
@@ -243,7 +245,7 @@ class LiveWeights:
                 loop.abort(request_id)
             loop.set_weight_version(new_version, renames=True)
 
-        await self._home.ask(rename)
+        await self._loop_thread.ask(rename)
 
 
 def _models(selector: str | None) -> Model | None:

@@ -21,7 +21,7 @@ from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, Re
 from jspec.core.request import Request, SamplingParams
 from jspec.core.response import Completion, LogprobForm
 from jspec.scheduler import budget
-from jspec.scheduler.home import EngineStream
+from jspec.scheduler.loop_thread import EngineStream
 from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.background_checks import BackgroundChecks

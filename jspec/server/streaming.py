@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChunkSource(Protocol):
-    """The chunks of one submitted request (jspec.scheduler.home.EngineStream)."""
+    """The chunks of one submitted request (jspec.scheduler.loop_thread.EngineStream)."""
 
     def __aiter__(self) -> AsyncIterator[StreamChunk]: ...
 

@@ -12,9 +12,9 @@ import pytest
 from jspec.core.config import WindowSpace
 from jspec.core.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
 from jspec.core.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
-from jspec.scheduler.home import HomeLoop
 from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop import EngineLoop, TraceEvent
+from jspec.scheduler.loop_thread import LoopThread
 from jspec.testing.fake_runner import small_limits
 
 from .test_loop import LONG, check_output, make_loop, make_request, read, run, until_idle
@@ -152,7 +152,7 @@ class Holder(LiveWeights):
     """What LiveWeights needs of an engine."""
 
     def __init__(self, loop: EngineLoop, weights: FakeWeights) -> None:
-        self._home = HomeLoop()
+        self._loop_thread = LoopThread()
         self._loop = loop
         self._init_weights(weights)
 
@@ -161,14 +161,14 @@ class Holder(LiveWeights):
         return self._may_submit.is_set()
 
     async def close(self) -> None:
-        await self._home.call(self._loop.close())
-        await asyncio.to_thread(self._home.stop)
+        await self._loop_thread.call(self._loop.close())
+        await asyncio.to_thread(self._loop_thread.stop)
 
-    async def at_home(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def on_the_loop(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async def task() -> Any:
             return await work()
 
-        return await self._home.call(task())
+        return await self._loop_thread.call(task())
 
 
 def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> None:
@@ -192,7 +192,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
             assert weights.switched == [ArrayUpdate(arrays={"x": 1})]
             assert holder.may_submit
 
-        await holder.at_home(wait_for_one)
+        await holder.on_the_loop(wait_for_one)
 
         async def never() -> None:
             stream = loop.submit(make_request("b", max_new_tokens=60))
@@ -203,7 +203,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
             loop.resume()
             await read(stream)
 
-        await holder.at_home(never)
+        await holder.on_the_loop(never)
         await holder.close()
 
     run(main())

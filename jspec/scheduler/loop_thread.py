@@ -1,4 +1,4 @@
-"""Where an engine lives: one event loop, reachable from every other loop and thread.
+"""The event loop of an engine, in a thread of its own, reachable from every other loop and thread.
 
 All that touches the scheduler runs on this loop. Callers elsewhere hand coroutines over and wait.
 """
@@ -17,16 +17,16 @@ from jspec.core.request import StreamChunk
 from jspec.scheduler.chunk_stream import ChunkStream
 
 T = TypeVar("T")
-# Seconds for work to end by itself when the home stops, or once it is cancelled.
+# Seconds for work to end by itself when the loop stops, or once it is cancelled.
 PATIENCE = 5.0
 WOULD_BLOCK = (
-    "this call would block the event loop that the engine lives on; "
+    "this call would block the event loop that the engine runs on; "
     "use async_generate() and `await close()` there"
 )
 
 
-class HomeLoop:
-    """The event loop that an engine lives on, in a background thread of its own.
+class LoopThread:
+    """An event loop in a background thread, on which all of an engine's tasks run.
 
     A caller's loop would end with its asyncio.run, and the engine with it. The thread starts with
     the first call. What is handed over before it is told to stop is done; what comes later is
@@ -37,8 +37,8 @@ class HomeLoop:
         self, *, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     ) -> None:
         self._new_loop = new_loop
-        # Two first callers must find one home. A finaliser may run while its own thread holds
-        # this, and hand over itself: hence reentrant, and never waited for on the home's thread.
+        # Two first callers must find one loop. A finaliser may run while its own thread holds
+        # this, and hand over itself: hence reentrant, and never waited for on the loop's thread.
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -61,16 +61,16 @@ class HomeLoop:
             loop, started = self._new_loop(), threading.Event()
             loop.call_soon(started.set)
             self._thread = threading.Thread(
-                target=_live, args=(loop,), name="jspec-loop", daemon=True
+                target=_run, args=(loop,), name="jspec-loop", daemon=True
             )
             self._thread.start()
             started.wait()
             self._loop = loop
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` at home, from whatever loop the caller is on.
+        """Runs `work` on this loop, from whatever loop the caller is on.
 
-        Raises EngineClosedError if the home is not running any more.
+        Raises EngineClosedError if this loop is not running any more.
         """
         self.start_thread()
         if self._is_here():
@@ -85,7 +85,7 @@ class HomeLoop:
             raise EngineClosedError("the engine's event loop ended during this call") from None
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """Calls a function that does not wait at home, as `call` runs a coroutine."""
+        """Calls a function that does not wait on this loop, as `call` runs a coroutine."""
 
         async def run() -> T:
             return function()
@@ -93,9 +93,9 @@ class HomeLoop:
         return await self.call(run())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` at home and waits; an interrupt of this wait cancels the work.
+        """Runs `work` on this loop and waits; an interrupt of this wait cancels the work.
 
-        Raises EngineClosedError without a running home, RequestError on the home itself.
+        Raises EngineClosedError if the loop is not running, RequestError on its own thread.
         """
         if self._is_here():
             work.close()
@@ -111,7 +111,7 @@ class HomeLoop:
             raise
 
     def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
-        """The items of a generator that runs at home, one by one; closes it at the end."""
+        """The items of a generator that runs on this loop, one by one; closes it at the end."""
         try:
             while True:
                 item = self.run(next_or_none(stream))
@@ -119,7 +119,7 @@ class HomeLoop:
                     return
                 yield item
         finally:
-            # Refused once the home is not running, and if dropped on it: it ends by that.
+            # Refused once the loop is not running, and if dropped on it: it ends by that.
             with contextlib.suppress(EngineClosedError, RequestError):
                 self.run(close_unless_running(stream))
 
@@ -127,7 +127,7 @@ class HomeLoop:
         """Ends the background thread, if it was started, after what was handed over ended.
 
         May be called again, and by several at once: all wait for one end. Raises RequestError on
-        the home itself.
+        its own thread.
         """
         if self._thread is None or self._loop is None:
             return
@@ -137,7 +137,7 @@ class HomeLoop:
         self._thread.join()
 
     def stop_soon(self) -> None:
-        """As `stop`, without waiting for the end; from any thread, the home's too."""
+        """As `stop`, without waiting for the end; from any thread, its own too."""
         if self._loop is None:
             return
         with self._lock:
@@ -151,18 +151,18 @@ class HomeLoop:
             self._ending = asyncio.ensure_future(_drain_and_stop())
 
     def _is_here(self) -> bool:
-        """Whether this is the home's own thread, which must not wait for itself."""
+        """Whether this is the loop's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        """Starts `work` at home, from elsewhere. Raises EngineClosedError if none is taken."""
+        """Starts `work` on this loop, from elsewhere. Raises EngineClosedError if none is taken."""
         with self._lock:
-            home = self._loop
-            if home is not None and home.is_running() and not self._is_stopping:
+            loop = self._loop
+            if loop is not None and loop.is_running() and not self._is_stopping:
                 with contextlib.suppress(RuntimeError):  # it was closed just now
-                    future = asyncio.run_coroutine_threadsafe(work, home)
+                    future = asyncio.run_coroutine_threadsafe(work, loop)
                     # Closed by now, also by a finaliser's stop: then it is done, or never will be.
-                    if future.done() or not home.is_closed():
+                    if future.done() or not loop.is_closed():
                         return future
         work.close()
         raise EngineClosedError("the engine's event loop is not running")
@@ -178,7 +178,7 @@ class HomeLoop:
             futures.wait((future,), timeout=PATIENCE)
 
 
-def _live(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
@@ -200,7 +200,7 @@ async def _drain_and_stop() -> None:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     loop = asyncio.get_running_loop()
-    loop.call_soon(loop.stop)  # behind the callbacks that tell callers of tasks done just now
+    loop.call_soon(loop.stop)  # after the callbacks that tell callers of tasks done just now
 
 
 class EngineStream(AsyncIterator[StreamChunk]):
@@ -209,8 +209,8 @@ class EngineStream(AsyncIterator[StreamChunk]):
     Closing it, or dropping the last reference to it, aborts the request unless it is finished.
     """
 
-    def __init__(self, home: HomeLoop, stream: ChunkStream) -> None:
-        self._home = home
+    def __init__(self, loop_thread: LoopThread, stream: ChunkStream) -> None:
+        self._loop_thread = loop_thread
         self._stream = stream
 
     async def __anext__(self) -> StreamChunk:
@@ -229,10 +229,10 @@ class EngineStream(AsyncIterator[StreamChunk]):
 
     async def aclose(self) -> None:
         """May be called twice, and after the engine was closed."""
-        if self._home.is_running:
+        if self._loop_thread.is_running:
             # Shielded: whoever closes is often being cancelled, and the abort must still happen.
             with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
-                await asyncio.shield(self._home.call(self._stream.aclose()))
+                await asyncio.shield(self._loop_thread.call(self._stream.aclose()))
 
 
 async def next_or_none(stream: AsyncIterator[T]) -> T | None:

@@ -1,4 +1,4 @@
-"""The home loop: one for all first callers, reachable from threads, drained before it stops."""
+"""The thread of the loop: one for all first callers, and drained before it stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jspec.core.errors import EngineClosedError, RequestError
-from jspec.scheduler.home import HomeLoop
+from jspec.scheduler.loop_thread import LoopThread
 from tests.interruption import interruption
 
 
@@ -21,16 +21,18 @@ async def loop_id() -> int:
     return id(asyncio.get_running_loop())
 
 
-def test_first_callers_from_many_threads_find_one_home() -> None:
+def test_first_callers_from_many_threads_find_one_loop() -> None:
     for _ in range(40):
-        home = HomeLoop()
+        loop_thread = LoopThread()
         found: list[int] = []
         barrier = threading.Barrier(4)
 
-        def call(home: HomeLoop = home, found: list[int] = found, at: object = barrier) -> None:
+        def call(
+            loop_thread: LoopThread = loop_thread, found: list[int] = found, at: object = barrier
+        ) -> None:
             at.wait()  # type: ignore[attr-defined]
-            home.start_thread()
-            found.append(home.run(loop_id()))
+            loop_thread.start_thread()
+            found.append(loop_thread.run(loop_id()))
 
         threads = [threading.Thread(target=call) for _ in range(4)]
         for thread in threads:
@@ -39,54 +41,54 @@ def test_first_callers_from_many_threads_find_one_home() -> None:
             thread.join()
         assert len(found) == 4
         assert len(set(found)) == 1
-        home.stop()
+        loop_thread.stop()
 
 
 def test_stop_waits_for_what_was_handed_over() -> None:
-    home, done = HomeLoop(), []
-    home.start_thread()
+    loop_thread, done = LoopThread(), []
+    loop_thread.start_thread()
 
     async def slow() -> None:
         for _ in range(20):
             await asyncio.sleep(0.005)
         done.append(True)
 
-    thread = threading.Thread(target=lambda: home.run(slow()))
+    thread = threading.Thread(target=lambda: loop_thread.run(slow()))
     thread.start()
-    while not asyncio.all_tasks(home._loop):
+    while not asyncio.all_tasks(loop_thread._loop):
         pass
-    home.stop()
+    loop_thread.stop()
     thread.join(timeout=5)
     assert done == [True]
     assert not thread.is_alive()
 
 
-def test_a_stopped_home_refuses_calls_and_leaves_nothing_unawaited() -> None:
-    home = HomeLoop()
-    home.start_thread()
-    home.stop()
+def test_a_stopped_loop_refuses_calls_and_leaves_nothing_unawaited() -> None:
+    loop_thread = LoopThread()
+    loop_thread.start_thread()
+    loop_thread.stop()
     with pytest.raises(EngineClosedError, match="not running"):
-        home.run(loop_id())
+        loop_thread.run(loop_id())
     with pytest.raises(EngineClosedError, match="not running"):
-        asyncio.run(home.call(loop_id()))
+        asyncio.run(loop_thread.call(loop_id()))
 
 
-def test_blocking_the_home_from_itself_is_refused() -> None:
-    home = HomeLoop()
+def test_blocking_the_loop_from_itself_is_refused() -> None:
+    loop_thread = LoopThread()
 
     async def block() -> None:
-        home.run(loop_id())
+        loop_thread.run(loop_id())
 
     with pytest.raises(RequestError, match="would block the event loop"):
-        asyncio.run(home.call(block()))
-    home.stop()
+        asyncio.run(loop_thread.call(block()))
+    loop_thread.stop()
 
 
-def test_every_event_loop_finds_the_same_home() -> None:
-    home = HomeLoop()
-    found = [asyncio.run(home.call(loop_id())), asyncio.run(home.call(loop_id()))]
-    assert {*found, home.run(loop_id())} == {id(home._loop)}
-    home.stop()
+def test_every_event_loop_finds_the_same_one() -> None:
+    loop_thread = LoopThread()
+    found = [asyncio.run(loop_thread.call(loop_id())), asyncio.run(loop_thread.call(loop_id()))]
+    assert {*found, loop_thread.run(loop_id())} == {id(loop_thread._loop)}
+    loop_thread.stop()
 
 
 def ends(target: Callable[[], object], *, seconds: float = 10.0) -> bool:
@@ -105,15 +107,19 @@ def ends(target: Callable[[], object], *, seconds: float = 10.0) -> bool:
 @pytest.mark.parametrize("via", ["run", "call"])
 def test_what_is_handed_over_while_it_stops_is_done_or_refused(via: str) -> None:
     for _ in range(6):
-        home = HomeLoop()
-        home.start_thread()
+        loop_thread = LoopThread()
+        loop_thread.start_thread()
         refused: list[bool] = []
 
-        def hand_over(home: HomeLoop = home, refused: list[bool] = refused) -> None:
+        def hand_over(loop_thread: LoopThread = loop_thread, refused: list[bool] = refused) -> None:
             try:
                 while True:
                     work = asyncio.sleep(0, True)
-                    assert home.run(work) if via == "run" else asyncio.run(home.call(work))
+                    assert (
+                        loop_thread.run(work)
+                        if via == "run"
+                        else asyncio.run(loop_thread.call(work))
+                    )
             except EngineClosedError:
                 refused.append(True)
 
@@ -121,37 +127,37 @@ def test_what_is_handed_over_while_it_stops_is_done_or_refused(via: str) -> None
         for thread in threads:
             thread.start()
         time.sleep(0.02)
-        home.stop()
+        loop_thread.stop()
         for thread in threads:
             thread.join(timeout=5)
         assert refused == [True] * 4
 
 
 def test_stopping_twice_and_by_many_is_stopping_once() -> None:
-    home = HomeLoop()
-    home.stop()  # nothing to stop yet
-    home.start_thread()
-    stopping = [threading.Thread(target=home.stop, daemon=True) for _ in range(4)]
+    loop_thread = LoopThread()
+    loop_thread.stop()  # nothing to stop yet
+    loop_thread.start_thread()
+    stopping = [threading.Thread(target=loop_thread.stop, daemon=True) for _ in range(4)]
     for thread in stopping:
         thread.start()
     for thread in stopping:
         thread.join(timeout=5)
         assert not thread.is_alive()
-    assert ends(home.stop)
-    assert not home.is_running
+    assert ends(loop_thread.stop)
+    assert not loop_thread.is_running
 
 
-def test_stopping_the_home_from_itself_is_refused() -> None:
-    home = HomeLoop()
-    home.start_thread()
+def test_stopping_the_loop_from_itself_is_refused() -> None:
+    loop_thread = LoopThread()
+    loop_thread.start_thread()
 
     async def stop() -> None:
-        home.stop()
+        loop_thread.stop()
 
     with pytest.raises(RequestError, match="would block the event loop"):
-        home.run(stop())
-    assert home.run(loop_id()) == id(home._loop)
-    assert ends(home.stop)
+        loop_thread.run(stop())
+    assert loop_thread.run(loop_id()) == id(loop_thread._loop)
+    assert ends(loop_thread.stop)
 
 
 def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
@@ -163,21 +169,21 @@ def test_a_finaliser_may_hand_over_in_the_midst_of_a_hand_over() -> None:
         def call_soon_threadsafe(  # type: ignore[override]
             self, callback: Any, *args: Any, **options: Any
         ) -> Any:
-            if threading.current_thread() is not home._thread and not found:
+            if threading.current_thread() is not loop_thread._thread and not found:
                 found.append(0)
-                found.append(home.run(loop_id()))
+                found.append(loop_thread.run(loop_id()))
             return super().call_soon_threadsafe(callback, *args, **options)
 
-    home = HomeLoop(new_loop=Interrupted)
-    home.start_thread()
-    assert ends(lambda: found.append(home.run(loop_id())))
-    assert found == [0, id(home._loop), id(home._loop)]
-    home.stop()
+    loop_thread = LoopThread(new_loop=Interrupted)
+    loop_thread.start_thread()
+    assert ends(lambda: found.append(loop_thread.run(loop_id())))
+    assert found == [0, id(loop_thread._loop), id(loop_thread._loop)]
+    loop_thread.stop()
 
 
 def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
-    home, started = HomeLoop(), threading.Event()
-    home.start_thread()
+    loop_thread, started = LoopThread(), threading.Event()
+    loop_thread.start_thread()
     ended: list[str] = []
 
     async def work(name: str) -> None:
@@ -190,26 +196,26 @@ def test_an_interrupted_wait_cancels_its_work_and_no_other() -> None:
             ended.append(f"{name} cancelled")
             raise
 
-    other = threading.Thread(target=home.run, args=(work("other"),))
+    other = threading.Thread(target=loop_thread.run, args=(work("other"),))
     other.start()
     started.wait(10)
     started.clear()
     with interruption(partial(started.wait, 10)):
-        home.run(work("mine"))
+        loop_thread.run(work("mine"))
     assert ended == ["mine cancelled"]
     other.join(timeout=60)
     assert ended == ["mine cancelled", "other done"]
-    assert home.run(loop_id()) == id(home._loop)
-    home.stop()
+    assert loop_thread.run(loop_id()) == id(loop_thread._loop)
+    loop_thread.stop()
 
 
 def test_an_error_of_the_work_is_the_callers() -> None:
-    home = HomeLoop()
-    home.start_thread()
+    loop_thread = LoopThread()
+    loop_thread.start_thread()
 
     async def fail() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError, match="x"):
-        home.run(fail())
-    home.stop()
+        loop_thread.run(fail())
+    loop_thread.stop()
