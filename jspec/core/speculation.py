@@ -141,8 +141,10 @@ class SpeculativeConfig:
         return self.algorithm is Algorithm.NONE
 
     def __str__(self) -> str:
-        """S/K/N."""
-        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+        """S/K/N, and how many nodes of a row are verified where that is not N."""
+        nodes = self.total_nodes_per_row
+        shared = f" of {nodes:g} a row" if nodes is not None and self.counts_nodes else ""
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}{shared}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
         """Whether a drafter and the pages for `other` do for this one as well: it is plain, or of

@@ -19,7 +19,7 @@ from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import ModelSpec
 from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.shape_sets import read_candidate_steps, shapes_for
+from jspec.core.shape_sets import read_candidates, shapes_for
 from jspec.engine.programs import FEW_PROGRAMS, step_programs
 from jspec.pallas_kernels.choose import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
@@ -131,9 +131,9 @@ def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[Specul
             f"something"
         )
     path = args.speculative_adaptive_config
-    steps = None if path is None else read_candidate_steps(Path(path))
+    candidates = None if path is None else read_candidates(Path(path))
     largest = replace(spec, algorithm=checkpoint.algorithm or spec.algorithm)
-    return tuple(shape for shape in shapes_for(largest, steps=steps) if shape != largest)
+    return tuple(shape for shape in shapes_for(largest, candidates) if shape != largest)
 
 
 def ops_of(config: ResolvedConfig) -> Ops:

@@ -22,6 +22,7 @@ from jspec.scheduler.shape_policy import (
     COLD_RUNS,
     ENOUGH_SAMPLES,
     Costs,
+    Family,
     ShapeTotals,
     Survival,
     best_shape,
@@ -47,7 +48,7 @@ class AdaptiveShapes:
         self._ready = ready
         self._current = limits.spec
         self._costs = Costs()
-        most: dict[tuple[int, int], int] = {}
+        most: dict[Family, int] = {}
         for shape in limits.shapes:
             most[family(shape)] = max(shape.num_steps, most.get(family(shape), 0))
         self._survival = {key: Survival.of(steps) for key, steps in most.items()}

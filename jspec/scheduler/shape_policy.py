@@ -29,9 +29,15 @@ COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in t
 DOUBTS = 4.0  # verifications that the first guess counts for: half of all drafts are accepted
 
 
-def family(shape: SpeculativeConfig) -> tuple[int, int]:
-    """Shapes of one family accept alike: a chain the beginning of a longer one."""
-    return (shape.topk, 0 if shape.topk == 1 else shape.num_draft_tokens)
+Family = tuple[int, int, float | None]
+
+
+def family(shape: SpeculativeConfig) -> Family:
+    """Shapes of one family accept alike: a chain the beginning of a longer one, unless rows share
+    their nodes."""
+    shared = shape.total_nodes_per_row
+    is_chain = shape.topk == 1 and shared is None
+    return (shape.topk, 0 if is_chain else shape.num_draft_tokens, shared)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,9 @@ def test_chains_are_one_family_and_trees_are_their_own() -> None:
     tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
     families = [family(shape) for shape in shapes_for(tree)]
     assert family(ONE) == family(THREE) == family(PLAIN)
-    assert len(set(families)) == 3  # 1/4/5 and 3/4/16 accept by their own nodes
+    # 1/4/5 and 3/4/16 accept by their own nodes, and so does 3/4/16 where rows share them.
+    assert len(set(families)) == 4
+    assert family(replace(THREE, total_nodes_per_row=2)) != family(THREE)
 
 
 def test_a_cost_is_a_median_and_unknown_at_first() -> None:

@@ -41,11 +41,13 @@ class Setting:
     shards: int = 1
     total: float | None = None  # nodes a row on average
     others: tuple[tuple[int, int, int], ...] = ()
+    totals: tuple[float, ...] = ()  # further shapes: its own with so many nodes a row
 
     @property
     def name(self) -> str:
         s, k, n = self.shape
-        budget = "" if self.total is None else f"_t{self.total:g}"
+        totals = self.totals if self.total is None else (self.total, *self.totals)
+        budget = "".join(f"_t{total:g}" for total in totals)
         return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}{budget}"
 
 
@@ -97,7 +99,10 @@ def _engine(setting: Setting) -> Compiled:
             kind.make(spec, ops, shard), spec, TARGET.vocab_size
         ),
         aux_layer_ids=kind.aux_layer_ids,
-        shapes=tuple(kind.spec(other) for other in setting.others),
+        shapes=(
+            *(kind.spec(other) for other in setting.others),
+            *(dataclasses.replace(spec, total_nodes_per_row=total) for total in setting.totals),
+        ),
     )
 
 

@@ -6,6 +6,7 @@ out drafting for one step or for more than may wait.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jspec.core.plan import StepKind
@@ -40,6 +41,7 @@ SETTINGS = (
     Setting("multi_layer_not_chained", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
     Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
+    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4)), totals=(5.5, 2.6)),
 )
 BY_HAND = SETTINGS[9:11]  # trees again, of other drafters
 EVERY_SETTING = [
@@ -62,9 +64,12 @@ def told_by_plans(compiled: Compiled, served: Served) -> SpecCounters:
         if plan.kind is not StepKind.DECODE or shape.is_plain:
             continue
         for of_round in result.rounds:
-            for count in of_round.num_emitted.tolist():
-                found[count - 1] += 1
-                num_proposed += shape.num_draft_tokens - 1
+            proposed = of_round.num_proposed
+            if proposed is None:
+                proposed = np.full_like(of_round.num_emitted, shape.num_draft_tokens - 1)
+            for count, drafts in zip(of_round.num_emitted.tolist(), proposed.tolist(), strict=True):
+                found[count - 1] += drafts > 0  # the root alone is a plain step
+                num_proposed += drafts
     assert spec.num_steps + 1 == len(found)
     return SpecCounters(
         verify_ct=sum(found),
