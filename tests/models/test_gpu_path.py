@@ -32,6 +32,7 @@ from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.experts import plan
 from jspec.pallas_kernels.gated_mlp.gpu import (
     LEAST_TOKENS,
     LEAST_TOKENS_OF_PROMPTS,
@@ -108,8 +109,11 @@ def assert_close(mine: Any, expected: Any) -> None:
     )
 
 
-def test_a_mixture_for_few_tokens_gives_what_it_gives_over_xla() -> None:
-    """What a mixture leaves unsummed meets a dense layer, captured features and the last norm."""
+@pytest.mark.parametrize("few", [2 * QUERIES, 2 * QUERIES - 1])
+def test_a_mixture_gives_what_it_gives_over_xla(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mixture leaves unsummed meets a dense layer, captured features and the last norm. few:
+    tokens up to which few_gpu serves; many_gpu the others."""
+    monkeypatch.setattr(plan, "MOST_TOKENS", few)
     ffn = MoESpec(num_experts=6, top_k=2, inner=32)
     dense, mixture = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
     config = dataclasses.replace(CONFIG, layers=(mixture, dense, mixture), family="qwen3_moe")
