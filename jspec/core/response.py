@@ -224,12 +224,17 @@ class Completion:
 
 
 def spec_fields(counters: SpecCounters, *, completion_tokens: int) -> dict[str, Any]:
-    """SGLang's speculation fields under all the names its clients read."""
+    """SGLang's speculation fields under all the names its clients read.
+
+    spec_accept_length is completion tokens over verifications; of more tokens than the prompt's own
+    and the verifications' the others are plain steps'.
+    """
+    of_verifications = min(completion_tokens, 1 + counters.num_accepted + counters.verify_ct)
     rate = counters.num_accepted / counters.num_proposed if counters.num_proposed else 0.0
     histogram = list(counters.accept_histogram)
     return {
         "spec_verify_ct": counters.verify_ct,
-        "spec_accept_length": completion_tokens / counters.verify_ct,
+        "spec_accept_length": of_verifications / counters.verify_ct,
         "spec_accept_rate": rate,
         "spec_num_correct_drafts": counters.num_accepted,
         "spec_num_proposed_drafts": counters.num_proposed,
