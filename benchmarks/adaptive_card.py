@@ -202,9 +202,7 @@ def measured(
 ) -> dict[str, Any]:
     """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding."""
     shapes = engine.limits.shapes
-    named: dict[str, SpeculativeConfig | None] = {
-        f"{s.num_steps}/{s.topk}/{s.num_draft_tokens}": s for s in shapes
-    }
+    named: dict[str, SpeculativeConfig | None] = {str(shape): shape for shape in shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
     for _ in range(WARM_RUNS):

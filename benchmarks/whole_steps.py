@@ -67,7 +67,6 @@ def run_mode(
                 put(f"{mode}/{batch}", {"error": "out of time"})
             else:
                 put(f"{mode}/{batch}", measure(bench, mode, batch))
-    gc.collect()  # weights and pools, before the next mode's are made
 
 
 def batches_of(cells: list[str]) -> dict[str, tuple[int, ...]]:
@@ -112,8 +111,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             run_mode(WORKLOADS[options.model], mode, batches, options, put)
         except Exception as error:  # the other mode is still wanted
-            left = [batch for batch in batches if f"{mode}/{batch}" not in cells]
-            put(f"{mode}/{left[0]}", {"error": describe_error(error)})
+            for batch in batches:
+                if f"{mode}/{batch}" not in cells:
+                    put(f"{mode}/{batch}", {"error": describe_error(error)})
+        gc.collect()  # weights and pools, before the next mode's are made
     return 1 if any("error" in cell for cell in cells.values()) else 0
 
 

@@ -59,7 +59,7 @@ class Engine(EngineCalls):
 
     model: `model_path`, first or by this name; None: the bundled pair. Other keyword arguments are
     those of `EngineArgs`, kept as `args`; `config` is what they came to.
-    The engine lives on an event loop in a thread of its own: any thread and any event loop, one
+    The engine runs on an event loop in a thread of its own: any thread and any event loop, one
     asyncio.run after the other, may use it.
 
     Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and

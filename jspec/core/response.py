@@ -226,10 +226,10 @@ class Completion:
 def spec_fields(counters: SpecCounters, *, completion_tokens: int) -> dict[str, Any]:
     """SGLang's speculation fields under all the names its clients read.
 
-    spec_accept_length is completion tokens over verifications; of more tokens than the prompt's own
-    and the verifications' the others are plain steps'.
+    spec_accept_length is completion tokens over verifications, without those that plain steps
+    emitted. A verification that was not cut emitted its accepted drafts and one more.
     """
-    of_verifications = min(completion_tokens, 1 + counters.num_accepted + counters.verify_ct)
+    of_verifications = min(completion_tokens, 1 + counters.num_accepted + counters.full_verify_ct)
     rate = counters.num_accepted / counters.num_proposed if counters.num_proposed else 0.0
     histogram = list(counters.accept_histogram)
     return {

@@ -44,7 +44,7 @@ def shapes_for(
     found = [_of_levels(spec, level) for level in sorted({*levels, most}) if level <= most]
     if spec.topk > 1 and steps is None and spec.num_draft_tokens > most + 1:
         found.insert(-1, _shaped(spec, most, 1, most + 1))
-    if spec.total_nodes_per_row is None:
+    if not spec.counts_nodes:
         nodes = sorted(n for n in _nodes(spec, candidates) if n < spec.num_draft_tokens)
         found[-1:-1] = [replace(spec, total_nodes_per_row=n) for n in nodes]
     return tuple(dict.fromkeys(found))

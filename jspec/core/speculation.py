@@ -143,7 +143,7 @@ class SpeculativeConfig:
     def __str__(self) -> str:
         """S/K/N, and how many nodes of a row are verified where that is not N."""
         nodes = self.total_nodes_per_row
-        shared = f" of {nodes:g} a row" if nodes is not None and self.counts_nodes else ""
+        shared = "" if nodes is None or not self.counts_nodes else f" of {_exact(nodes)} a row"
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}{shared}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
@@ -225,3 +225,8 @@ class SpeculativeConfig:
 def _is_between(value: object, low: float, high: float) -> bool:
     """Whether it is a number in these bounds; NaN is not."""
     return isinstance(value, int | float) and value is not True and low <= value <= high
+
+
+def _exact(value: float) -> str:
+    """As short as it can be, and another one for each number: programs are found by it."""
+    return repr(float(value)).removesuffix(".0")

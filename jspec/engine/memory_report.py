@@ -82,7 +82,7 @@ def check_scratch_fits(
         fits.insert(0, f"mem_fraction_static of at most {share:.2f} (or fewer max_total_tokens)")
     raise ConfigError(
         f"the step {key} takes {gib(scratch[key])} of scratch on each device, and "
-        f"{gib(max(0, memory.free))} of the {gib(memory.limit)} that jax may use are free after "
+        f"{gib(max(0, memory.free))} of the {gib(memory.limit)} that jax may use are free beside "
         f"{listed(held)}; expected {', '.join(fits)}, or a larger {SHARE_VARIABLE}"
     )
 

@@ -1,8 +1,8 @@
 """A mixture of gated MLPs: a router picks experts for every token, their results are summed.
 
-Tokens are sorted by expert, so that each expert's weights meet all of its tokens in one grouped
-product (`Ops.experts`). Under tensor parallelism every shard holds a share of each expert's inner
-columns, and one sum over the shards follows.
+Each expert's weights meet all of its tokens in one grouped product (`Ops.experts`). Under tensor
+parallelism every shard holds a share of each expert's inner columns, and one sum over the shards
+follows.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ Family = tuple[int, int, float | None]
 def family(shape: SpeculativeConfig) -> Family:
     """Shapes of one family accept alike: a chain the beginning of a longer one, unless rows share
     their nodes."""
-    shared = shape.total_nodes_per_row
+    shared = shape.total_nodes_per_row if shape.counts_nodes else None
     is_chain = shape.topk == 1 and shared is None
     return (shape.topk, 0 if is_chain else shape.num_draft_tokens, shared)
 

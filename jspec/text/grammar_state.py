@@ -80,7 +80,7 @@ class GrammarState:
             todo += [(child, True) for child in reversed(children.get(node, ()))]
 
     def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
-        """Moves after a drafted token if the grammar allows it and does not end by it."""
+        """Moves past a drafted token if the grammar allows it and does not end by it."""
         word, bit = divmod(token_id, WORD_BITS)
         is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
         return is_allowed and self._matcher.consume([token_id])

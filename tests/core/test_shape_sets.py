@@ -74,6 +74,17 @@ def test_nodes_for_all_rows_may_be_named(text: str, found: str, tmp_path: Path) 
     assert " ".join(map(str, shapes)) == found
 
 
+def test_nodes_that_are_nearly_the_same_have_names_of_their_own() -> None:
+    """Programs are found by name."""
+    shapes = shapes_for(spec(3, 4, 16), Candidates(nodes=(16 / 3, 5.33333, 8)))
+    assert len({str(shape) for shape in shapes}) == len(shapes)
+
+
+def test_all_nodes_of_a_row_are_no_number_of_its_own() -> None:
+    largest = replace(spec(3, 4, 16), total_nodes_per_row=16)
+    assert [str(shape) for shape in shapes_for(largest)][-2:] == ["3/4/16 of 8 a row", "3/4/16"]
+
+
 def test_who_has_a_number_of_nodes_keeps_it() -> None:
     largest = replace(spec(3, 4, 16), total_nodes_per_row=6)
     found = " ".join(map(str, shapes_for(largest, Candidates(nodes=(4, 8)))))

@@ -21,7 +21,7 @@ def test_worked_example_of_the_module() -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 20))
 def test_one_token_has_one_position(seq_len: int, depth: int) -> None:
-    """What is chosen at a node is the token of its child, one deeper; the draft runs one after."""
+    """What is chosen at a node is the token of its child, one deeper; the draft runs one behind."""
     assert shapes.chosen_position(seq_len, depth) == shapes.target_position(seq_len, depth + 1)
     assert shapes.draft_position(seq_len, depth) + 1 == shapes.target_position(seq_len, depth)
     # EAGLE's row i holds (emitted token i, feature i): the draft position at depth i + 1.

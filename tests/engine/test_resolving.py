@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +255,18 @@ def test_an_adaptive_engine_has_shapes_and_another_one_none() -> None:
     adaptive = resolved(speculative_adaptive=True, checkpoint=DRAFTED, **EAGLE)
     assert json.loads(json.dumps(adaptive.values()))["other_shapes"] == ["0/1/1", "1/1/2"]
     assert adaptive.speculative.num_steps == 3
+
+
+def test_an_adaptive_tree_is_also_verified_in_part(tmp_path: Path) -> None:
+    tree = EAGLE | {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+    adaptive = resolved(speculative_adaptive=True, checkpoint=DRAFTED, **tree)
+    assert [str(shape) for shape in adaptive.other_shapes][-1] == "3/4/16 of 8 a row"
+    file = tmp_path / "candidates.json"
+    file.write_text('{"total_nodes_per_row": [4, 6.5]}')
+    named = {"speculative_adaptive_config": str(file), "speculative_adaptive": True}
+    adaptive = resolved(checkpoint=DRAFTED, **named, **tree)
+    found = [str(shape) for shape in adaptive.other_shapes][-2:]
+    assert found == ["3/4/16 of 4 a row", "3/4/16 of 6.5 a row"]
 
 
 @pytest.mark.parametrize(

@@ -109,25 +109,37 @@ def assert_close(mine: Any, expected: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("few", [2 * QUERIES, 2 * QUERIES - 1])
-def test_a_mixture_gives_what_it_gives_over_xla(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a mixture leaves unsummed meets a dense layer, captured features and the last norm. few:
-    tokens up to which few_gpu serves; many_gpu the others."""
+@pytest.mark.parametrize(
+    ("aux", "few", "queries_per_row"),
+    [((0, 3), 8, QUERIES), ((0, 1, 3), 8, QUERIES), ((0, 3), 7, QUERIES), ((0, 3), 7, None)],
+)
+def test_a_mixture_gives_what_it_gives_over_xla(
+    aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a mixture leaves unsummed meets the norm of a dense layer (but where it is captured
+    before), captured features and the last norm. few: tokens up to which few_gpu serves; many_gpu
+    the others, among them prompts."""
     monkeypatch.setattr(plan, "MOST_TOKENS", few)
-    ffn = MoESpec(num_experts=6, top_k=2, inner=32)
+    ffn = MoESpec(num_experts=6, top_k=2, inner=16 * few)  # a layer is traced once for its spec
     dense, mixture = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
     config = dataclasses.replace(CONFIG, layers=(mixture, dense, mixture), family="qwen3_moe")
     params = drawn(table_of(config), 0)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
 
     def run(ops: str) -> Any:
-        target = Decoder(config, OPS[ops], aux_layer_ids=(0, 1, 3))
+        target = Decoder(config, OPS[ops], aux_layer_ids=aux)
 
         def step(p: Params, kv: Any) -> Any:
-            hidden, aux, kv = target.forward(p, token_ids, kv, ROWS, queries_per_row=QUERIES)
-            return hidden, aux, kv, jnp.argmax(target.logits(p, hidden), axis=-1)
+            forward = partial(target.forward, queries_per_row=queries_per_row)
+            hidden, features, kv = forward(p, token_ids, kv, ROWS)
+            return hidden, features, kv, jnp.argmax(target.logits(p, hidden), axis=-1)
 
-        return jax.jit(step)(params, pool(3))
+        program = jax.jit(step).trace(params, pool(3))
+        names = {"experts_score_many"} if few < 2 * QUERIES else {"few_experts_down"}
+        names |= {"experts_sum_norm"} if 1 not in aux else set()
+        found = {name for name in names if name in str(program.jaxpr)}
+        assert found == (names if ops == "gpu_interpret" else set())
+        return program.lower().compile()(params, pool(3))
 
     mine, expected = run("gpu_interpret"), run("xla")
     assert_close(mine[0][LIVE], expected[0][LIVE])

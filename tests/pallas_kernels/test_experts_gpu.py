@@ -70,6 +70,8 @@ def test_products_are_rounded_before_the_bias() -> None:
         (QWEN, 8 * 256, 32),
         (GPT_OSS, 4 * 128, 32),
         (GPT_OSS, 4 * 256, 64),
+        (GPT_OSS, 4 * 512, 64),
+        (GPT_OSS, 4 * 520, 128),
     ],
 )
 def test_real_sizes_are_served(shape: dict[str, int], pairs: int, tile_m: int) -> None:

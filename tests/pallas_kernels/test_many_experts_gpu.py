@@ -52,6 +52,7 @@ def test_the_bundle_takes_these_kernels_alone(case: Case) -> None:
     names = ("score_many", "choose", "count", "deal", "gate_up", "down", "sum_norm")
     assert [name for name in names if f"experts_{name}" not in program] == []
     assert "sort" not in program
+    assert "top_k" not in program
     assert "ragged_dot" not in program
 
 

@@ -50,6 +50,7 @@ def test_chains_are_one_family_and_trees_are_their_own() -> None:
     # 1/4/5 and 3/4/16 accept by their own nodes, and so does 3/4/16 where rows share them.
     assert len(set(families)) == 4
     assert family(replace(THREE, total_nodes_per_row=2)) != family(THREE)
+    assert family(replace(THREE, total_nodes_per_row=4)) == family(THREE)  # all nodes of a row
 
 
 def test_a_cost_is_a_median_and_unknown_at_first() -> None:

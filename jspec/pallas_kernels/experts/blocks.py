@@ -16,9 +16,9 @@ from jspec.core.pytree import pytree, static
 
 @pytree
 class ExpertBlocks:
-    """expert: of each block, for one without pairs that of the last block with some.
+    """expert: of each block; of one without pairs any.
 
-    num_pairs: of each block; those without any come last. token: that of the pair that a row holds,
+    num_pairs: of each block; those without any come last. token: that of the pair that a row holds;
     of padding any. place: the row of each pair. num_used: blocks that have pairs.
     """
 
@@ -43,6 +43,8 @@ def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
 
 def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> ExpertBlocks:
     """Sorts the pairs by expert, stably, and deals them out. Raises ValueError without any pair.
+
+    Blocks without pairs have the last one's expert, padding rows some pair's token.
 
     In:  ids [[2 0] [0 1]], tile_m 2 (pairs are 0: (0, 2), 1: (0, 0), 2: (1, 0), 3: (1, 1))
     Out: expert [0 1 2], num_pairs [2 1 1], token [0 1 | 1 . | 0 .], place [4 0 1 2]

@@ -43,7 +43,7 @@ def run_experts(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Mixed:
-    """What experts.run_experts sums up, its `down_bias` left out. interpret: on any platform.
+    """What reference.run_experts sums up. interpret: on any platform, for tests.
 
     Raises ValueError without tokens, and for tiles that do not divide E and I.
     """

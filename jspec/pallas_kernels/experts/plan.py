@@ -23,7 +23,7 @@ PROGRAMS = 2 * NUM_BLOCKS  # that keep the memory busy
 MOST_ELEMENTS = 2**31 - 1  # of one array of weights: the kernels count in 32 bits
 MOST_TOKENS = LEAST  # that few_gpu serves: an expert's tokens fit one tile's rows
 RANKED_IN_PLACE = 128  # experts, up to which every program of a product may rank them itself
-MOST_RANKED = 256  # experts whose ranks few_gpu finds by counting
+MOST_RANKED = 256  # experts whose ranks are found by counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,9 @@ def choose_experts(
     """Tiles for so many (token, expert) pairs, E = size and I = inner; None: XLA's products.
 
     None for sizes that no tile divides, without pairs, and for packed weights that meet so many
-    tokens that they are better unpacked first. A block holds the rows of most experts, up to 128:
-    a second one would take the same weights from the L2 cache, which costs more than idle rows.
+    tokens that they are better unpacked first. A block holds the rows of most experts, up to 64: a
+    second one would take the same weights from the L2 cache, which costs more than idle rows. From
+    65 rows on average it holds 128.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
         return None
@@ -92,7 +93,7 @@ def choose_experts(
     rows = -(-num_pairs // num_experts)
     if is_packed and rows > MOST_PACKED:
         return None
-    longest = MOST_PACKED_BLOCK if is_packed else 128
+    longest = MOST_PACKED_BLOCK if is_packed else 64 if rows <= 64 else 128
     tile_m = min(max(1 << (rows + rows // 4 - 1).bit_length(), LEAST), longest)
     blocks = num_blocks(num_pairs, num_experts, tile_m)
     tuning = ExpertsTuning(
@@ -112,9 +113,9 @@ def choose_experts(
 
 # Packed weights are multiplied as they are while an expert has no more pairs than this; for more
 # they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens
-# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json). For more
-# blocks of 32 are the longest whose sums stay in registers: at 256 tokens there 547 us,
-# where blocks of 64 take 1,490 and unpacking first 1,531; at 512 tokens 952 and 1,577.
+# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json). At more
+# tokens blocks of 32 are the longest whose sums stay in registers: at 256 they take 547 us there,
+# blocks of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and 1,577.
 MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
