@@ -110,4 +110,6 @@ def _is_level(value: object) -> bool:
 
 
 def _is_number_of_nodes(value: object) -> bool:
-    return type(value) in (int, float) and 1 <= value < math.inf  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 1 <= value < math.inf

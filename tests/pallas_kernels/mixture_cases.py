@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,3 +90,43 @@ def served_by(case: Case) -> str:
     stream, params, scale = drawn(case, 0)
     program = jax.make_jaxpr(partial(run, spec=case.spec, ops="gpu_interpret"))
     return str(program(stream, params, scale))
+
+
+def check_against_xla(case: Case, seed: int) -> None:
+    """Also where experts that no token goes to hold NaN."""
+    stream, params, scale = drawn(case, seed)
+    expected = XLA(stream, params, scale, spec=case.spec)
+    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
+    found = MINE(stream, poisoned, scale, spec=case.spec)
+    for mine, wanted in zip(found, expected, strict=True):
+        assert mine.dtype == case.dtype
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def check_a_row_that_is_not_finite(case: Case, *, token: int, value: float) -> None:
+    """It changes no bit of another one."""
+    stream, params, scale = drawn(case, 1)
+    clean = MINE(stream, params, scale, spec=case.spec)
+    poisoned = replace(stream, x=stream.x.at[token].set(value))
+    found = MINE(poisoned, params, scale, spec=case.spec)
+    others = np.arange(case.tokens) != token
+    for mine, wanted in zip(found, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[others], np.asarray(wanted)[others])
+    assert np.isnan(np.asarray(found[1])[token]).all()
+
+
+def on_the_chip(model: str, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(by the kernels, by XLA) of the stream's sum and of its norm, at a model's real widths with
+    few experts, so that XLA's dense form stays small."""
+    spec = spec_of(16, 8, 768, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
+    case = Case(tokens, 2048, spec, jnp.bfloat16)
+    if model == "gpt-oss":
+        spec = spec_of(8, 4, 2880, Routing.TOP_THEN_SOFTMAX, bias=True)
+        case = Case(tokens, 2880, spec, jnp.bfloat16)
+    stream, params, scale = drawn(case, 9)
+    found = jax.jit(partial(run, spec=spec, ops="gpu"))(stream, params, scale)
+    expected = jax.jit(partial(run, spec=spec, ops="xla"))(stream, params, scale)
+    pairs = zip(found, expected, strict=True)
+    return [
+        (np.asarray(mine, np.float32), np.asarray(wanted, np.float32)) for mine, wanted in pairs
+    ]

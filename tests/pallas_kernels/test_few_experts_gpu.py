@@ -29,12 +29,12 @@ from tests.pallas_kernels.mixture_cases import (
     MINE,
     XLA,
     Case,
-    chosen,
+    check_a_row_that_is_not_finite,
+    check_against_xla,
     drawn,
-    run,
+    on_the_chip,
     served_by,
     spec_of,
-    with_nan_in_untouched,
 )
 
 # Few, since each compiles: one token; several; one expert a token, and E longer than a slice of
@@ -62,13 +62,7 @@ def is_served(case: Case) -> bool:
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 2**32 - 1))
 def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None:
-    stream, params, scale = drawn(case, seed)
-    expected = XLA(stream, params, scale, spec=case.spec)
-    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
-    found = MINE(stream, poisoned, scale, spec=case.spec)
-    for mine, wanted in zip(found, expected, strict=True):
-        assert mine.dtype == case.dtype
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+    check_against_xla(case, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,15 +84,7 @@ def test_bf16_is_within_a_few_roundings(case: Case) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("token", [0, 6])
 def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
-    case = CASES[2]
-    stream, params, scale = drawn(case, 1)
-    clean = MINE(stream, params, scale, spec=case.spec)
-    poisoned = replace(stream, x=stream.x.at[token].set(value))
-    found = MINE(poisoned, params, scale, spec=case.spec)
-    others = np.arange(case.tokens) != token
-    for mine, wanted in zip(found, clean, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine)[others], np.asarray(wanted)[others])
-    assert np.isnan(np.asarray(found[1])[token]).all()
+    check_a_row_that_is_not_finite(CASES[2], token=token, value=value)
 
 
 def test_a_router_by_sigmoid_is_left_to_the_other_kernels() -> None:
@@ -233,15 +219,5 @@ def test_the_kernels_refuse_what_they_do_not_serve(
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
-    """At real widths with few experts, so that XLA's dense form stays small."""
-    spec = spec_of(16, 8, 768, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
-    case = Case(tokens, 2048, spec, jnp.bfloat16)
-    if model == "gpt-oss":
-        spec = spec_of(8, 4, 2880, Routing.TOP_THEN_SOFTMAX, bias=True)
-        case = Case(tokens, 2880, spec, jnp.bfloat16)
-    stream, params, scale = drawn(case, 9)
-    found = jax.jit(partial(run, spec=spec, ops="gpu"))(stream, params, scale)
-    expected = jax.jit(partial(run, spec=spec, ops="xla"))(stream, params, scale)
-    for mine, wanted in zip(found, expected, strict=True):
-        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+    for mine, wanted in on_the_chip(model, tokens):
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=2**-5 * np.abs(wanted).max())

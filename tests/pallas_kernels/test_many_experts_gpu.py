@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,15 +15,12 @@ from jspec.core.model_spec import Routing
 from jspec.pallas_kernels.experts.routing_gpu import score
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.mixture_cases import (
-    MINE,
-    XLA,
     Case,
-    chosen,
-    drawn,
-    run,
+    check_a_row_that_is_not_finite,
+    check_against_xla,
+    on_the_chip,
     served_by,
     spec_of,
-    with_nan_in_untouched,
 )
 
 # Few, since each compiles: several blocks of some experts, E no multiple of a round; a tile of
@@ -37,13 +33,7 @@ CASES = (MANY, BIASED)
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 2**32 - 1))
 def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None:
-    stream, params, scale = drawn(case, seed)
-    expected = XLA(stream, params, scale, spec=case.spec)
-    poisoned = with_nan_in_untouched(params, chosen(stream, params, scale, case.spec))
-    found = MINE(stream, poisoned, scale, spec=case.spec)
-    for mine, wanted in zip(found, expected, strict=True):
-        assert mine.dtype == case.dtype
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-5)
+    check_against_xla(case, seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,14 +49,7 @@ def test_the_bundle_takes_these_kernels_alone(case: Case) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("token", [0, 32])
 def test_a_row_that_is_not_finite_stays_alone(token: int, value: float) -> None:
-    stream, params, scale = drawn(BIASED, 1)
-    clean = MINE(stream, params, scale, spec=BIASED.spec)
-    poisoned = replace(stream, x=stream.x.at[token].set(value))
-    found = MINE(poisoned, params, scale, spec=BIASED.spec)
-    others = np.arange(BIASED.tokens) != token
-    for mine, wanted in zip(found, clean, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine)[others], np.asarray(wanted)[others])
-    assert np.isnan(np.asarray(found[1])[token]).all()
+    check_a_row_that_is_not_finite(BIASED, token=token, value=value)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +73,7 @@ def test_the_scores_are_the_routers_product(
 @pytest.mark.parametrize("tokens", [17, 64, 256, 1000])
 @pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
-    """At real widths with few experts, so that XLA's dense form stays small."""
-    spec = spec_of(16, 8, 768, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
-    case = Case(tokens, 2048, spec, jnp.bfloat16)
-    if model == "gpt-oss":
-        spec = spec_of(8, 4, 2880, Routing.TOP_THEN_SOFTMAX, bias=True)
-        case = Case(tokens, 2880, spec, jnp.bfloat16)
-    stream, params, scale = drawn(case, 9)
-    found = jax.jit(partial(run, spec=spec, ops="gpu"))(stream, params, scale)
-    expected = jax.jit(partial(run, spec=spec, ops="xla"))(stream, params, scale)
-    for mine, wanted in zip(found, expected, strict=True):
-        mine, wanted = (np.asarray(x, np.float32) for x in (mine, wanted))
+    for mine, wanted in on_the_chip(model, tokens):
         # A token whose k-th and next expert are all but level may go to the other one.
         rows = np.abs(mine - wanted).max(axis=1) > 2**-5 * np.abs(wanted).max()
         assert rows.sum() <= tokens // 50
