@@ -13,13 +13,14 @@ import numpy as np
 import safetensors
 
 from jspec.core.errors import CheckpointError
-from jspec.models.hf_weights import HostArray, Shape, Tensors
+from jspec.models.hf_weights import FP8, HostArray, Shape, Tensors
 
 # safetensors' spelling of numpy's types.
 DTYPE_NAMES: Mapping[np.dtype[np.generic], str] = MappingProxyType(
     {
         np.dtype(np.float16): "F16",
         np.dtype(ml_dtypes.bfloat16): "BF16",
+        np.dtype(ml_dtypes.float8_e4m3fn): FP8,
         np.dtype(np.float32): "F32",
         np.dtype(np.float64): "F64",
         np.dtype(np.bool_): "BOOL",

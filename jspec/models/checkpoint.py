@@ -20,7 +20,8 @@ from jspec.core.json_files import in_file, read_fields
 from jspec.core.model_spec import ModelSpec
 from jspec.core.request import SamplingParams
 from jspec.models.family import Family, eos_ids
-from jspec.models.hf_weights import open_tensors, write_checkpoint
+from jspec.models.fp8 import coded_bytes, open_tensors
+from jspec.models.hf_weights import write_checkpoint
 from jspec.models.placement import nested
 from jspec.models.registry import FAMILIES, family_named, family_of, table_of
 from jspec.models.stored import (
@@ -138,6 +139,14 @@ def load_target(
                 packed / GIB,
                 np.dtype(dtype).name,
                 unpacked / GIB,
+            )
+        if coded := coded_bytes(tensors):
+            log.info(
+                "%s: weights in fp8 of %.2f GiB are unpacked to %s and take %.2f GiB",
+                path,
+                coded / GIB,
+                np.dtype(dtype).name,
+                coded * np.dtype(dtype).itemsize / GIB,
             )
         placed = place(param_reads(tensors, table, dtype=dtype, shards=shards))
         return nested(placed.items())

@@ -38,7 +38,8 @@ from jspec.models.decoder import (
     feed_forward,
     paged_layer,
 )
-from jspec.models.family import read_attention, read_decoder, read_dense, refuse_quantized
+from jspec.models.family import read_attention, read_decoder, read_dense
+from jspec.models.fp8 import check_quantization, open_tensors
 from jspec.models.head_files import (
     LAYER,
     canonical_name,
@@ -54,7 +55,7 @@ from jspec.models.head_files import (
     stored_embed,
     stored_names,
 )
-from jspec.models.hf_weights import HostArray, Tensors, open_tensors, write_checkpoint
+from jspec.models.hf_weights import HostArray, Tensors, write_checkpoint
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_param
 from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
@@ -131,7 +132,7 @@ def _check_kind(fields: Fields) -> None:
             f"{fields.path}: draft architecture is {architecture!r}; expected one of "
             f"{', '.join(ARCHITECTURES)} for an EAGLE-1 or EAGLE-2 head"
         )
-    refuse_quantized(fields)
+    check_quantization(fields)
     refuse_unknown(fields, known=KNOWN)
 
 

@@ -19,8 +19,8 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.head_files import (
     LAYER,
     check_target,
@@ -192,7 +192,7 @@ def _read_layers(
     has_own_bias: bool,
 ) -> ModelSpec:
     """The head's layers, all alike. has_own_bias: a table of their own, whose bias is not fc's."""
-    refuse_quantized(fields)
+    check_quantization(fields)
     if set(fields.strings("layer_types")) - {FULL}:
         raise ConfigError(
             f"{fields.path}: layer_types has {shown(fields.strings('layer_types'))}; expected "

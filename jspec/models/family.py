@@ -150,10 +150,6 @@ def refuse_common(fields: Fields) -> None:
     fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
 
 
-def refuse_quantized(fields: Fields) -> None:
-    fields.refuse("quantization_config", allowed=(), why="these quantized weights are not served")
-
-
 def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, float]:
     """(the fields without what they say of it, the part of each head that RoPE turns)."""
     name = "partial_rotary_factor"

@@ -17,6 +17,7 @@ from jspec.core.errors import CheckpointError
 from jspec.core.model_spec import Eagle3Config
 from jspec.models.eagle3 import eagle3_params
 from jspec.models.eagle3_config import eagle3_config_json
+from jspec.models.fp8 import open_tensors
 from jspec.models.head_files import (
     LAYER,
     canonical_name,
@@ -30,7 +31,6 @@ from jspec.models.hf_weights import (
     Shape,
     Tensors,
     listed,
-    open_tensors,
     write_checkpoint,
 )
 from jspec.models.params import ParamTable

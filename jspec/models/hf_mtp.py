@@ -17,7 +17,8 @@ from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, in_file, read_fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import Family, MtpFamily
-from jspec.models.hf_weights import open_tensors, write_checkpoint
+from jspec.models.fp8 import open_tensors
+from jspec.models.hf_weights import write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import nested

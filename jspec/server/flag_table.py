@@ -119,7 +119,12 @@ _OTHER_MODEL = (
     _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
     _warns("--tokenizer-mode", _TEXT, "there is one tokenizer, the fast one"),
     _warns("--device", _TEXT, "JAX chooses; set JAX_PLATFORMS instead"),
-    _refused("--quantization", _TEXT, "quantized weights are not implemented", neutral=("none",)),
+    _refused(
+        "--quantization",
+        _TEXT,
+        "nothing is quantized while loading; fp8 files need no flag",
+        neutral=("none",),
+    ),
     _refused("--kv-cache-dtype", _TEXT, "the KV cache has the model's dtype", neutral=("auto",)),
     _refused("--revision", _TEXT, "write --model-path org/name@REVISION"),
     _refused("--is-embedding", _SWITCH, "only generation is served"),
@@ -135,7 +140,7 @@ _OTHER_SPECULATIVE = (
     _refused(
         "--speculative-draft-model-quantization",
         _TEXT,
-        "quantized weights are not implemented",
+        "nothing is quantized while loading; fp8 files need no flag",
         neutral=("none",),
     ),
     _refused(

@@ -252,7 +252,7 @@ def test_the_rope_is_the_heads_own(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ConfigError, "architecture is 'GPT2LMHeadModel'"),
         ({"logit_scale": 0.5}, ConfigError, "logit_scale is 0.5; expected no such key"),
         ({"num_key_value_heads": 3}, ConfigError, "num_attention_heads is .*expected a multiple"),
-        ({"quantization_config": {"bits": 4}}, ConfigError, "quantization_config is"),
+        ({"quantization_config": {"bits": 4}}, ConfigError, "quant_method None; expected .fp8."),
         ({"num_hidden_layers": 2}, CheckpointError, r"is 2, but the weights .* have 1: \[0\]"),
     ],
 )

@@ -252,7 +252,7 @@ def test_the_layers_styles(tmp_path: Path) -> None:
         ({"residual_multiplier": 0.2}, "residual_multiplier is 0.2; expected no such key"),
         ({"norm_after_fc": True}, "norm_after_fc is True; expected no such key"),
         ({"layer_types": ["sliding_attention"]}, "layer_types has .*sliding.*expected 'full_att"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method .awq.; expected .fp8."),
         ({"architectures": ["LlamaForCausalLMEagle"]}, "architecture is 'LlamaForCausalLMEagle'"),
         (
             {"hidden_size": 2048, "target_hidden_size": 4096}

@@ -202,7 +202,7 @@ def test_the_nearest_architecture_is_named(tmp_path: Path) -> None:
             "architecture is 'MuseSparkForConditionalGeneration', which is known and not built",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' or 'swish'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method .awq.; expected .fp8."),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (
             {"layer_types": ["full_attention", "chunked_attention"] * 16},

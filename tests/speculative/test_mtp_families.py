@@ -414,7 +414,7 @@ def test_what_of_a_layer_of_its_own_is_not_served_is_refused(
         ({"layer_types": ["linear_attention"] * 48}, "layer_types has 'linear_attention'"),
         ({"yarn_only_types": None}, "rope_scaling is .* without yarn_only_types; expected the"),
         ({"moe_layers_enum": "all"}, "moe_layers_enum is 'all'; expected numbers of layers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method .awq.; expected .fp8."),
     ],
 )
 def test_variants_of_step3p5_are_refused(
@@ -547,7 +547,7 @@ def test_mimo_v2_flash_as_published(tmp_path: Path) -> None:
         ({"n_shared_experts": 1}, "n_shared_experts is 1; expected 0"),
         ({"swa_head_dim": 128}, "swa_head_dim is 128; expected 192"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; expected 'sigmoid'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method .awq.; expected .fp8."),
         ({"v_head_dim": 256, "swa_v_head_dim": 256}, "v_head_dim is 256; expected 1 to 192"),
         ({"moe_layer_freq": [0, 1]}, "the layers' MLPs are .*; expected 48 of 'dense' or"),
     ],

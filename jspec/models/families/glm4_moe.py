@@ -34,9 +34,9 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
-    refuse_quantized,
     without_partial_rotary,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.mtp_params import MtpNames
 
 NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
@@ -52,7 +52,7 @@ def read(fields: Fields) -> ModelSpec:
 def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
     """Those of the model with these numbers. rotary: of heads, what RoPE turns where nothing is
     said."""
-    refuse_quantized(fields)
+    check_quantization(fields)
     for name in GROUPS:
         fields.refuse(name, allowed=(1,), why="groups of experts are not served")
     fields.refuse("scoring_func", allowed=("sigmoid",), why="this family's router has sigmoids")

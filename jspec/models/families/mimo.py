@@ -19,8 +19,8 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.mtp_params import MtpNames
 
 NAMES = MtpNames(
@@ -32,7 +32,7 @@ NAMES = MtpNames(
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     dense = read_dense(fields)
     return read_decoder(
         fields,

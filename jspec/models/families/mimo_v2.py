@@ -5,8 +5,7 @@ layer's values are narrower than its keys and scaled, and RoPE turns a part of e
 layer's MLP is dense, the others are mixtures: sigmoid scores, chosen with a bias. Three layers for
 multi-token prediction, sliding and dense, all read the target's hidden before its final norm.
 
-Read in the keys of the published config.json and in those of transformers 5. The published weights
-are fp8, which is refused: a copy in bfloat16 is served.
+Read in the keys of the published config.json and in those of transformers 5.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
     read_windows,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.layer_params import decoder_params
 from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable
@@ -52,7 +51,7 @@ NUM_MTP_LAYERS = 3
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     _refuse_others(fields)
     kinds, ffns = _kinds(fields), _feed_forward(fields)
     attention = {kind: _attention(fields, kind) for kind in (FULL, SLIDING)}

@@ -18,12 +18,12 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
     read_windows,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     window = None
     if fields.values.get("sliding_window", 4096) is not None:
         window = fields.integer("sliding_window", 4096)

@@ -18,12 +18,12 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
     read_windows,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     dense = read_dense(fields)
     return read_decoder(
         fields,

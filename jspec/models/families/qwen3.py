@@ -12,12 +12,12 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     bias = fields.flag("attention_bias", False)
     dense = read_dense(fields)
     return read_decoder(

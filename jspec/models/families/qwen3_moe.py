@@ -21,12 +21,12 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
     read_windows,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 
 
 def read(fields: Fields) -> ModelSpec:
-    refuse_quantized(fields)
+    check_quantization(fields)
     bias = fields.flag("attention_bias", False)
     window = None
     if fields.flag("use_sliding_window", False):

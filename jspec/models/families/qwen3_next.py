@@ -19,9 +19,9 @@ from jspec.models.family import (
     MtpFamily,
     read_attention,
     read_dense,
-    refuse_quantized,
     without_partial_rotary,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.mtp_params import MtpNames
 
 NAMES = MtpNames(
@@ -38,7 +38,7 @@ NAMES = MtpNames(
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     """config.json, or its text_config where the model also reads images."""
     own = fields.table("text_config") if fields.get("text_config") else fields
-    refuse_quantized(fields)
+    check_quantization(fields)
     name = "mtp_num_hidden_layers"
     if own.integer(name, 1) != 1:
         raise ConfigError(f"{own.path}: {name} is {own.get(name)}; expected 1, run at every level")

@@ -42,8 +42,8 @@ from jspec.models.family import (
     bos_id,
     decoder_json,
     eos_ids,
-    refuse_quantized,
 )
+from jspec.models.fp8 import check_quantization
 from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
 from jspec.models.mtp_params import MtpNames
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
@@ -80,7 +80,7 @@ def read(fields: Fields) -> ModelSpec:
 
 def _layers(fields: Fields, numbers: Iterable[int]) -> ModelSpec:
     """A model of some of the layers that the config's lists have an entry for."""
-    refuse_quantized(fields)
+    check_quantization(fields)
     for name, allowed in FIXED.items():
         fields.refuse(name, allowed=allowed, why="this family is served as it is published")
     fields.refuse("hidden_act", allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
