@@ -1,6 +1,7 @@
 """Shapes chosen step by step against each shape held fixed, on a device, with the dial.
 
     python -m benchmarks.adaptive_card [--batches 1 8 32 64] [--acceptances 0 0.5 0.9]
+    python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4 3/4/16:8]
     python -m benchmarks.adaptive_card --model tiny        (a smoke test on a CPU)
 
 One engine at Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4, random weights of which the output head is
@@ -11,6 +12,14 @@ engine's own chooser, or one that always says the same. Rows begin with a prompt
 tokens a second are those of a long run less those of a short one, as in h200_table, medians over
 repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before.
 An engine that never drafts is measured first. Every text is compared with what it must be.
+
+--mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
+device chooses by score over all rows: 3/4/16:8 is "3/4/16 of 8 a row". The dial says how often the
+first candidate is right, so what a chain accepts; a tree accepts more, and with fewer nodes less.
+--shapes: other candidates than the mode's, beside the largest. Programs with filters are not made.
+
+Of each shape in a cell: tokens a row and step (what a plain step emits is 1), and of the chooser's
+runs also how many steps it took of each, those that look around included.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +43,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 from jspec import Engine
 from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.engine_args import EngineArgs
-from jspec.core.features import StepFeatures
-from jspec.core.plan import StepPlan, StepResult
+from jspec.core.features import PLAIN, StepFeatures
+from jspec.core.plan import StepKind, StepPlan, StepResult
 from jspec.engine.building import build_runner
 from jspec.engine.loading import LoadedModels, ModelPaths, load_models
 from jspec.scheduler.adaptive_shapes import AdaptiveShapes
@@ -45,10 +54,62 @@ from jspec.testing.counting_dial import COUNTING, counting_weights, seed_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTIVE = "adaptive"
-PLAIN = "plain engine"
+PLAIN_ENGINE = "plain engine"
 PROMPT = 256  # or the workload's, if that is shorter
+LONGEST_BUILD = 300.0  # seconds until all programs are there
 WARM_RUNS = 2  # long ones, which a new chooser has seen before it is measured
-ACCEPTANCES = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a mode measures by default. shapes: beside the largest; None: the engine's own rule,
+    which for a tree has more, each with a program a batch."""
+
+    acceptances: tuple[float, ...]
+    shapes: tuple[str, ...] | None = None
+    result: str
+
+
+CARDS = {
+    "chain": Card(acceptances=(0.0, 0.3, 0.5, 0.7, 0.85, 1.0), result="adaptive_card.json"),
+    "tree": Card(
+        acceptances=(0.3, 0.6, 0.85),
+        shapes=("0/1/1", "3/1/4", "3/4/16:8"),
+        result="adaptive_card_tree.json",
+    ),
+}
+
+
+def shape_named(name: str, largest: SpeculativeConfig) -> SpeculativeConfig:
+    """Of the largest one's drafter. Raises ValueError for what is no shape.
+
+    In:  3/4/16:8    Out: 3/4/16 of 8 a row
+    """
+    numbers, _, nodes = name.partition(":")
+    steps, topk, most = (int(number) for number in numbers.split("/"))
+    if steps == 0:
+        return SpeculativeConfig.plain()
+    shape = replace(largest, num_steps=steps, topk=topk, num_draft_tokens=most)
+    return replace(shape, total_nodes_per_row=float(nodes)) if nodes else shape
+
+
+@dataclass(slots=True)
+class Taken:
+    """Steps of one shape: how many, and the rows and tokens of all of them."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+
+    def add(self, other: Taken) -> None:
+        self.steps += other.steps
+        self.rows += other.rows
+        self.tokens += other.tokens
+
+    @property
+    def tokens_a_step(self) -> float | None:
+        """Of a row."""
+        return _ratio(self.tokens, self.rows)
 
 
 class Switched:
@@ -58,6 +119,7 @@ class Switched:
         self._limits, self._ready = limits, ready
         self.adaptive = AdaptiveShapes(limits, ready=ready)
         self._now: ShapeChooser = self.adaptive
+        self._taken: dict[str, Taken] = {}
 
     def use(self, shape: SpeculativeConfig | None) -> None:
         """None: the engine's own chooser. Only while nothing is served."""
@@ -68,6 +130,11 @@ class Switched:
         self.adaptive = AdaptiveShapes(self._limits, ready=self._ready)
         self._now = self.adaptive
 
+    def taken(self) -> dict[str, Taken]:
+        """Steps by shape since this was asked last."""
+        taken, self._taken = self._taken, {}
+        return taken
+
     @property
     def totals(self) -> ShapeTotals:
         return self._now.totals
@@ -76,6 +143,11 @@ class Switched:
         return self._now.choose(num_rows=num_rows, features=features)
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.kind is StepKind.DECODE:
+            taken = self._taken.setdefault(str(plan.spec(self._limits)), Taken())
+            rounds = len(result.rounds)
+            tokens = sum(int(of_round.num_emitted.sum()) for of_round in result.rounds)
+            taken.add(Taken(steps=rounds, rows=rounds * len(plan.rows), tokens=tokens))
         self._now.read(plan, result)
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
@@ -83,17 +155,26 @@ class Switched:
 
 
 def load_counting(
-    batches: tuple[int, ...], args: EngineArgs, paths: ModelPaths, /, *, mesh: Any
+    batches: tuple[int, ...],
+    names: tuple[str, ...] | None,
+    args: EngineArgs,
+    paths: ModelPaths,
+    /,
+    *,
+    mesh: Any,
 ) -> LoadedModels:
     """The pair that `args` names, with a target that counts and a drafter with a dial; programs for
-    those batches only."""
+    those batches only, and for the shapes of those names beside the largest."""
     models = load_models(args, paths, mesh=mesh, drafters=COUNTING)
     target = counting_weights(models.params["target"])
-    chunks = models.config.prefill_buckets
+    chunks, shapes = models.config.prefill_buckets, models.config.other_shapes
+    if names is not None and shapes:  # of an adaptive engine
+        shapes = tuple(shape_named(name, models.config.speculative) for name in names)
     config = replace(
         models.config,
         decode_buckets=batches,
         prefill_buckets=tuple(sorted({chunks[len(chunks) // 2], chunks[-1]})),
+        other_shapes=shapes,
     )
     return replace(models, config=config, params={**models.params, "target": target})
 
@@ -103,12 +184,16 @@ class CountingEngine(Engine):
 
     switched: Switched
 
-    def __init__(self, batches: tuple[int, ...], **arguments: Any) -> None:
-        self._batches = batches
-        super().__init__(**arguments, max_running_requests=batches[-1])
+    def __init__(
+        self, batches: tuple[int, ...], names: tuple[str, ...] | None, **arguments: Any
+    ) -> None:
+        self._batches, self._names = batches, names
+        # Nobody asks for log-probabilities, whose programs are the largest.
+        arguments |= {"max_running_requests": batches[-1], "disable_logprobs": True}
+        super().__init__(**arguments)
 
     def _build_runner(self, progress: Any) -> Any:
-        load = partial(load_counting, self._batches)
+        load = partial(load_counting, self._batches, self._names)
         return build_runner(self.args, progress=progress, load=load)
 
     def _shapes(self, runner: Any) -> ShapeChooser | None:
@@ -117,24 +202,46 @@ class CountingEngine(Engine):
         self.switched = Switched(runner.limits, runner.ready_shapes)
         return self.switched
 
+    @property
+    def num_programs(self) -> int:
+        return self._runner.num_programs
+
     def wait_for_programs(self) -> None:
-        """Until all shapes can be chosen."""
-        while self._runner.num_programs < self._runner.num_programs_wanted:
+        """Until all shapes can be chosen. What would be made after that, with filters, is left out:
+        it would be made beside what is timed, on the same device.
+
+        Raises RuntimeError if they do not come.
+        """
+        runner, wanted = self._runner, set(self.limits.shapes)
+        deadline = time.monotonic() + LONGEST_BUILD
+        while any(set(runner.ready_shapes(rows, PLAIN)) != wanted for rows in self._batches):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.num_programs} programs after {LONGEST_BUILD} s")
             time.sleep(0.2)
+        runner.stop_growing()
 
 
 def start(
-    workload: Workload, folder: Path, mode: str, *, batches: list[int], **more: Any
+    workload: Workload,
+    folder: Path,
+    mode: str,
+    *,
+    batches: list[int],
+    shapes: tuple[str, ...] | None = None,
+    **more: Any,
 ) -> CountingEngine:
-    """Plain decoding, or an adaptive chain, with all programs."""
+    """Plain decoding, or an adaptive chain or tree, with the programs of all its shapes."""
+    started = time.monotonic()
     workload.write_configs(folder)
     arguments = workload.arguments(mode, folder, acceptance=1.0)
     del arguments["max_running_requests"]
     if arguments.pop("simulate_acceptance", None) is not None:
         arguments["speculative_adaptive"] = True
-    engine = CountingEngine(tuple(sorted(batches)), **arguments, **more)
+    engine = CountingEngine(tuple(sorted(batches)), shapes, **arguments, **more)
     engine.wait_for_programs()
-    print(f"{mode}: ready after {engine.startup_seconds:.1f} s", flush=True)
+    names = ", ".join(map(str, engine.limits.shapes))
+    seconds, count = time.monotonic() - started, engine.num_programs
+    print(f"{mode}: {names}: {count} programs after {seconds:.1f} s", flush=True)
     return engine
 
 
@@ -201,74 +308,117 @@ def measured(
     plain_rate: float,
 ) -> dict[str, Any]:
     """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding."""
-    shapes = engine.limits.shapes
-    named: dict[str, SpeculativeConfig | None] = {str(shape): shape for shape in shapes}
+    named: dict[str, SpeculativeConfig | None] = {str(s): s for s in engine.limits.shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
     for _ in range(WARM_RUNS):
         seconds_of(engine, workload, rows, acceptance, workload.long_run)
     found: dict[str, list[float]] = {name: [] for name in named}
+    taken: dict[str, dict[str, Taken]] = {name: {} for name in named}
     for _ in range(repeats):
         for name, shape in named.items():
             engine.switched.use(shape)
+            engine.switched.taken()
             found[name].append(rate(engine, workload, rows, acceptance))
+            for other, steps in engine.switched.taken().items():
+                taken[name].setdefault(other, Taken()).add(steps)
     rates = {name: statistics.median(values) for name, values in found.items()}
-    rates[PLAIN] = plain_rate
+    rates[PLAIN_ENGINE] = plain_rate
     best = max((name for name in rates if name != ADAPTIVE), key=lambda name: rates[name])
     totals = engine.switched.adaptive.totals
-    cell = {
+    return {
         "rows": rows,
         "acceptance": acceptance,
-        "acceptance_length": round(expected_length(acceptance, engine.limits.spec.num_steps), 3),
+        "chain_acceptance_length": round(
+            expected_length(acceptance, engine.limits.spec.num_steps), 3
+        ),
         "tokens_per_second": {name: round(value, 1) for name, value in rates.items()},
         "all": {name: [round(v, 1) for v in values] for name, values in found.items()},
         "best": best,
         "of_best": round(rates[ADAPTIVE] / rates[best], 4),
+        "tokens_a_step": {
+            name: taken[name][name].tokens_a_step for name in named if name != ADAPTIVE
+        },
+        "chosen": {
+            name: {"steps": steps.steps, "tokens_a_step": steps.tokens_a_step}
+            for name, steps in taken[ADAPTIVE].items()
+        },
         "emitted_of_expected": _ratio(totals.emitted_tokens, totals.expected_tokens),
         "seconds_of_expected": _ratio(totals.measured_seconds, totals.expected_seconds),
         "changes": totals.num_changes,
         "probes": totals.num_probes,
     }
-    print(f"{rows:3} rows, {acceptance:4}: {cell['of_best']} of {best}; {rates}", flush=True)
-    return cell
 
 
 def _ratio(came: float, expected: float) -> float | None:
     return round(came / expected, 4) if expected else None
 
 
-def main() -> None:
+def summary(cell: dict[str, Any], *, seconds: float) -> str:
+    """A line for each shape. seconds: since the benchmark began."""
+    lines = [
+        f"{seconds:5.0f} s: {cell['rows']} rows, acceptance {cell['acceptance']}: "
+        f"{cell['of_best']} of {cell['best']}"
+    ]
+    for name, value in cell["tokens_per_second"].items():
+        length = cell["tokens_a_step"].get(name)
+        chosen = cell["chosen"].get(name)
+        lines.append(
+            f"    {name:22} {value:9.1f} tokens/s"
+            + ("" if length is None else f", {length} a row and step")
+            + ("" if chosen is None else f", chosen {chosen['steps']} times")
+        )
+    return "\n".join(lines)
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, with what the mode measures by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=WORKLOADS, default="llama-3.1-8b")
+    parser.add_argument("--mode", choices=CARDS, default="chain")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--acceptances", type=float, nargs="+", default=list(ACCEPTANCES))
+    parser.add_argument("--acceptances", type=float, nargs="+")
+    parser.add_argument("--shapes", nargs="+", metavar="S/K/N[:T]", help="beside the largest")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins later")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "adaptive_card.json"
-    )
-    options = parser.parse_args()
-    deadline = time.monotonic() + options.seconds
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    card = CARDS[options.mode]
+    options.acceptances = options.acceptances or list(card.acceptances)
+    options.shapes = card.shapes if options.shapes is None else tuple(options.shapes)
+    options.out = options.out or ROOT / "benchmarks" / "results" / card.result
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    started = time.monotonic()
     cells: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        workload = WORKLOADS[options.model]
-        plain = plain_rates(workload, Path(folder), options.batches, repeats=options.repeats)
-        engine = start(workload, Path(folder), "chain", batches=options.batches)
+    with tempfile.TemporaryDirectory() as name:
+        workload, folder = WORKLOADS[options.model], Path(name)
+        plain = plain_rates(workload, folder, options.batches, repeats=options.repeats)
+        engine = start(
+            workload, folder, options.mode, batches=options.batches, shapes=options.shapes
+        )
         for rows in options.batches:
             for acceptance in options.acceptances:
-                if time.monotonic() < deadline:
-                    cell = measured(
-                        engine,
-                        workload,
-                        rows,
-                        acceptance,
-                        repeats=options.repeats,
-                        plain_rate=plain[rows],
-                    )
-                    cells.append(cell)
-                    write_result(options.out, {"model": options.model, "cells": cells})
+                if time.monotonic() - started > options.seconds:
+                    continue
+                cell = measured(
+                    engine,
+                    workload,
+                    rows,
+                    acceptance,
+                    repeats=options.repeats,
+                    plain_rate=plain[rows],
+                )
+                cells.append(cell)
+                result = {"model": options.model, "mode": options.mode, "cells": cells}
+                write_result(options.out, result)
+                print(summary(cell, seconds=time.monotonic() - started), flush=True)
         engine.shutdown()
-    print(f"least of the best: {min(cell['of_best'] for cell in cells)}")
+    if cells:
+        print(f"least of the best: {min(cell['of_best'] for cell in cells)}")
 
 
 if __name__ == "__main__":

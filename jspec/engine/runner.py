@@ -141,6 +141,11 @@ class DeviceRunner(PlanRunner):
         weakref.finalize(self, growth.cancel)  # whoever drops the runner, or ends the process
         growth.start(weakref.WeakMethod(self.add))
 
+    def stop_growing(self) -> None:
+        """Ends it, and leaves out what is not made yet: what is there serves every plan."""
+        if self._growth is not None:
+            self._growth.stop()
+
     def make_on_demand(self, maker_of: Callable[[tuple[ProgramKey, ...]], Maker]) -> None:
         """Says who makes programs that few engines need, once one is needed."""
         self._maker_of = maker_of
@@ -241,8 +246,7 @@ class DeviceRunner(PlanRunner):
         Ends what still builds programs. Whoever still holds the runner, or an error with it in a
         traceback, holds no device memory.
         """
-        if self._growth is not None:
-            self._growth.stop()
+        self.stop_growing()
         with self._adding:
             self._programs, self._in_flight = ReadyPrograms({}), deque()
             self._params = self._state = self._make_state = None
