@@ -1,10 +1,11 @@
 """The chooser of an adaptive engine: takes what is worth most by late statistics, and looks around.
 
 Two things can only be known by trying. What a shape costs at a bucket: each shape is tried a few
-times in a row where a bucket is new, again after FIRST_REFRESH steps, and then ever more rarely:
-one look may have met a moment when all was slow. What a deeper shape would accept: while the steps
-are plain or shallow, one in PROBE_STEPS is of the largest shape, whose verifications say how far
-drafts would get. What is tried is rare enough to cost about 1%.
+times in a row where a bucket is new, again soon, and then ever more rarely: one look may have met
+a moment when all was slow. What a deeper shape would accept: while the steps are plain or shallow,
+one now and then is of a deeper shape, whose verifications say how far drafts would get. A look
+loses time, by all that is known, and comes so rarely that it loses LOOK_SHARE of all time, so what
+is nearly as good is looked at often, and what costs several times as much hardly ever.
 
 The statistics are the engine's: all rows of a step share its shape. It decides nothing about rows.
 """
@@ -27,15 +28,16 @@ from jspec.scheduler.shape_policy import (
     Survival,
     best_shape,
     family,
+    is_part,
 )
 
-PROBE_STEPS = 64  # one of so many looks at depths that nothing else shows
+LOOK_SHARE = 0.0015  # of all time, for each shape that is looked at
+PROBE_STEPS = 64  # at most one of so many looks at depths that nothing else shows
 SOON_STEPS = 16  # ... where what is seen at depth 1 says that they might pay
-# Beyond so many rows a look costs more, beside a plain step, and shows more: it is rarer by that,
-# up to MOST_RARE times.
-PROBE_ROWS, MOST_RARE = 16, 4
-FIRST_STEPS = 8  # one of so many tries a shape whose cost is unknown
-FIRST_REFRESH, REFRESH_STEPS = 128, 2048  # after so many a known cost is measured again
+FIRST_STEPS = 8  # one of so many at a bucket tries a shape whose cost is unknown there
+# After so many a known cost is measured again, at first and in the end, if the loss allows.
+FIRST_REFRESH, REFRESH_STEPS = 32, 2048
+CHEAP_STEPS = 512  # of the current shape, between two looks that cost little
 # In a row: the first may tell the drafter what it missed. A program's cold runs come on top.
 TRY_STEPS = ENOUGH_SAMPLES + 1
 
@@ -54,10 +56,13 @@ class AdaptiveShapes:
         self._survival = {key: Survival.of(steps) for key, steps in most.items()}
         self._seen_at = dict.fromkeys(most, 0)
         self._num_chosen = 0
-        self._last_probe = self._last_try = 0
+        self._probed_at = dict.fromkeys(most, 0)
+        self._last_try = 0
         self._measured_at: dict[tuple[SpeculativeConfig, int], int] = {}
-        self._refresh_after: dict[tuple[SpeculativeConfig, int], int] = {}
+        self._num_refreshes: dict[tuple[SpeculativeConfig, int], int] = {}
+        self._ran_before: tuple[SpeculativeConfig, int] | None = None
         self._trying, self._num_tries_left = limits.spec, 0
+        self._bucket, self._entered_at = 0, 0  # where steps are now, and since which choice
         self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
 
     @property
@@ -66,13 +71,18 @@ class AdaptiveShapes:
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig) -> float:
-        """Tokens a row that a step of this shape emits, as far as is known."""
-        return self._survival[family(shape)].expected(shape.num_steps)
+        """Tokens a row that a step of this shape emits, as far as is known; of a tree with all of
+        its nodes at least what some of them are known to emit."""
+        found = self._survival[family(shape)].expected(shape.num_steps)
+        parts = (other for other in self._limits.shapes if is_part(other, of=shape))
+        return max([found, *(self._survival[family(p)].expected(p.num_steps) for p in parts)])
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         """See ShapeChooser."""
         self._num_chosen += 1
         bucket = core_shapes.bucket(num_rows, self._limits.decode_buckets)
+        if bucket != self._bucket:  # what is tried here says nothing of there
+            self._bucket, self._entered_at, self._num_tries_left = bucket, self._num_chosen, 0
         ready = self._ready(num_rows, features)
         known = {shape: self._costs.known(shape, bucket) for shape in ready}
         before = self._current
@@ -82,7 +92,7 @@ class AdaptiveShapes:
             expected={shape: self.expected_tokens(shape) for shape in ready},
             costs={shape: cost for shape, cost in known.items() if cost is not None},
         )
-        probe = self._probe(ready, known, bucket, num_rows=num_rows)
+        probe = self._probe(ready, known, bucket)
         self._count(changed=self._current != before, probed=probe is not None)
         return probe or self._current
 
@@ -91,8 +101,6 @@ class AdaptiveShapes:
         ready: tuple[SpeculativeConfig, ...],
         known: dict[SpeculativeConfig, float | None],
         bucket: int,
-        *,
-        num_rows: int,
     ) -> SpeculativeConfig | None:
         """Another shape than the current one, if it is time to look at it."""
         now, others = self._num_chosen, [shape for shape in ready if shape != self._current]
@@ -100,29 +108,60 @@ class AdaptiveShapes:
             self._num_tries_left -= 1
             return self._trying
         unknown = [shape for shape in others if known[shape] is None]
-        if known[self._current] is not None and unknown and now - self._last_try >= FIRST_STEPS:
+        is_settled = now - max(self._last_try, self._entered_at) >= FIRST_STEPS
+        if known[self._current] is not None and unknown and is_settled:
             return self._try(unknown[0], extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
-        hidden = [
-            shape
-            for key, shape in deepest.items()
-            if not shape.is_plain
-            and (key != family(self._current) or shape.num_steps > self._current.num_steps)
-        ]
-        might_pay = any(self._might_pay(shape, known) for shape in hidden)
-        rarer = min(max(num_rows / PROBE_ROWS, 1), MOST_RARE)
-        if hidden and now - self._last_probe >= (SOON_STEPS if might_pay else PROBE_STEPS * rarer):
-            self._last_probe = now
-            return min(hidden, key=lambda shape: self._seen_at[family(shape)])
+        for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
+            is_seen = key == family(self._current) and shape.num_steps <= self._current.num_steps
+            if not shape.is_plain and not is_seen and self._is_due(shape, known):
+                self._probed_at[key] = now
+                return shape
         for shape in others:
-            key = (shape, bucket)
-            after = self._refresh_after.get(key, FIRST_REFRESH)
-            if now - self._measured_at.get(key, now) >= after:
-                self._measured_at[key] = now
-                self._refresh_after[key] = min(2 * after, REFRESH_STEPS)
+            at = (shape, bucket)
+            if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
+                self._measured_at[at] = now
+                self._num_refreshes[at] = self._num_refreshes.get(at, 0) + 1
                 self._costs.forget(shape, bucket)
                 return self._try(shape)
         return None
+
+    def _refresh_after(
+        self, shape: SpeculativeConfig, bucket: int, known: dict[SpeculativeConfig, float | None]
+    ) -> float:
+        """Steps after which a known cost is measured again. The first time soon, if that is cheap:
+        it is the first look that is mistaken."""
+        count, least = (
+            self._num_refreshes.get((shape, bucket), 0),
+            self._steps_between(shape, known),
+        )
+        if count or least > CHEAP_STEPS:
+            least *= TRY_STEPS
+        return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
+
+    def _is_due(
+        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    ) -> bool:
+        """Whether it is time to see how far this shape's drafts would get."""
+        key, now = family(shape), self._num_chosen
+        # One after the other, and none where rows only pass through.
+        if now - max(self._probed_at.values()) < SOON_STEPS or now - self._entered_at < FIRST_STEPS:
+            return False
+        least = max(PROBE_STEPS, self._steps_between(shape, known))
+        after = SOON_STEPS if self._might_pay(shape, known) else least
+        seen_at = 0 if key == family(self._current) else self._seen_at[key]  # there: not so deep
+        return now - max(self._probed_at[key], seen_at) >= after
+
+    def _steps_between(
+        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    ) -> float:
+        """Steps of the current shape between two of this one, which lose LOOK_SHARE of the time as
+        far as is known."""
+        own, cost = known[self._current], known[shape]
+        if own is None or cost is None:
+            return 0.0
+        tokens, here = self.expected_tokens(shape), self.expected_tokens(self._current)
+        return max(cost / own - tokens / here, 0.0) / LOOK_SHARE
 
     def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
         self._last_try = self._num_chosen
@@ -161,14 +200,18 @@ class AdaptiveShapes:
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """See ShapeChooser. What waits for the host (grammars) or tells the drafter of more than
         its own tokens is no measure of a shape."""
-        if plan.kind is not StepKind.DECODE or plan.constraints or plan.owed:
+        before, self._ran_before = self._ran_before, None
+        if plan.kind is not StepKind.DECODE:
             return
         shape = plan.spec(self._limits)
         bucket = core_shapes.bucket(len(plan.rows), self._limits.decode_buckets)
+        self._ran_before = shape, bucket
+        if plan.constraints or plan.owed:
+            return
         expected = self._costs.known(shape, bucket)
         if expected is not None:
             self._count(expected_seconds=expected, measured_seconds=seconds)
-        self._costs.see(shape, bucket, seconds)
+        self._costs.see(shape, bucket, seconds, is_steady=before == (shape, bucket))
         self._measured_at[shape, bucket] = self._num_chosen
 
     def _count(

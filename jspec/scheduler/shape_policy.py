@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jspec.core.config import SpeculativeConfig
 
@@ -38,6 +38,12 @@ def family(shape: SpeculativeConfig) -> Family:
     shared = shape.total_nodes_per_row if shape.counts_nodes else None
     is_chain = shape.topk == 1 and shared is None
     return (shape.topk, 0 if is_chain else shape.num_draft_tokens, shared)
+
+
+def is_part(shape: SpeculativeConfig, *, of: SpeculativeConfig) -> bool:
+    """Whether its nodes are some of the other's, drafted alike: so it never accepts more."""
+    shared = shape.total_nodes_per_row
+    return shared is not None and shape != of == replace(shape, total_nodes_per_row=None)
 
 
 @dataclass(slots=True)
@@ -74,27 +80,39 @@ class Survival:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds of a step by shape and bucket, without the first COLD_RUNS of each."""
+    """Seconds of a step by shape and bucket, without the first COLD_RUNS of each.
+
+    steady: of steps after one of the same program. Others, after a prompt's chunk or another shape,
+    are up to twice as long or half as long on a GPU's host, and count while there is nothing else.
+    """
 
     samples: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
+    steady: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
     cold: dict[tuple[SpeculativeConfig, int], int] = field(default_factory=dict)
 
-    def see(self, shape: SpeculativeConfig, bucket: int, seconds: float) -> None:
+    def see(
+        self, shape: SpeculativeConfig, bucket: int, seconds: float, *, is_steady: bool = True
+    ) -> None:
         key = (shape, bucket)
         left = self.cold.setdefault(key, COLD_RUNS)
         if left:
             self.cold[key] = left - 1
             return
-        self.samples.setdefault(key, deque(maxlen=COST_SAMPLES)).append(seconds)
+        for kept in (self.samples, *([self.steady] if is_steady else [])):
+            kept.setdefault(key, deque(maxlen=COST_SAMPLES)).append(seconds)
 
     def forget(self, shape: SpeculativeConfig, bucket: int) -> None:
         """It is about to be measured again."""
-        self.samples.pop((shape, bucket), None)
+        for kept in (self.samples, self.steady):
+            kept.pop((shape, bucket), None)
 
     def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
         """The median; None while there is too little to say."""
-        found = self.samples.get((shape, bucket), ())
-        return statistics.median(found) if len(found) >= ENOUGH_SAMPLES else None
+        for kept in (self.steady, self.samples):
+            found = kept.get((shape, bucket), ())
+            if len(found) >= ENOUGH_SAMPLES:
+                return statistics.median(found)
+        return None
 
 
 def best_shape(

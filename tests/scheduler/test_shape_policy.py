@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.shape_sets import shapes_for
-from jspec.scheduler.shape_policy import MARGIN, Costs, Survival, best_shape, family
+from jspec.scheduler.shape_policy import MARGIN, Costs, Survival, best_shape, family, is_part
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
 PLAIN, ONE, THREE = shapes_for(CHAIN)
@@ -51,6 +51,14 @@ def test_chains_are_one_family_and_trees_are_their_own() -> None:
     assert len(set(families)) == 4
     assert family(replace(THREE, total_nodes_per_row=2)) != family(THREE)
     assert family(replace(THREE, total_nodes_per_row=4)) == family(THREE)  # all nodes of a row
+
+
+def test_a_part_of_a_tree_is_the_same_tree_with_fewer_nodes() -> None:
+    tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
+    half = replace(tree, total_nodes_per_row=8.0)
+    assert is_part(half, of=tree)
+    others = [(tree, half), (tree, tree), (half, half), (half, THREE), (ONE, THREE), (PLAIN, ONE)]
+    assert not any(is_part(part, of=whole) for part, whole in others)
 
 
 def test_a_cost_is_a_median_and_unknown_at_first() -> None:
