@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -70,6 +70,9 @@ class CostTable:
         plain, chain = at(self.plain, rows), at(self.chain, rows)
         return plain + (chain - plain) * (shape.num_draft_tokens - 1) / 3
 
+    def catch_up(self, rows: int) -> float:
+        return CATCH_UP * (self.step(CHAIN, rows) - self.step(SpeculativeConfig.plain(), rows))
+
 
 def at(points: tuple[tuple[int, float], ...], x: int) -> float:
     """On the line between the two nearest."""
@@ -100,19 +103,48 @@ def limits_of() -> ServeLimits:
     )
 
 
+class DialledChains:
+    """What chains emit: an equal part of `num_steps` steps at each dial."""
+
+    def __init__(self, rows: int, dials: tuple[float, ...], num_steps: int) -> None:
+        self._hits = [dial_hits(dial, rows) for dial in dials]
+        self._lengths, self._num_steps = np.zeros(rows, np.int64), num_steps
+
+    def emitted(self, step: int, shape: SpeculativeConfig) -> np.ndarray:
+        hit = self._hits[step * len(self._hits) // self._num_steps]
+        ahead = (self._lengths[:, None] + np.arange(shape.num_steps)) % POSITIONS
+        every_row = np.arange(len(hit))[:, None]
+        accepted = np.cumprod(hit[every_row, ahead], axis=1).sum(axis=1)
+        self._lengths += accepted + 1
+        return (accepted + 1).astype(np.int32)
+
+
+class Costs(Protocol):
+    """Milliseconds."""
+
+    def step(self, shape: SpeculativeConfig, rows: int) -> float: ...
+
+    def catch_up(self, rows: int) -> float:
+        """Of telling the drafter what plain steps made."""
+        ...
+
+
+class Emitting(Protocol):
+    """i32[rows] of a step of this shape."""
+
+    def emitted(self, step: int, shape: SpeculativeConfig) -> np.ndarray: ...
+
+
 def run(
     chooser: ShapeChooser,
     limits: ServeLimits,
     *,
     rows: int,
-    dials: tuple[float, ...],
+    emitting: Emitting,
     num_steps: int,
-    table: CostTable,
+    table: Costs,
 ) -> tuple[float, dict[str, int]]:
-    """Tokens a second over `num_steps` steps, an equal part of them at each dial, and how many
-    steps were of which shape."""
-    hits = [dial_hits(dial, rows) for dial in dials]
-    lengths, every_row = np.zeros(rows, np.int64), np.arange(rows)
+    """Tokens a second over `num_steps` steps, and how many steps were of which shape."""
     used: dict[str, int] = {}
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
     noise, owed, now, tokens = random.Random(0), 0, 0.0, 0
@@ -131,16 +163,12 @@ def run(
             owed=(told,) * rows if told else (),
         )
         owed = (owed - told + 1) if shape.is_plain else 0
-        hit = hits[step * len(dials) // num_steps]
-        ahead = (lengths[:, None] + np.arange(shape.num_steps)) % POSITIONS
-        accepted = np.cumprod(hit[every_row[:, None], ahead], axis=1).sum(axis=1)
-        emitted = (accepted + 1).astype(np.int32)
-        lengths += emitted
+        emitted = emitting.emitted(step, shape)
         tokens += int(emitted.sum())
         seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
         seconds += COLD_MS * (used[str(shape)] <= COLD_RUNS)
         if told:
-            seconds += CATCH_UP * (table.step(CHAIN, rows) - table.step(limits.shapes[0], rows))
+            seconds += table.catch_up(rows)
         now += seconds
         result = RoundResult(num_emitted=emitted, ids=np.zeros((rows, 1), np.int32))
         unread.append((plan, StepResult(step=step, rounds=(result,)), seconds / 1e3))
@@ -157,12 +185,14 @@ def cell(
     """The chooser beside each shape held fixed."""
     limits = limits_of()
     chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
-    settings: dict[str, Any] = {"rows": rows, "dials": dials, "num_steps": num_steps}
-    adaptive, used = run(chooser, limits, table=table, **settings)
-    fixed = {
-        str(shape): run(FixedShape(shape), limits, table=table, **settings)[0]
-        for shape in limits.shapes
-    }
+
+    def tried(who: ShapeChooser) -> tuple[float, dict[str, int]]:
+        emitting = DialledChains(rows, dials, num_steps)
+        how: dict[str, Any] = {"rows": rows, "num_steps": num_steps, "table": table}
+        return run(who, limits, emitting=emitting, **how)
+
+    adaptive, used = tried(chooser)
+    fixed = {str(shape): tried(FixedShape(shape))[0] for shape in limits.shapes}
     best = max(fixed, key=lambda name: fixed[name])
     totals = chooser.totals
     return {

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.simulate_shapes import CHAIN, CostTable, cell, limits_of, run
+from benchmarks import simulate_trees
+from benchmarks.simulate_shapes import CHAIN, CostTable, DialledChains, cell, limits_of, run
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.features import PLAIN, StepFeatures
 from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
@@ -59,7 +60,8 @@ def test_a_cost_is_not_believed_for_ever() -> None:
     chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
     table = CostTable.measured()
     slow = SlowAtFirst(table.plain, table.chain)
-    _, used = run(chooser, limits, rows=1, dials=(0.0,), num_steps=1000, table=slow)
+    none = DialledChains(1, (0.0,), 1000)
+    _, used = run(chooser, limits, rows=1, emitting=none, num_steps=1000, table=slow)
     assert used["0/1/1"] > 600, used
 
 
@@ -71,7 +73,8 @@ def test_only_what_is_ready_is_chosen() -> None:
         return (CHAIN,)
 
     chooser = AdaptiveShapes(limits, ready=ready)
-    _, used = run(chooser, limits, rows=8, dials=(0.0,), num_steps=300, table=CostTable.measured())
+    none, table = DialledChains(8, (0.0,), 300), CostTable.measured()
+    _, used = run(chooser, limits, rows=8, emitting=none, num_steps=300, table=table)
     assert used == {"3/1/4": 300}
     assert asked == [(8, PLAIN)] * 300
     assert chooser.totals.num_changes == chooser.totals.num_probes == 0
@@ -191,3 +194,13 @@ def test_a_tree_is_not_left_for_a_part_of_it_that_costs_the_same() -> None:
     costs = {"0/1/1": 4.14, "3/1/4": 5.08, "3/4/16 of 8 a row": 5.3, "3/4/16": 5.18}
     names = chosen(1, accepted, lambda _, name, __: costs[name], num_steps=3000)
     assert names[1000:].count("3/4/16") > 1850, Counter(names[1000:])
+
+
+@pytest.mark.parametrize(("rows", "acceptance"), [(64, 0.3), (1, 0.6)])
+def test_a_tree_is_never_much_slower_than_the_best_shape_held_fixed(
+    rows: int, acceptance: float
+) -> None:
+    """The first steps, which try all shapes, are a smaller part of a longer run."""
+    costs = simulate_trees.TreeCosts.measured()
+    found = simulate_trees.cell(rows, acceptance, num_steps=4000, table=costs)
+    assert found["of_best"] >= LEAST, found
