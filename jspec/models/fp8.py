@@ -223,7 +223,7 @@ def _block_of(tensors: Tensors, name: str, scales: str, block: tuple[int, int]) 
     *stack, length, width = shape
     blocks = (-(-length // block[0]), -(-width // block[1]))
     forms = {
-        (*stack, *blocks): block,
+        (*stack, *blocks): (min(block[0], length), min(block[1], width)),
         (*stack, length, 1): (1, width),
         (*stack, length): (1, width),
         (*stack, 1, 1): (length, width),

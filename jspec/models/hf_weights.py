@@ -373,7 +373,7 @@ def write_checkpoint(
 
 def transpose_into(out: HostArray, source: HostArray) -> None:
     """out[...] = source.T, cast; plain integers move 16-bit floats several times faster."""
-    if out.dtype == source.dtype and out.dtype.itemsize == 2:
-        out, source = out.view(np.uint16), source.view(np.uint16)
+    moved = out.view(np.uint16) if out.dtype.itemsize == 2 else out
     for start in range(0, source.shape[0], _TURNED):
-        out[:, start : start + _TURNED] = source[start : start + _TURNED].T
+        rows = source[start : start + _TURNED].astype(out.dtype, copy=False)
+        moved[:, start : start + _TURNED] = rows.view(moved.dtype).T
