@@ -57,12 +57,12 @@ class AdaptiveShapes:
         self._seen_at = dict.fromkeys(most, 0)
         self._num_chosen = 0
         self._probed_at = dict.fromkeys(most, 0)
-        self._last_try = 0
         self._measured_at: dict[tuple[SpeculativeConfig, int], int] = {}
         self._num_refreshes: dict[tuple[SpeculativeConfig, int], int] = {}
         self._ran_before: tuple[SpeculativeConfig, int] | None = None
         self._trying, self._num_tries_left = limits.spec, 0
         self._bucket, self._entered_at = 0, 0  # where steps are now, and since which choice
+        self._untried: dict[int, int] = {}  # steps at a bucket since a shape was tried there
         self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
 
     @property
@@ -83,6 +83,7 @@ class AdaptiveShapes:
         bucket = core_shapes.bucket(num_rows, self._limits.decode_buckets)
         if bucket != self._bucket:  # what is tried here says nothing of there
             self._bucket, self._entered_at, self._num_tries_left = bucket, self._num_chosen, 0
+        self._untried[bucket] = self._untried.get(bucket, 0) + 1
         ready = self._ready(num_rows, features)
         known = {shape: self._costs.known(shape, bucket) for shape in ready}
         before = self._current
@@ -108,8 +109,7 @@ class AdaptiveShapes:
             self._num_tries_left -= 1
             return self._trying
         unknown = [shape for shape in others if known[shape] is None]
-        is_settled = now - max(self._last_try, self._entered_at) >= FIRST_STEPS
-        if known[self._current] is not None and unknown and is_settled:
+        if known[self._current] is not None and unknown and self._untried[bucket] > FIRST_STEPS:
             return self._try(unknown[0], extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
@@ -131,10 +131,8 @@ class AdaptiveShapes:
     ) -> float:
         """Steps after which a known cost is measured again. The first time soon, if that is cheap:
         it is the first look that is mistaken."""
-        count, least = (
-            self._num_refreshes.get((shape, bucket), 0),
-            self._steps_between(shape, known),
-        )
+        count = self._num_refreshes.get((shape, bucket), 0)
+        least = self._steps_between(shape, known) or 0.0
         if count or least > CHEAP_STEPS:
             least *= TRY_STEPS
         return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
@@ -143,28 +141,28 @@ class AdaptiveShapes:
         self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
     ) -> bool:
         """Whether it is time to see how far this shape's drafts would get."""
-        key, now = family(shape), self._num_chosen
-        # One after the other, and none where rows only pass through.
-        if now - max(self._probed_at.values()) < SOON_STEPS or now - self._entered_at < FIRST_STEPS:
+        key, now, least = family(shape), self._num_chosen, self._steps_between(shape, known)
+        if now - max(self._probed_at.values()) < SOON_STEPS:  # one after the other
             return False
-        least = max(PROBE_STEPS, self._steps_between(shape, known))
-        after = SOON_STEPS if self._might_pay(shape, known) else least
+        if least is None and now - self._entered_at < FIRST_STEPS:  # rows may only pass through
+            return False
+        after = SOON_STEPS if self._might_pay(shape, known) else max(PROBE_STEPS, least or 0.0)
         seen_at = 0 if key == family(self._current) else self._seen_at[key]  # there: not so deep
         return now - max(self._probed_at[key], seen_at) >= after
 
     def _steps_between(
         self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
-    ) -> float:
+    ) -> float | None:
         """Steps of the current shape between two of this one, which lose LOOK_SHARE of the time as
-        far as is known."""
+        far as is known; None: a cost is not."""
         own, cost = known[self._current], known[shape]
         if own is None or cost is None:
-            return 0.0
+            return None
         tokens, here = self.expected_tokens(shape), self.expected_tokens(self._current)
         return max(cost / own - tokens / here, 0.0) / LOOK_SHARE
 
     def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
-        self._last_try = self._num_chosen
+        self._untried[self._bucket] = 0
         self._trying, self._num_tries_left = shape, TRY_STEPS + extra - 1
         return shape
 

@@ -160,6 +160,16 @@ def test_what_is_unknown_of_fewer_rows_is_not_tried_with_many() -> None:
     assert sum("4/16" in name for name in later) < 20, Counter(later)
 
 
+def test_rows_that_go_to_and_fro_between_two_batch_sizes_are_decided_for() -> None:
+    """Nothing is ever tried to its end there."""
+
+    def rows(step: int) -> int:
+        return 32 + step // 3 % 2
+
+    names = chosen(rows, FEW_ACCEPTED, lambda _, name, __: AT_64_ROWS[name], num_steps=1500)
+    assert names[500:].count("0/1/1") > 900, Counter(names[500:])
+
+
 def test_a_step_after_another_program_is_no_measure_where_there_are_others() -> None:
     """Its launch is late, or its time was begun by the one before."""
 
