@@ -221,16 +221,25 @@ def table_of(*, num_steps: int) -> dict[str, Any]:
     return {"num_steps": num_steps, "worst": worst, "cells": cells}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parsed(doc: str, argv: list[str] | None) -> argparse.Namespace:
+    """steps and out of a simulation's command line."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--steps", type=int, default=4000, help="decode steps of a cell")
     parser.add_argument("--out", type=Path, help="where the JSON goes; the standard output")
-    args = parser.parse_args(argv)
-    text = json.dumps(table_of(num_steps=args.steps), indent=1) + "\n"
-    if args.out is None:
+    return parser.parse_args(argv)
+
+
+def put(result: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(result, indent=1) + "\n"
+    if out is None:
         sys.stdout.write(text)
     else:
-        args.out.write_text(text)
+        out.write_text(text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parsed(__doc__, argv)
+    put(table_of(num_steps=args.steps), args.out)
 
 
 if __name__ == "__main__":

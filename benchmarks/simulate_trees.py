@@ -12,11 +12,9 @@ shape held fixed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulate_shapes import limits_of, run
+from benchmarks.simulate_shapes import limits_of, parsed, put, run
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.scheduler.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
@@ -150,21 +148,13 @@ def cell(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4000, help="decode steps of a cell")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; the standard output")
-    args = parser.parse_args(argv)
-    table = TreeCosts.measured()
+    args, table = parsed(__doc__, argv), TreeCosts.measured()
     cells = [
         cell(rows, acceptance, num_steps=args.steps, table=table)
         for rows, acceptance in itertools.product(BATCHES, DIALS)
     ]
     worst = min(cells, key=lambda found: found["of_best"])
-    text = json.dumps({"num_steps": args.steps, "worst": worst, "cells": cells}, indent=1) + "\n"
-    if args.out is None:
-        sys.stdout.write(text)
-    else:
-        args.out.write_text(text)
+    put({"num_steps": args.steps, "worst": worst, "cells": cells}, args.out)
 
 
 if __name__ == "__main__":
