@@ -54,6 +54,11 @@ class AdaptiveShapes:
         for shape in limits.shapes:
             most[family(shape)] = max(shape.num_steps, most.get(family(shape), 0))
         self._survival = {key: Survival.of(steps) for key, steps in most.items()}
+        self._parts = {  # families of what is a part of each
+            whole: tuple(family(part) for part in limits.shapes if is_part(part, of=whole))
+            for whole in limits.shapes
+        }
+        self._expected: dict[SpeculativeConfig, float] = {}  # of the choice that is being made
         self._seen_at = dict.fromkeys(most, 0)
         self._num_chosen = 0
         self._probed_at = dict.fromkeys(most, 0)
@@ -73,9 +78,8 @@ class AdaptiveShapes:
     def expected_tokens(self, shape: SpeculativeConfig) -> float:
         """Tokens a row that a step of this shape emits, as far as is known; of a tree with all of
         its nodes at least what some of them are known to emit."""
-        found = self._survival[family(shape)].expected(shape.num_steps)
-        parts = (other for other in self._limits.shapes if is_part(other, of=shape))
-        return max([found, *(self._survival[family(p)].expected(p.num_steps) for p in parts)])
+        families = (family(shape), *self._parts[shape])  # a part has as many steps
+        return max(self._survival[key].expected(shape.num_steps) for key in families)
 
     def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
         """See ShapeChooser."""
@@ -88,9 +92,10 @@ class AdaptiveShapes:
         known = {shape: self._costs.known(shape, bucket) for shape in ready}
         before = self._current
         current = before if before in ready else self._limits.spec
+        self._expected = {shape: self.expected_tokens(shape) for shape in ready}
         self._current = best_shape(
             current,
-            expected={shape: self.expected_tokens(shape) for shape in ready},
+            expected=self._expected,
             costs={shape: cost for shape, cost in known.items() if cost is not None},
         )
         probe = self._probe(ready, known, bucket)
@@ -112,8 +117,9 @@ class AdaptiveShapes:
         if known[self._current] is not None and unknown and self._untried[bucket] > FIRST_STEPS:
             return self._try(unknown[0], extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
+        own = family(self._current)
         for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
-            is_seen = key == family(self._current) and shape.num_steps <= self._current.num_steps
+            is_seen = key == own and shape.num_steps <= self._current.num_steps
             if not shape.is_plain and not is_seen and self._is_due(shape, known):
                 self._probed_at[key] = now
                 return shape
@@ -158,7 +164,7 @@ class AdaptiveShapes:
         own, cost = known[self._current], known[shape]
         if own is None or cost is None:
             return None
-        tokens, here = self.expected_tokens(shape), self.expected_tokens(self._current)
+        tokens, here = self._expected[shape], self._expected[self._current]
         return max(cost / own - tokens / here, 0.0) / LOOK_SHARE
 
     def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
@@ -175,7 +181,7 @@ class AdaptiveShapes:
             return False
         rate = self._survival[family(current)].expected(1) - 1
         hoped = sum(rate**depth for depth in range(shape.num_steps + 1))
-        return hoped / cost > self.expected_tokens(current) / own
+        return hoped / cost > self._expected[current] / own
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
         """See ShapeChooser."""
