@@ -35,7 +35,7 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
     large_product,
     reference,
 )
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
 
 GATE_UP = "gate_up"
 SHAPES = {GATE_UP: (4096, 28672), "qkv": (4096, 6144), "o": (4096, 4096), "down": (14336, 4096)}
@@ -44,7 +44,7 @@ CALLS = 4  # of one program, each with operands of its own
 WORST = 0.01  # largest error, as a share of the largest value, that bf16 rounding explains
 RESULT = Path(__file__).parent / "results" / "gated_matmul_gpu.json"
 
-ALONE = replace(DEFAULT, cluster=(1, 1))
+ALONE = replace(DEFAULT, cluster=1)
 TURNED = replace(DEFAULT, layout=Layout.OUT_IN)
 # Timed where a layer might use them; those after EVERYWHERE at the largest M only.
 TUNINGS = {
@@ -54,12 +54,12 @@ TUNINGS = {
     "pieces of 32": replace(DEFAULT, piece=32),
     "groups of 8": replace(DEFAULT, group=8),
     "groups of 32": replace(DEFAULT, group=32),
-    "pairs share tokens": replace(DEFAULT, cluster=(1, 2)),
+    "pairs share tokens": replace(DEFAULT, shared=Shared.TOKENS),
     "epilogue not hidden": replace(DEFAULT, overlaps=False),
 }
 FEW_TUNINGS = {
     "narrow pairs": NARROW,
-    "narrow, alone": replace(NARROW, cluster=(1, 1)),
+    "narrow, alone": replace(NARROW, cluster=1),
     "pairs share weights": DEFAULT,
     "alone": ALONE,
 }

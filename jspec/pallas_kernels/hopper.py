@@ -18,8 +18,7 @@ from jspec.pallas_kernels.gated_mlp.plan import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
 SWIZZLE = 128  # bytes; a tile's rows of 64 bf16 are spread over the banks by it
-# Axes of a cluster's blocks: those below one another share weights, those side by side tokens.
-DOWN, ACROSS = "down", "across"
+MEMBER = "member"  # axis of a cluster's blocks
 NOTHING = -1e30  # the maximum, or height, over no keys: finite, so that differences are never NaN
 
 
@@ -48,19 +47,12 @@ def swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
 
 
-def ring_barriers(
-    stages: int, *, copies: int, consumers: int, cluster: tuple[int, int]
-) -> dict[str, Any]:
-    """Of a ring that a producer fills with `copies` copies a stage: "full" and "empty".
-
-    cluster: blocks down and across. A multicast writes into all blocks of a row or a column, so all
-    of these must be done with the stage.
-    """
+def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> dict[str, Any]:
+    """Of a ring that a producer fills with `copies` copies a stage: "full" and "empty"."""
     empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
-    axes = tuple(axis for axis, size in zip((DOWN, ACROSS), cluster, strict=True) if size > 1)
-    if axes:
+    if cluster > 1:  # a multicast writes into all members: all must be done with the stage
         empty = plgpu.ClusterBarrier(
-            collective_axes=axes, num_arrivals=consumers, num_barriers=stages
+            collective_axes=(MEMBER,), num_arrivals=consumers, num_barriers=stages
         )
     return {"full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages), "empty": empty}
 

@@ -21,16 +21,16 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
 from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, NARROW, gated_product
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Shared
 from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 K, N = 4096, 14336  # Llama-3.1-8B
 PROGRAMS = (
     (8192, DEFAULT),
-    (1024, replace(DEFAULT, cluster=(1, 1))),
+    (1024, replace(DEFAULT, cluster=1)),
     (256, NARROW),
-    (2048, replace(DEFAULT, cluster=(1, 2))),
+    (2048, replace(DEFAULT, cluster=2, shared=Shared.TOKENS)),
 )
 
 

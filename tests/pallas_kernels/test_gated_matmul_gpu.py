@@ -4,7 +4,6 @@ is NaN."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -28,13 +27,13 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
     large_product,
     reference,
 )
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout
-from jspec.pallas_kernels.hopper import ACROSS, DOWN, has_mosaic_gpu
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
 
-SMALL = GatedTuning(tile_n=64, num_stages=3, num_blocks=2, cluster=(1, 1))
-PAIRS = replace(SMALL, cluster=(2, 1), num_blocks=4)
+SMALL = GatedTuning(tile_n=64, num_stages=3, num_blocks=2, cluster=1)
+PAIRS = replace(SMALL, cluster=2, num_blocks=4)
 SMALL_PROGRAMS = {
     "a ragged M, three steps of K": (300, 192, 256, SMALL),
     "one tile, one step": (128, 64, 128, replace(SMALL, tile_n=64)),
@@ -46,17 +45,11 @@ SMALL_PROGRAMS = {
     "epilogue by itself": (300, 128, 256, replace(SMALL, overlaps=False, num_blocks=1)),
     "a tall tile": (512, 128, 256, replace(SMALL, tile_m=256)),
     "pairs share weights": (300, 128, 256, PAIRS),
-    "pairs share tokens": (256, 128, 512, replace(PAIRS, cluster=(1, 2))),
-    "fours share both": (300, 192, 512, replace(PAIRS, cluster=(2, 2), num_blocks=8)),
+    "pairs share tokens": (256, 128, 512, replace(PAIRS, shared=Shared.TOKENS)),
     "one consumer": (128, 128, 256, replace(SMALL, tile_m=64, num_consumers=1)),
     "by columns": (300, 128, 192, replace(PAIRS, tile_n=48, piece=16, layout=Layout.OUT_IN)),
     "by columns, alone": (128, 192, 256, replace(SMALL, layout=Layout.OUT_IN)),
     "deep ring": (256, 128, 128, replace(SMALL, num_stages=5, num_blocks=1)),
-}
-SPLIT_PROGRAMS = {
-    "two splits": (300, 256, 256, replace(SMALL, splits=2, overlaps=False)),
-    "three, pairs": (300, 192, 256, replace(PAIRS, splits=3, overlaps=False)),
-    "two, fours": (256, 256, 256, replace(PAIRS, cluster=(2, 2), splits=2, overlaps=False)),
 }
 FAST = ("a ragged M, three steps of K", "pairs share weights", "pieces of 64", "by columns")
 K, N = 4096, 14336  # Llama-3.1-8B
@@ -106,28 +99,6 @@ def test_interpreted_product_equals_the_reference_without_a_race(name: str, gate
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("name", SPLIT_PROGRAMS)
-def test_splits_add_up_to_the_product(name: str) -> None:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
-
-    m, k, columns, tuning = SPLIT_PROGRAMS[name]
-    x, w = operands(m, k, columns)
-    got = large_product(x, w, tuning=tuning, interpret=interpreter_params())
-    assert got.shape == (tuning.splits, m, columns)
-    assert got.dtype == jnp.float32
-    exact = jnp.stack(
-        [
-            jnp.matmul(a, b, preferred_element_type=jnp.float32)
-            for a, b in zip(
-                jnp.split(x, tuning.splits, axis=1), jnp.split(w, tuning.splits), strict=True
-            )
-        ]
-    )
-    np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
-    assert not interpreter.get_races().races_found
-
-
-@needs_mosaic_gpu
 def test_a_row_of_nan_stays_alone() -> None:
     """Padding tokens hold whatever they hold."""
     x, w = operands(136, 128, 128)
@@ -166,28 +137,25 @@ def test_the_checks_see_a_missing_release(monkeypatch: pytest.MonkeyPatch) -> No
     rows=st.integers(1, 40),
     columns=st.integers(1, 20),
     group=st.integers(1, 20),
-    cluster=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
-    blocks=st.integers(4, 12),
-    splits=st.sampled_from([1, 2, 3]),
+    cluster=st.sampled_from([(1, Shared.WEIGHTS), (2, Shared.WEIGHTS), (2, Shared.TOKENS)]),
+    blocks=st.integers(2, 12),
 )
 @settings(max_examples=25, deadline=None)
 def test_every_tile_is_computed_once(
-    rows: int, columns: int, group: int, cluster: tuple[int, int], blocks: int, splits: int
+    rows: int, columns: int, group: int, cluster: tuple[int, Shared], blocks: int
 ) -> None:
-    down, across = cluster
-    tuning = replace(SMALL, group=group, cluster=cluster, num_blocks=blocks, splits=splits)
-    width, halves = columns * across * tuning.tile_n, 2
-    plan = gated_matmul_gpu._Plan(tuning, halves, rows * tuning.tile_m, 384, width, True)
-    block, turn = jnp.meshgrid(jnp.arange(12), jnp.arange(2400))  # of one shape in all examples
-    place = jax.vmap(lambda _: plan.place(block, turn), axis_name=ACROSS)
-    of_row = jax.vmap(lambda _: place(jnp.arange(across)), axis_name=DOWN)(jnp.arange(down))
-    of_members = [jnp.broadcast_to(index, (down, across, *block.shape)) for index in of_row]
+    size, shared = cluster
+    tuning = replace(SMALL, group=group, cluster=size, shared=shared, num_blocks=blocks)
+    down, across = tuning.cluster_tiles
+    width = columns * across * tuning.tile_n
+    plan = gated_matmul_gpu._Plan(tuning, 2, rows * tuning.tile_m, 64, width, interpreted=True)
+    block, turn = jnp.meshgrid(jnp.arange(12), jnp.arange(1600))  # of one shape in all examples
+    of_members = jax.vmap(lambda _: plan.place(block, turn), axis_name="member")(jnp.arange(size))
     has_turn = (block < plan.num_blocks) & (turn < plan.turns(block))
     computed = np.broadcast_to(has_turn, of_members[0].shape)
     places = [np.asarray(index)[computed].tolist() for index in of_members]
     all_rows = -(-rows // down) * down  # a last pair's second row may be padding
-    ranges = range(all_rows), range(columns * across), range(splits)
-    expected = list(itertools.product(*ranges))
+    expected = [(row, column) for row in range(all_rows) for column in range(columns * across)]
     assert sorted(zip(*places, strict=True)) == expected
 
 
@@ -229,21 +197,21 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
     turned = replace(DEFAULT, layout=Layout.OUT_IN)
     expected = {
         LEAST_TOKENS_BY_COLUMNS // 2: [None, None],
-        128: [None, replace(NARROW, cluster=(1, 1))],
+        128: [None, replace(NARROW, cluster=1)],
         192: [None, None],  # no whole tile
         256: [None, NARROW],
         512: [None, NARROW],
-        LEAST_TOKENS // 2 + 128: [None, replace(turned, cluster=(1, 1))],
+        LEAST_TOKENS // 2 + 128: [None, replace(turned, cluster=1)],
         LEAST_TOKENS: [DEFAULT, turned],
         LEAST_TOKENS + 1: [None, None],
         8192: [DEFAULT, turned],
     }
     for m, programs in expected.items():
         assert chosen(m) == (programs if has_mosaic_gpu() else [None, None]), m
-    alone = replace(DEFAULT, cluster=(1, 1))
+    alone = replace(DEFAULT, cluster=1)
     of_prompts = {
         64: [None, None],
-        128: [alone, replace(NARROW, cluster=(1, 1))],
+        128: [alone, replace(NARROW, cluster=1)],
         512: [DEFAULT, NARROW],
     }
     for m, programs in of_prompts.items():
@@ -266,7 +234,7 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         ({"tile_n": 256}, "sums are more than"),
         ({"num_stages": 5}, "bytes of shared memory"),
         ({"piece": 48}, "a piece is 48"),
-        ({"cluster": (1, 2), "tile_n": 192}, "columns do not divide"),
+        ({"cluster": 2, "shared": Shared.TOKENS, "tile_n": 192}, "columns do not divide"),
     ],
 )
 def test_a_tuning_that_does_not_fit_says_why(change: dict[str, Any], reason: str) -> None:
@@ -309,7 +277,7 @@ def test_runs_on_chip_at_model_shapes(m: int) -> None:
     x, w = operands(m, K, 2 * N)
     expected = jax.jit(reference)(x, w)
     turned = replace(DEFAULT, layout=Layout.OUT_IN)
-    alone = replace(DEFAULT, cluster=(1, 1))
+    alone = replace(DEFAULT, cluster=1)
     first = gated_product(x, w, tuning=DEFAULT)
     assert_close(first, expected)
     for tuning in (DEFAULT, alone, replace(DEFAULT, overlaps=False), turned, NARROW):

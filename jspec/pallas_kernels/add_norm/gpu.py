@@ -13,7 +13,6 @@ times.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -27,18 +26,9 @@ LANES, MAX_WARPS = 32, 16
 
 
 def reference(
-    x: Float[Array, "T E"],
-    delta: Float[Array, "*splits T E"],
-    scale: Float[Array, "E"],
-    *,
-    eps: float,
+    x: Float[Array, "T E"], delta: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """(x + delta, its RMSNorm times scale): the sum in x's dtype, the norm in float32 inside.
-
-    delta may be a product's splits in float32: added in order, and rounded once to x's dtype.
-    """
-    if delta.ndim > x.ndim:
-        delta = functools.reduce(jnp.add, delta).astype(x.dtype)
+    """(x + delta, its RMSNorm times scale): the sum in x's dtype, the norm in float32 inside."""
     total = x + delta
     wide = total.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -48,7 +38,7 @@ def reference(
 
 def add_and_norm(
     x: Float[Array, "T E"],
-    delta: Float[Array, "*splits T E"],
+    delta: Float[Array, "T E"],
     scale: Float[Array, "E"],
     *,
     eps: float,
@@ -56,8 +46,7 @@ def add_and_norm(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """As `reference`. T and E are free, T = 0 included; E need not be a power of two.
 
-    x and delta share a dtype, but for splits, which are float32; scale may be wider. interpret: on
-    any platform, for tests.
+    x and delta share a dtype; scale may be wider. interpret: on any platform, for tests.
     """
     num_rows, size = x.shape
     if num_rows == 0:
@@ -107,13 +96,7 @@ def _body(
         return plt.load(ref, mask=mask, other=other)
 
     scale = load(scale_ref.at[column])
-    x = load(x_ref.at[row, column])
-    if len(delta_ref.shape) == 2:
-        delta = load(delta_ref.at[row, column])
-    else:
-        parts = [load(delta_ref.at[split, row, column]) for split in range(delta_ref.shape[0])]
-        delta = functools.reduce(jnp.add, parts).astype(x.dtype)
-    total = x + delta
+    total = load(x_ref.at[row, column]) + load(delta_ref.at[row, column])
     plt.store(total_ref.at[row, column], total, mask=mask)
     wide = total.astype(jnp.float32)
     mean_square = jnp.sum(wide * wide) / size

@@ -27,13 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16
 
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout
+from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import (
-    ACROSS,
-    DOWN,
     LOG2E,
+    MEMBER,
     SWIZZLE,
     each,
     has_mosaic_gpu,
@@ -76,8 +75,8 @@ def choose_gated(
     tuning = replace(DEFAULT, layout=Layout.OUT_IN if by_columns else Layout.IN_OUT)
     if by_columns and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:
         tuning = NARROW
-    if m % (tuning.tile_m * tuning.cluster[0]) != 0:
-        tuning = replace(tuning, cluster=(1, 1))
+    if m % (tuning.tile_m * tuning.cluster) != 0:
+        tuning = replace(tuning, cluster=1)
     fits = m % tuning.tile_m == 0 and tuning.problem(m, k, n2) is None
     return tuning if fits else None
 
@@ -104,11 +103,8 @@ def large_product(
     *,
     tuning: GatedTuning = DEFAULT,
     interpret: Any = None,
-) -> Float[Array, "*splits M N"]:
-    """x @ w, otherwise as `gated_product`; a tile has 2 * tile_n columns.
-
-    With splits the result is float32 [splits, M, N], to be added up by whoever takes it.
-    """
+) -> BFloat16[Array, "M N"]:
+    """x @ w, otherwise as `gated_product`; a tile has 2 * tile_n columns."""
     return _launch(x, w, halves=1, tuning=tuning, interpret=interpret)
 
 
@@ -130,37 +126,23 @@ class _Plan:
 
     @property
     def k_tiles(self) -> int:
-        """Of one split."""
-        return self.k // (self.tuning.tile_k * self.tuning.splits)
+        return self.k // self.tuning.tile_k
 
     @property
     def grid(self) -> tuple[int, int]:
         """What clusters compute, down M and across the result. Without clusters: tiles."""
-        down, across = self.tuning.cluster
+        down, across = self.tuning.cluster_tiles
         return -(-self.m // (self.tuning.tile_m * down)), self.width // (self.columns * across)
 
     @property
     def rows(self) -> int:
         """Of the result, with the last tile's padding."""
-        return self.grid[0] * self.tuning.cluster[0] * self.tuning.tile_m
-
-    @property
-    def num_tiles(self) -> int:
-        """That a cluster computes as one; those of each split are others."""
-        return self.grid[0] * self.grid[1] * self.tuning.splits
-
-    @property
-    def result(self) -> jax.ShapeDtypeStruct:
-        """With the last tile's padding."""
-        splits, shape = self.tuning.splits, (self.rows, self.width)
-        if splits == 1:
-            return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        return jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
+        return self.grid[0] * self.tuning.cluster_tiles[0] * self.tuning.tile_m
 
     @property
     def num_blocks(self) -> int:
         """Persistent clusters; no more than there is work."""
-        return min(self.tuning.num_blocks // self.tuning.cluster_size, self.num_tiles)
+        return min(self.tuning.num_blocks // self.tuning.cluster, self.grid[0] * self.grid[1])
 
     @property
     def weight_tile(self) -> tuple[int, int]:
@@ -186,10 +168,10 @@ class _Plan:
 
     def turns(self, block: jax.Array) -> jax.Array:
         """How many tiles a block computes: every num_blocks-th."""
-        return (self.num_tiles - block + self.num_blocks - 1) // self.num_blocks
+        return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
 
-    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """(row tile, column tile, split) of a turn of this block.
+    def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(row tile, column tile) of a turn of this block.
 
         A group of rows is swept column by column, so what the blocks compute at a time is nearly a
         square, and the weights are read from memory once a group.
@@ -197,21 +179,18 @@ class _Plan:
         In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
         """
         rows, columns = self.grid
-        down, across = self.tuning.cluster
-        group = max(1, min(rows, self.tuning.group // down))
+        group = max(1, min(rows, self.tuning.group // self.tuning.cluster_tiles[0]))
         tile = block + turn * self.num_blocks
-        split = lax.full_like(tile, 0)
-        if self.tuning.splits > 1:
-            split, tile = lax.div(tile, rows * columns), lax.rem(tile, rows * columns)
         first = tile // (group * columns) * group
         height: Any = jnp.minimum(group, rows - first) if rows % group else group
         inner = tile - first * columns
         row, column = first + lax.rem(inner, height), lax.div(inner, height)
-        if down > 1:
-            row = row * down + lax.axis_index(DOWN)
-        if across > 1:
-            column = column * across + lax.axis_index(ACROSS)
-        return row, column, split
+        if self.tuning.cluster > 1:
+            down, across = self.tuning.cluster_tiles
+            member = lax.axis_index(MEMBER)
+            row, column = row * down, column * across
+            row, column = (row + member, column) if down > 1 else (row, column + member)
+        return row, column
 
 
 @partial(jax.jit, static_argnames=("halves", "tuning", "interpret"), inline=False)
@@ -233,18 +212,18 @@ def _launch(
 
     out = plgpu.kernel(
         gated_product_gpu,
-        out_type=plan.result,
+        out_type=jax.ShapeDtypeStruct((plan.rows, plan.width), jnp.bfloat16),
         scratch_types=_scratch(plan),
         grid=(plan.num_blocks,),
         grid_names=("block",),
-        cluster=tuning.cluster if tuning.cluster_size > 1 else (),
-        cluster_names=(DOWN, ACROSS) if tuning.cluster_size > 1 else (),
+        cluster=(tuning.cluster,) if tuning.cluster > 1 else (),
+        cluster_names=(MEMBER,) if tuning.cluster > 1 else (),
         num_threads=tuning.num_consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(x, plan.cut(w))
-    return out if plan.rows == m else out[..., :m, :]
+    return out if plan.rows == m else out[:m]
 
 
 def _scratch(plan: _Plan) -> dict[str, Any]:
@@ -269,11 +248,7 @@ def _scratch(plan: _Plan) -> dict[str, Any]:
             (stages, *split),
             transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(SWIZZLE)),
         ),
-        "staged": plgpu.SMEM(
-            piece,
-            plan.result.dtype,
-            transforms=swizzled(plan.result.dtype, tuning.result_bytes * tuning.piece),
-        ),
+        "staged": ring(piece, transforms=swizzled(jnp.bfloat16, 2 * tuning.piece)),
         **ring_barriers(
             stages,
             copies=1 + (plan.halves if plan.interpreted else 1),
@@ -301,13 +276,13 @@ def _produce(
     turns = plan.turns(block)
     total = turns * k_tiles
     first = jnp.minimum(total, tuning.num_stages)
-    down, across = tuning.cluster
+    shared = (tuning.shared if tuning.cluster > 1 else None, MEMBER)
 
     def copy_weights(step: jax.Array, column: jax.Array, k: jax.Array) -> None:
         stage = lax.rem(step, tuning.num_stages)
         depth = pl.ds(k * tuning.tile_k, tuning.tile_k)
         columns = pl.ds(column * plan.columns, plan.columns)
-        axes = DOWN if down > 1 else None
+        axes = MEMBER if shared[0] is Shared.WEIGHTS else None
         turned = tuning.layout is Layout.OUT_IN
         if not plan.interpreted:
             source = w.at[:, columns, depth] if turned else w.at[depth, :, columns]
@@ -325,19 +300,19 @@ def _produce(
         tile = x.at[
             pl.ds(row * tuning.tile_m, tuning.tile_m), pl.ds(k * tuning.tile_k, tuning.tile_k)
         ]
-        axes = ACROSS if across > 1 else None
+        axes = MEMBER if shared[0] is Shared.TOKENS else None
         plgpu.copy_gmem_to_smem(tile, x_smem.at[stage], full.at[stage], collective_axes=axes)
 
     def first_weights(step: jax.Array) -> None:
-        _, column, split = plan.place(block, step // k_tiles)
-        copy_weights(step, column, split * k_tiles + step % k_tiles)
+        _, column = plan.place(block, step // k_tiles)
+        copy_weights(step, column, step % k_tiles)
 
     def first_tokens(step: jax.Array) -> None:
-        row, _, split = plan.place(block, step // k_tiles)
-        copy_tokens(step, row, split * k_tiles + step % k_tiles)
+        row, _ = plan.place(block, step // k_tiles)
+        copy_tokens(step, row, step % k_tiles)
 
     def tile(turn: jax.Array) -> None:
-        row, column, split = plan.place(block, turn)
+        row, column = plan.place(block, turn)
         if tuning.early_release and not plan.interpreted:
 
             @pl.when(turn == turns - 1)
@@ -347,8 +322,8 @@ def _produce(
         def refill(k: jax.Array) -> None:
             step = turn * k_tiles + k
             _await_release(empty, step, tuning)
-            copy_weights(step, column, split * k_tiles + k)
-            copy_tokens(step, row, split * k_tiles + k)
+            copy_weights(step, column, k)
+            copy_tokens(step, row, k)
 
         each(jnp.clip(first - turn * k_tiles, 0, k_tiles), k_tiles, refill)
 
@@ -409,7 +384,7 @@ def _consume(
         shape = plgpu.WGMMAAccumulatorRef((rows, 2 * tuning.tile_n), jnp.float32)
         sums = pl.run_scoped(accumulate, shape)
         plgpu.barrier_arrive(empty.at[lax.rem(first + k_tiles - 1, tuning.num_stages)])
-        return sums.astype(plan.result.dtype)
+        return sums.astype(jnp.bfloat16)
 
     def write(turn: Any, sums: jax.Array, piece: int) -> None:
         _write(plan, out, staged, plan.place(block, turn), sums, piece)
@@ -432,7 +407,7 @@ def _write(
     plan: _Plan,
     out: Any,
     staged: Any,
-    place: tuple[jax.Array, jax.Array, Any],
+    place: tuple[jax.Array, jax.Array],
     sums: jax.Array,
     piece: int,
 ) -> None:
@@ -447,11 +422,9 @@ def _write(
     plgpu.wait_smem_to_gmem(plan.num_buffers - 1, wait_read_only=True)
     buffer[...] = values
     plgpu.commit_smem()
-    row, column, split = place
+    row, column = place
     own = pl.ds(row * tuning.tile_m + consumer * rows, rows)
-    columns = pl.ds(column * plan.columns + first, tuning.piece)
-    target = out.at[own, columns] if tuning.splits == 1 else out.at[split, own, columns]
-    plgpu.copy_smem_to_gmem(buffer, target)
+    plgpu.copy_smem_to_gmem(buffer, out.at[own, pl.ds(column * plan.columns + first, tuning.piece)])
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -26,17 +26,21 @@ class Layout(Enum):
     OUT_IN = "out_in"
 
 
+class Shared(Enum):
+    """What the blocks of a cluster have in common, and read once for all of them."""
+
+    WEIGHTS = "weights"  # they lie below one another, each with its own tokens
+    TOKENS = "tokens"  # they lie side by side, each with its own weights
+
+
 @dataclass(frozen=True, slots=True)
 class GatedTuning:
     """The static shape of a gated product's program. Sizes are elements.
 
     tile_n: columns of the result; a tile has as many gate columns and as many up columns.
-    cluster: blocks that lie below one another, each with its own tokens, and read weights once for
-    all of them; and side by side, each with its own weights, which read tokens once.
     group: row tiles that are swept together. piece: columns that an epilogue makes at a time.
     overlaps: results are made while the next tile is multiplied, and not before. layout: of the
-    weights; OUT_IN takes tiles of any multiple of 8 columns, IN_OUT of 64. splits: parts of the
-    inputs, each with sums of its own in float32; of products without a gate.
+    weights; OUT_IN takes tiles of any multiple of 8 columns, IN_OUT of 64.
     """
 
     tile_m: int = 128
@@ -44,7 +48,8 @@ class GatedTuning:
     tile_k: int = LANES
     num_stages: int = 4
     num_consumers: int = 2
-    cluster: tuple[int, int] = (2, 1)
+    cluster: int = 2
+    shared: Shared = Shared.WEIGHTS
     group: int = 16
     piece: int = 32
     overlaps: bool = True
@@ -52,7 +57,6 @@ class GatedTuning:
     early_release: bool = True  # let the next program start when the last tiles have begun
     num_blocks: int = NUM_BLOCKS
     layout: Layout = Layout.IN_OUT
-    splits: int = 1
 
     @property
     def rows_per_consumer(self) -> int:
@@ -60,40 +64,29 @@ class GatedTuning:
         return self.tile_m // self.num_consumers
 
     @property
-    def cluster_size(self) -> int:
-        """Blocks of a cluster."""
-        return self.cluster[0] * self.cluster[1]
-
-    @property
-    def result_bytes(self) -> int:
-        """Of one number of the result."""
-        return 2 if self.splits == 1 else 4
+    def cluster_tiles(self) -> tuple[int, int]:
+        """Tiles of a cluster, down M and across the result."""
+        return (self.cluster, 1) if self.shared is Shared.WEIGHTS else (1, self.cluster)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of one block: the ring, and two pieces of every row."""
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
-        return ring + 2 * self.tile_m * self.piece * self.result_bytes
+        return ring + 2 * self.tile_m * self.piece * 2
 
     def problem(self, m: int, k: int, columns: int) -> str | None:
         """Why this program cannot compute [m, k] @ [k, columns], or None."""
-        across = 2 * self.tile_n * self.cluster[1]
+        across = 2 * self.tile_n * self.cluster_tiles[1]
         unit = LANES if self.layout is Layout.IN_OUT else 8
         checks = {
             f"M {m} is less than 1": m < 1,
             f"{across} columns do not divide {columns}": columns % across,
             f"tile_k {self.tile_k} does not divide K {k}": k % self.tile_k,
-            f"{self.splits} splits do not part {k // self.tile_k} tiles of K": (
-                k // self.tile_k % self.splits
-            ),
             f"tile_k {self.tile_k} is no multiple of {LANES}": self.tile_k % LANES,
             f"tile_n {self.tile_n} is no multiple of {unit}": self.tile_n % unit,
             f"{self.tile_m} rows do not part into {self.num_consumers} x {LANES}": self.tile_m
             % (self.num_consumers * LANES),
             f"a piece is {self.piece} columns, not 16, 32 or 64": self.piece not in (16, 32, 64),
-            f"a piece of {self.piece} float32 columns is more than a swizzled row": (
-                self.piece * self.result_bytes > 2 * LANES
-            ),
             f"{self.tile_n} columns do not part into pieces of {self.piece}": self.tile_n
             % self.piece,
             f"{self.rows_per_consumer} x {2 * self.tile_n} sums are more than {ACCUMULATED}": (
