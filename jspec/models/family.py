@@ -172,6 +172,15 @@ def check_one_mtp_layer(fields: Fields) -> None:
         )
 
 
+def feeds_normed(fields: Fields) -> bool:
+    """Whether a layer that every level runs again reads its output after its final norm.
+
+    No published file says so of these layers: SGLang feeds it back after the norm, vLLM DeepSeek's
+    and GLM's before it. `chain_hidden_post_norm`, transformers' key for it, says which.
+    """
+    return fields.flag("chain_hidden_post_norm", True)
+
+
 def eos_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.get("eos_token_id")
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -341,24 +341,32 @@ def write_layer_alone(path: Path, architecture: str, **changes: Any) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
-def write_pair(path: Path, architecture: str) -> tuple[Path, Path]:
+def write_pair(path: Path, architecture: str, **changes: Any) -> tuple[Path, Path]:
     """A Llama, and a layer of its own beside it."""
     target, alone = path / "target", path / "alone"
     spec = family_named("llama").read(Fields(path, LLAMA))
     save_target(target, spec, init_params(table_of(spec), seed=1), dtype=np.float32)
     tiny_tokenizer().save(str(target / "tokenizer.json"))
-    write_layer_alone(alone, architecture)
+    write_layer_alone(alone, architecture, **changes)
     return target, alone
 
 
-@pytest.mark.parametrize("architecture", [DEEPSEEK, QWEN])
-def test_a_layer_of_its_own_drafts_for_a_dense_target(architecture: str, tmp_path: Path) -> None:
-    """By every law of a head."""
-    target, alone = write_pair(tmp_path, architecture)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [(DEEPSEEK, {}), (QWEN, {}), (DEEPSEEK, {"chain_hidden_post_norm": False})],
+)
+def test_a_layer_of_its_own_drafts_for_a_dense_target(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """By every law of a head; also where it is trained to read itself before its final norm."""
+    target, alone = write_pair(tmp_path, architecture, **changes)
+    published = PUBLISHED[architecture]
+    if changes:
+        published = dataclasses.replace(published, feeds_normed=False)
     models = load(target, speculative_draft_model_path=str(alone))
     assert models.config.algorithm is Algorithm.NEXTN
     head = dataclasses.replace(layers_of(models.drafter), shard=Shard())
-    reference = check_published(alone, head, PUBLISHED[architecture], target=target)
+    reference = check_published(alone, head, published, target=target)
     check_head(
         RecurrentHead(head),
         models.params["draft"],

@@ -31,6 +31,7 @@ from jspec.models.family import (
     MtpFamily,
     check_one_mtp_layer,
     decoder_json,
+    feeds_normed,
     read_attention,
     read_decoder,
     read_dense,
@@ -101,7 +102,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
     check_one_mtp_layer(fields)
     number = target.num_layers
-    return _recurrent(_layers(fields, range(number, number + 1), rotary=0.5), target)
+    return _recurrent(fields, _layers(fields, range(number, number + 1), rotary=0.5), target)
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
@@ -109,12 +110,15 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     for name in LATENT:
         fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
     check_one_mtp_layer(fields)
-    return _recurrent(_layers(fields, range(BEYOND, BEYOND + 1), rotary=1.0), target)
+    return _recurrent(fields, _layers(fields, range(BEYOND, BEYOND + 1), rotary=1.0), target)
 
 
-def _recurrent(layer: ModelSpec, target: ModelSpec) -> MtpConfig:
+def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> MtpConfig:
     return MtpConfig(
-        model=layer, target_num_layers=target.num_layers, recurrent=True, feeds_normed=True
+        model=layer,
+        target_num_layers=target.num_layers,
+        recurrent=True,
+        feeds_normed=feeds_normed(fields),
     )
 
 

@@ -16,6 +16,7 @@ from jspec.models.family import (
     Family,
     MtpFamily,
     check_one_mtp_layer,
+    feeds_normed,
     read_attention,
     read_decoder,
     read_dense,
@@ -50,7 +51,7 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
         target_num_layers=target.num_layers,
         recurrent=True,
         hidden_first=True,
-        feeds_normed=True,
+        feeds_normed=feeds_normed(fields),
         zeroes_first=True,
     )
 

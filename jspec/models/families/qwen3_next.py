@@ -3,7 +3,8 @@
 Full attention whose query projection also holds a gate for each number of a head, RoPE on a part of
 each head, norms of q and k, and a dense MLP; all norms are stored less one. It reads the target's
 hidden after its final norm, and every level runs it again, on its own output after its final norm
-(as SGLang does). Its tensors are named mtp.*; embedding and lm_head are the target's.
+(as SGLang does; family.feeds_normed). Its tensors are named mtp.*; embedding and lm_head are the
+target's.
 
 The families themselves are not served as targets, nor are the experts of their larger layers.
 """
@@ -17,6 +18,7 @@ from jspec.core.json_files import Fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import (
     MtpFamily,
+    feeds_normed,
     read_attention,
     read_dense,
     without_partial_rotary,
@@ -62,7 +64,10 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
         family=target.family,
     )
     return MtpConfig(
-        model=model, target_num_layers=target.num_layers, recurrent=True, feeds_normed=True
+        model=model,
+        target_num_layers=target.num_layers,
+        recurrent=True,
+        feeds_normed=feeds_normed(own),
     )
 
 
