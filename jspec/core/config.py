@@ -177,12 +177,13 @@ class ServeLimits:
         """Most pages of a window space that a row holds between two plans, however long it is.
 
         From the oldest key that its next query sees to the end of what is reserved for it: window
-        - 1 tokens before the committed length, or before what its drafter was told of, and the
-        reserved ones after it, wherever pages end.
+        - 1 tokens before the committed length, or before what its drafter was told of or its last
+        layer lags behind, and the reserved ones after it, wherever pages end.
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
         """
-        span = window - 1 + self.deferred_tokens + self.reserved_tokens_at_most(0)
+        before = window - 1 + self.deferred_tokens + self.spec.lag
+        span = before + self.reserved_tokens_at_most(0)
         return shapes.num_pages(span - 1, self.page_size) + 1
 
     def tail_pages(self, window: int) -> int:

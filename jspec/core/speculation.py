@@ -167,6 +167,11 @@ class SpeculativeConfig:
         """What the drafter caches at position i depends on tokens up to i + this."""
         return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
 
+    @property
+    def lag(self) -> int:
+        """Rows by which the drafter's last layer lags behind the committed length."""
+        return self.algorithm.drafting.lag(self.num_steps, self.topk)
+
     def total_nodes(self, batch: int) -> int | None:
         """T: nodes that a step of this many rows verifies; None where that is all N of each.
 

@@ -119,6 +119,7 @@ class MtpHead:
     ) -> tuple[Float[Array, "R E"], jax.Array]:
         """(the layer's output before its final norm, its pool with the T new rows). kept: of T
         tokens, those whose output is asked for; None: all."""
+        spec = self.config.model.layers[layer]
         embedded = embed(params["embed"], token_ids)
         if self.config.zeroes_first:
             embedded = jnp.where((rows.q_positions > 0)[:, None], embedded, 0)
@@ -127,9 +128,9 @@ class MtpHead:
             embedded,
             hidden,
             pages,
-            rows,
+            rows.of_window(spec.attention.window),
             kept,
-            spec=self.config.model.layers[layer],
+            spec=spec,
             hidden_first=self.config.hidden_first,
             settings=LayerSettings(self.ops, self.shard, queries_per_row),
         )

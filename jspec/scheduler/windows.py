@@ -5,7 +5,7 @@ there, however long it becomes: those from the oldest key that its next query se
 what is reserved for it. Pages of the full space stay with their row (`scheduler.py`); here a page
 goes back to its pool as soon as
 
-    its end <= committed length as the host knows it - (w - 1)
+    its end <= committed length as the host knows it - (w - 1) - the drafter's lag
 
 Never the upper bound: the device may have committed less. During a prefill the known length is
 what was dispatched, for that is exact: every later step of the row begins there. Steps that are
@@ -147,7 +147,7 @@ class WindowPages:
 
     def trim(self, tenancy: Tenancy) -> None:
         """Takes back the pages that no query from `tenancy.known_len` on can see, nor one of a
-        drafter that is told of earlier tokens later (`drafted_len`)."""
+        drafter that is told of earlier tokens later (`drafted_len`) or whose layers lag behind."""
         ends = self._seen_from(tenancy)
         spaces = zip(self._limits.windows, ends, self._spaces(tenancy), strict=True)
         for space, end, (pool, held) in spaces:
@@ -169,7 +169,7 @@ class WindowPages:
 
     def _seen_from(self, tenancy: Tenancy) -> list[int]:
         """Of each space, the index of the first page that a query of the row may still see."""
-        length, size = tenancy.drafted_len, self._limits.page_size
+        length, size = tenancy.drafted_len - self._limits.spec.lag, self._limits.page_size
         return [max(length - (space.window - 1), 0) // size for space in self._limits.windows]
 
     def _spaces(self, tenancy: Tenancy) -> Iterable[tuple[WindowPool, HeldPages]]:

@@ -60,6 +60,7 @@ def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> Lag
     return LaggedRows(
         rows=AttentionRows(
             page_table=emitted.rows.page_table,
+            window_tables=emitted.rows.window_tables,
             prefix_lens=start,
             cu_q_lens=cu_q_lens,
             q_positions=shapes.emitted_position(of_row(start), index.within),
@@ -139,6 +140,7 @@ def path_rows(rows: RowsInStep, num_known: Int[Array, "B"], *, layer: int, topk:
     return PathRows(
         rows=AttentionRows(
             page_table=rows.page_table,
+            window_tables=rows.window_tables,
             prefix_lens=start,
             cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * width,
             q_positions=positions.reshape(-1),

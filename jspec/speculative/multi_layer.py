@@ -99,11 +99,10 @@ class MultiLayerDrafter:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """One a layer. A layer with a window keeps everything too: its rows lag behind L, by which
-        window pages are given back."""
+        """One a layer."""
         layers = self.head.config.model.layers[: self.spec.num_steps]
         return tuple(
-            CacheGroup(f"draft {s}", 1, KVEntry(a.num_kv_heads, a.head_dim, a.value_dim))
+            CacheGroup(f"draft {s}", 1, KVEntry(a.num_kv_heads, a.head_dim, a.value_dim), a.window)
             for s, a in enumerate(layer.attention for layer in layers)
         )
 
