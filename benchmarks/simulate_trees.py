@@ -118,6 +118,10 @@ class DrawnTrees:
         found: np.ndarray = self._tables[shape][self._rng.integers(DRAWN_STEPS)]
         return found
 
+    def mean(self, shape: SpeculativeConfig) -> float:
+        """Tokens a row that a step emits on average."""
+        return float(self._tables[shape].mean())
+
 
 def limits_of_tree() -> ServeLimits:
     return replace(limits_of(), spec=TREE, other_shapes=OTHER_SHAPES)

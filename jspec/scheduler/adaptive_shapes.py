@@ -53,7 +53,10 @@ class AdaptiveShapes:
         most: dict[Family, int] = {}
         for shape in limits.shapes:
             most[family(shape)] = max(shape.num_steps, most.get(family(shape), 0))
-        self._survival = {key: Survival.of(steps) for key, steps in most.items()}
+        # Of all shapes: few verifications of one say less of it than those of the others do.
+        deepest = limits.spec.num_steps
+        self._any = Survival.of(deepest, guess=Survival.of(deepest))
+        self._survival = {key: Survival.of(steps, guess=self._any) for key, steps in most.items()}
         self._parts = {  # families of what is a part of each
             whole: tuple(family(part) for part in limits.shapes if is_part(part, of=whole))
             for whole in limits.shapes
@@ -194,10 +197,14 @@ class AdaptiveShapes:
             counts = np.bincount(
                 np.concatenate([of_round.num_emitted for of_round in result.rounds]) - 1,
                 minlength=shape.num_steps + 1,
-            )
+            ).tolist()
             key = family(shape)
-            age = max(now - self._seen_at[key] - 1, 0)
-            self._survival[key].see(counts.tolist(), num_steps=shape.num_steps, age=age)
+            for survival, seen_at in (
+                (self._survival[key], self._seen_at[key]),
+                (self._any, max(self._seen_at.values())),
+            ):
+                age = max(now - seen_at - 1, 0)
+                survival.see(counts, num_steps=shape.num_steps, age=age)
             self._seen_at[key] = now
         self._count(expected_tokens=expected, emitted_tokens=emitted)
 

@@ -26,7 +26,7 @@ MARGIN = 0.015  # another shape must be worth so much more to be taken
 COST_SAMPLES = 9  # a cost is the median of the last so many steps
 ENOUGH_SAMPLES = 3  # and is known from so many on
 COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in them
-DOUBTS = 4.0  # verifications that the first guess counts for: half of all drafts are accepted
+DOUBTS = 2.0  # verifications that a guess counts for beside what was seen
 
 
 Family = tuple[int, int, float | None]
@@ -49,15 +49,19 @@ def is_part(shape: SpeculativeConfig, *, of: SpeculativeConfig) -> bool:
 @dataclass(slots=True)
 class Survival:
     """How far verifications got, decayed. tried[d], got[d]: weight of those that could get to depth
-    d + 1, and that did."""
+    d + 1, and that did. guess: of something alike, at least as deep; what is accepted where little
+    was tried. None: half of all drafts at first."""
 
     tried: list[float]
     got: list[float]
+    guess: Survival | None = None
 
     @classmethod
-    def of(cls, num_steps: int) -> Survival:
-        guess = [DOUBTS * 0.5 ** (d + 1) for d in range(num_steps)]
-        return cls(tried=[DOUBTS] * num_steps, got=guess)
+    def of(cls, num_steps: int, *, guess: Survival | None = None) -> Survival:
+        if guess is not None:
+            return cls(tried=[0.0] * num_steps, got=[0.0] * num_steps, guess=guess)
+        got = [DOUBTS * 0.5 ** (d + 1) for d in range(num_steps)]
+        return cls(tried=[DOUBTS] * num_steps, got=got)
 
     def see(self, counts: Sequence[int], *, num_steps: int, age: int) -> None:
         """counts[i]: verifications of a step that accepted i drafts, of S at most num_steps. age:
@@ -72,10 +76,13 @@ class Survival:
 
     def expected(self, num_steps: int) -> float:
         """Tokens of a verification with so many levels, bonus included."""
-        return 1.0 + sum(
-            got / tried
-            for got, tried in zip(self.got[:num_steps], self.tried[:num_steps], strict=True)
-        )
+        return 1.0 + sum(self._rate(d) for d in range(num_steps))
+
+    def _rate(self, d: int) -> float:
+        """The share that gets to depth d + 1."""
+        if self.guess is None:
+            return self.got[d] / self.tried[d]
+        return (self.got[d] + DOUBTS * self.guess._rate(d)) / (self.tried[d] + DOUBTS)
 
 
 @dataclass(slots=True)
