@@ -3,7 +3,7 @@ computes from it.
 
 Run by hand where torch and transformers (5) are installed; the tests read only what it wrote:
 
-    python tests/golden/make_families_golden.py
+    python tests/golden/make_families_golden.py && python tests/golden/make_fp8_golden.py
 
 transformers writes a mixture's experts one by one, as published checkpoints hold them; the variant
 `qwen3_moe_fused` is `qwen3_moe` with the tensors as transformers 5 holds them in memory.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -39,6 +42,8 @@ from transformers import (
 OUT = Path(__file__).parent / "families"
 NUM_TOKENS = 24  # three times the windows
 WINDOW = 8
+NUM_GREEDY = 220  # ids that a model writes by itself, many windows long
+MIN_GAP = 1e-3  # between the two best logits: far above what the order of sums changes
 
 COMMON = {
     "vocab_size": 48,
@@ -46,7 +51,7 @@ COMMON = {
     "intermediate_size": 20,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attn_implementation": "eager",
@@ -146,6 +151,27 @@ def latest_models() -> dict[str, PreTrainedModel]:
         num_nextn_predict_layers=1,
     )
     return {"glm4_moe": Glm4MoeForCausalLM(config)}
+
+
+def last_models() -> dict[str, PreTrainedModel]:
+    """MiMo-V2-Flash: sliding layers with sinks, a theta and kv heads of their own between full
+    ones, values narrower than keys, one dense layer, then mixtures.
+    """
+    torch.manual_seed(3)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    config = MiMoV2FlashConfig(
+        **COMMON | {"num_key_value_heads": 1},
+        head_dim=12,
+        v_head_dim=8,
+        num_hidden_layers=4,
+        layer_types=kinds,
+        mlp_layer_types=["dense", *["sparse"] * 3],
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        sliding_window=WINDOW,
+    )
+    return {"mimo_v2": MiMoV2FlashForCausalLM(config)}
 
 
 STEP = {
@@ -258,6 +284,33 @@ def write_step() -> None:
         hidden_states=np.stack([hidden[0].numpy() for hidden in output.hidden_states]),
         greedy=text[0].numpy(),
     )
+    write_greedy(
+        folder,
+        ids,
+        lambda text: model.lm_head(model.model(text, use_cache=False).last_hidden_state[:, -1]),
+    )
+
+
+def write_greedy(
+    folder: Path, ids: torch.Tensor, next_logits: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """What the model writes by itself after the longest start of ids at which no choice is near a
+    tie. next_logits: of one text, without a cache.
+    """
+    for length in range(ids.shape[1], 2, -1):
+        text, gap = ids[:, :length], float("inf")
+        for _ in range(NUM_GREEDY):
+            best = next_logits(text)[0].topk(2)
+            gap = min(gap, (best.values[0] - best.values[1]).item())
+            if gap < MIN_GAP:
+                break
+            text = torch.cat([text, best.indices[None, :1]], dim=1)
+        else:
+            written = {"prompt": text[0, :length].tolist(), "ids": text[0, length:].tolist()}
+            (folder / "greedy.json").write_text(json.dumps(written) + "\n")
+            print(folder.name, length, "gap", gap, "of", len({*written["ids"]}), "ids")
+            return
+    raise AssertionError(f"{folder.name}: every text comes near a tie")
 
 
 @torch.no_grad()
@@ -279,11 +332,13 @@ def randomize(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def main() -> None:
+    torch.set_num_threads(1)  # the products are tiny
     shutil.rmtree(OUT, ignore_errors=True)
     for made in (models, later_models):
         write(made())
     write_step()
-    write(latest_models())
+    for made in (latest_models, last_models):
+        write(made())
 
 
 @torch.no_grad()
@@ -300,6 +355,11 @@ def write(made: dict[str, PreTrainedModel]) -> None:
             token_ids=token_ids[0].numpy(),
             logits=output.logits[0].numpy(),
             hidden_states=np.stack([hidden[0].numpy() for hidden in output.hidden_states]),
+        )
+        write_greedy(
+            OUT / name,
+            token_ids,
+            lambda text, model=model: model(text, use_cache=False).logits[:, -1],
         )
         if name == "qwen3_moe":
             write_fused(model)

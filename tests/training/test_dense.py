@@ -15,9 +15,10 @@ import pytest
 from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.training.dense import causal_attend, forward, lm_logits
 from tests.golden_arrays import arrays_of
+from tests.models.family_checkpoints import checkpoint_of
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "families"
-SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed")  # gpt_oss has windows, sinks and a mixture
+# gpt_oss has windows, sinks and a mixture
+SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed", "step3p5", "glm4_moe", "mimo", "mimo_v2")
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,11 @@ SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed")  # gpt_oss has windows, sinks and a
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
-def test_the_teacher_equals_transformers(variant: str) -> None:
-    spec = load_model_spec(GOLDEN / variant)
-    host = load_target(GOLDEN / variant, spec, dtype=np.float32)
-    golden = arrays_of(GOLDEN / variant / "outputs.npz")
+def test_the_teacher_equals_transformers(variant: str, tmp_path: Path) -> None:
+    path = checkpoint_of(variant, tmp_path)
+    spec = load_model_spec(path)
+    host = load_target(path, spec, dtype=np.float32)
+    golden = arrays_of(path / "outputs.npz")
     ids = np.stack([golden["token_ids"], np.roll(golden["token_ids"], 5)])
     params = jax.tree.map(jnp.asarray, host)
     with jax.default_matmul_precision("highest"):

@@ -1,0 +1,91 @@
+"""Two shards give the logits of one, for every family: heads, experts and vocabulary are split.
+
+Over the checkpoints of tests/golden/make_families_golden.py, whose logits transformers wrote and
+one shard gives (test_families.py). gpt-oss is test_gpt_oss.py's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jspec.core import sharding
+from jspec.core.model_spec import cache_groups
+from jspec.engine.runner import empty_pools
+from jspec.layers.linear import Shard
+from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.decoder import Decoder, Params
+from jspec.models.placement import param_specs
+from jspec.models.registry import FAMILIES
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.choose import OPS
+from tests.golden_arrays import arrays_of
+from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, checkpoint_of
+
+PAGE, CHUNK = 16, 16
+
+
+def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
+    """A prompt's chunk, then the rest as a verification has it, over pages."""
+    found = []
+    length = token_ids.shape[0]
+    for start, stop in ((0, CHUNK), (CHUNK, length)):
+        rows = AttentionRows(
+            page_table=jnp.asarray([[2, 1]], jnp.int32),
+            prefix_lens=jnp.asarray([start], jnp.int32),
+            cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
+            q_positions=jnp.arange(start, stop, dtype=jnp.int32),
+        )
+        hidden, _, kv = decoder.forward(
+            params, token_ids[start:stop], kv, rows, queries_per_row=stop - start if start else None
+        )
+        found.append(decoder.logits(params, hidden))
+    return jnp.concatenate(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILY_CHECKPOINTS if name != "gpt_oss"])
+def test_two_shards_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
+    path = checkpoint_of(name, tmp_path)
+    spec = load_model_spec(path)
+    golden = arrays_of(path / "outputs.npz")
+    mesh = sharding.make_mesh(jax.devices("cpu")[:2])
+    decoder = Decoder(spec, OPS["xla"], Shard(2, sharding.TENSOR_AXIS))
+    params = {"target": load_target(path, spec, dtype=np.float32, shards=2)}
+    pools = empty_pools(
+        cache_groups(spec, name="target"),
+        num_pages=3,
+        page_size=PAGE,
+        shards=2,
+        dtype=jnp.float32,
+        ops=OPS["xla"],
+    )
+    run = jax.jit(
+        jax.shard_map(
+            partial(chunked_logits, decoder),
+            mesh=mesh,
+            in_specs=(
+                param_specs({"target": decoder.table}, params)["target"],
+                PartitionSpec(None, None, sharding.TENSOR_AXIS, None),
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec(None, sharding.TENSOR_AXIS),
+            check_vma=False,
+        )
+    )
+    with jax.default_matmul_precision("highest"):
+        logits = run(params["target"], pools, jnp.asarray(golden["token_ids"], jnp.int32))
+    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_is_split() -> None:
+    """Llama's text on two shards is tests/engine/test_runner.py's."""
+    families = {name.removesuffix("_mixed") for name in FAMILY_CHECKPOINTS}
+    assert families == {family.name for family in FAMILIES} - {"llama"}

@@ -1,0 +1,140 @@
+"""A tiny target of each family: as wide as TARGET, two layers, of the kinds that the family has.
+
+Two layers, because compiling is what the tests cost; where a family has two kinds, one of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.core.config import RopeConfig, YarnConfig
+from jspec.core.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    Gate,
+    HeadGate,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    Routing,
+)
+from jspec.models.decoder import Params
+from jspec.models.params import Init
+from jspec.models.placement import init_params, nested
+from jspec.models.registry import table_of
+from jspec.models.stored import value_at
+from tests.speculative.engines import TARGET
+
+WINDOW = 8  # shorter than most prompts, and than every text
+# Families of the same layers: MiMo-7B's target is Qwen2's.
+ALIKE = {"mimo": "qwen2"}
+ATTENTION = TARGET.one_layer.attention
+DENSE = DenseSpec(inner=48)
+MIXTURE = MoESpec(num_experts=4, top_k=2, inner=16)
+SIGMOIDS = dataclasses.replace(MIXTURE, routing=Routing.SIGMOID_THEN_TOP_NORMALIZED)
+YARN = RopeConfig(
+    theta=150000.0,
+    factor=32.0,
+    original_max_position=16,
+    yarn=YarnConfig(attention_factor=1.3, truncate=False),
+)
+SCALED = RopeConfig(
+    theta=500.0,
+    factor=2.0,
+    low_freq_factor=1.0,
+    high_freq_factor=32.0,
+    original_max_position=32,
+)
+Layers = tuple[tuple[AttentionSpec, FeedForward], ...]
+
+
+def attention(window: int | None = None, **settings: Any) -> AttentionSpec:
+    return dataclasses.replace(ATTENTION, window=window, **settings)
+
+
+def llama() -> Layers:
+    return ((ATTENTION, DENSE),) * 2
+
+
+def mistral() -> Layers:
+    return ((attention(WINDOW), DENSE),) * 2
+
+
+def qwen2() -> Layers:
+    return tuple((attention(window, qkv_bias=True), DENSE) for window in (None, WINDOW))
+
+
+def qwen3() -> Layers:
+    return ((attention(qk_norm=True), DENSE),) * 2
+
+
+def qwen3_moe() -> Layers:
+    return ((attention(qk_norm=True), MIXTURE),) * 2
+
+
+def gpt_oss() -> Layers:
+    own: dict[str, Any] = {"rope": YARN, "sinks": True, "qkv_bias": True, "out_bias": True}
+    ffn = dataclasses.replace(
+        MIXTURE, routing=Routing.TOP_THEN_SOFTMAX, gate=Gate.CLAMPED, bias=True
+    )
+    return tuple((attention(window, **own), ffn) for window in (WINDOW, None))
+
+
+def mimo_v2() -> Layers:
+    """Values narrower than keys; sliding layers have sinks, a theta and kv heads of their own."""
+    own: dict[str, Any] = {"head_dim": 12, "v_dim": 8, "value_scale": 0.707, "rotary_dim": 4}
+    full = attention(num_kv_heads=1, rope=RopeConfig(theta=5e6), **own)
+    return ((full, DENSE), (attention(WINDOW, sinks=True, **own), SIGMOIDS))
+
+
+def step3p5() -> Layers:
+    """Sliding layers have more heads, and RoPE on all of each."""
+    own: dict[str, Any] = {"qk_norm": True, "gate": HeadGate.OF_HEADS}
+    full = attention(rope=SCALED, rotary_dim=4, **own)
+    sliding = attention(WINDOW, num_heads=6, rope=RopeConfig(theta=100.0), **own)
+    mixture = dataclasses.replace(
+        SIGMOIDS, gate=Gate.SILU_WITHIN_7, weight_scale=3.0, shared=DenseSpec(inner=12, limit=0.5)
+    )
+    return ((full, DenseSpec(inner=48, limit=0.5)), (sliding, mixture))
+
+
+def glm4_moe() -> Layers:
+    own = attention(qk_norm=True, qkv_bias=True, rotary_dim=4)
+    mixture = dataclasses.replace(SIGMOIDS, weight_scale=2.5, shared=DenseSpec(inner=16))
+    return ((own, DENSE), (own, mixture))
+
+
+LAYERS: dict[str, Callable[[], Layers]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
+    "mimo": qwen2,
+    "mimo_v2": mimo_v2,
+    "step3p5": step3p5,
+    "glm4_moe": glm4_moe,
+}
+
+
+def target_of(family: str) -> ModelSpec:
+    layers = (LayerSpec(attention=own, ffn=ffn) for own, ffn in LAYERS[family]())
+    return dataclasses.replace(TARGET, layers=tuple(layers), family=family)
+
+
+def drawn(spec: ModelSpec) -> Params:
+    """Random weights; biases and sinks away from 0."""
+    table = table_of(spec)
+    params = init_params(table, seed=3)
+    values = {own.path: value_at(params, own.path) for own in table}
+    for i, own in enumerate(table):
+        if own.init is Init.ZEROS:
+            values[own.path] = jax.random.normal(jax.random.key(i), own.shape, jnp.float32) / 2
+    return nested(values.items())
