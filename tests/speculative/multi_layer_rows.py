@@ -19,6 +19,7 @@ from jspec.core.config import Algorithm
 from jspec.core.model_spec import MtpConfig, uniform_decoder
 from jspec.core.state import empty_sampling
 from jspec.engine.runner import empty_pools
+from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
 from jspec.models.mtp import MtpHead
 from jspec.models.mtp_params import MtpNames, mtp_params
@@ -31,6 +32,12 @@ from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from tests.models.mtp_reference import MtpReference
 from tests.speculative.engines import TARGET, spec_of
+from tests.speculative.published_layers import (
+    PUBLISHED_LAYERS,
+    published_config,
+    published_params,
+    published_reference,
+)
 
 S, PAGE, PAGES_PER_ROW, NUM_ROWS, CHUNK = 3, 4, 10, 3, 12
 SIZE = TARGET.hidden_size
@@ -69,12 +76,22 @@ Record = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]  # path, id
 
 
 def config_of(name: str) -> MtpConfig:
+    """Of CONFIGS, or of the published layers of a family."""
+    if name in PUBLISHED_LAYERS:
+        return published_config(name)[0]
     return RECURRENT if name == "recurrent" else CONFIGS[name]
+
+
+def head_of(name: str, ops: Ops | None = None, shard: Shard | None = None) -> MtpHead:
+    names = published_config(name)[1] if name in PUBLISHED_LAYERS else MtpNames()
+    return MtpHead(config_of(name), ops or Ops(), shard or Shard(), names)
 
 
 @functools.cache
 def params_of(name: str) -> Params:
     """Random weights, norms away from 1; embedding and lm_head as the target would lend them."""
+    if name in PUBLISHED_LAYERS:
+        return published_params(name)
     table = mtp_params(config_of(name))
     params = init_params(table, seed=5)
     values = {spec.path: value_at(params, spec.path) for spec in table}
@@ -86,6 +103,8 @@ def params_of(name: str) -> Params:
 
 @functools.cache
 def reference_of(name: str) -> MtpReference:
+    if name in PUBLISHED_LAYERS:
+        return published_reference(name)
     config, params = config_of(name), params_of(name)
     tensors = dict(stored_tensors(mtp_params(config), params, dtype=np.float32))
     tensors["embed.weight"] = np.asarray(params["embed"]["table"])
@@ -109,7 +128,7 @@ def reference_of(name: str) -> MtpReference:
 def drafter_of(name: str, topk: int) -> RecordingDrafter:
     nodes = S + 1 if topk == 1 else 1 + topk + (S - 1) * topk * topk
     spec = spec_of(S, topk, nodes, Algorithm.MULTI_LAYER_EAGLE)
-    return RecordingDrafter(MtpHead(CONFIGS[name], Ops()), spec)
+    return RecordingDrafter(head_of(name), spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +185,7 @@ class Texts:
     def _features(self, rows: Any) -> Features:
         """As the drafter asked for them."""
         rows, none = jnp.asarray(rows), jnp.zeros((*np.shape(rows)[:-1], 0))
-        if CONFIGS[self.name].reads_normed:
+        if config_of(self.name).reads_normed:
             return Features(hidden=rows, aux_hidden=none)
         return Features(hidden=none, aux_hidden=rows)
 

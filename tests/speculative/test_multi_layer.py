@@ -47,6 +47,7 @@ from tests.speculative.engines import (
     serve_view,
     spec_of,
     tiny_params,
+    with_prefix_cache,
 )
 from tests.speculative.mtp_checkpoints import DialRecurrentDrafter
 from tests.speculative.multi_layer_rows import (
@@ -56,15 +57,20 @@ from tests.speculative.multi_layer_rows import (
     S,
     Texts,
     config_of,
+    head_of,
     params_of,
 )
+from tests.speculative.published_layers import FAMILIES
+from tests.speculative.test_prefix_cache import Session, ids_of
 
 SLOW = pytest.mark.slow
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
-FAST_KINDS = [("not_chained", 2), ("hidden_first", 1)]
+FAST_KINDS = [("not_chained", 2), ("hidden_first", 1), ("step3p5", 1)]
+# What two families publish; those chains and trees in engines.
+PUBLISHED = [pytest.param(name, shape, marks=SLOW) for name in FAMILIES for shape in (CHAIN, TREE)]
 KINDS = [
     pytest.param(name, topk, marks=() if (name, topk) in FAST_KINDS else SLOW)
-    for name in CONFIGS
+    for name in (*CONFIGS, *FAMILIES)
     for topk in (1, 2)
 ]
 
@@ -199,7 +205,7 @@ def engine(name: str, shape: tuple[int, int, int], *, shards: int = 1) -> Compil
     spec = spec_of(*shape, algorithm)
 
     def make(ops: Ops, shard: Shard) -> Drafter:
-        head = MtpHead(config, ops, shard)
+        head = head_of(name, ops, shard)
         if config.recurrent:
             inner = DialHead(RecurrentHead(head))
             return DialRecurrentDrafter(inner, spec, acceptance=DIAL_ACCEPTANCE)
@@ -266,6 +272,34 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
     return pages.reshape(-1, *pages.shape[2:])[:count]
 
 
+def whole_text(request: Request, text: tuple[int, ...]) -> Request:
+    """A prompt of all that the row has committed, and a token after it."""
+    sampling = dataclasses.replace(request.sampling, max_new_tokens=1)
+    return dataclasses.replace(request, prompt_ids=text[:-1], sampling=sampling)
+
+
+def check_last_row(
+    name: str, compiled: Compiled, view: ViewRunner, whole: dict[str, Request]
+) -> None:
+    """The pool law against a fresh prefill, of the row that ended last: its pages are its own."""
+    steps = [plan for plan, _ in view.steps]
+    (last,) = next(plan.rows for plan in reversed(steps) if plan.rows)
+    (owner,) = {a.request.request_id for plan in steps for a in plan.admissions if a.row == last}
+    fresh = ViewRunner(compiled.runner(), compiled.limits)
+    asyncio.run(serve_view(fresh, [whole[owner]]))
+    (own,) = [admission.row for plan, _ in fresh.steps for admission in plan.admissions]
+    num_layers = 1 if config_of(name).recurrent else compiled.limits.spec.num_steps
+    for layer in range(num_layers):
+        count = len(whole[owner].prompt_ids) - layer
+        np.testing.assert_allclose(
+            draft_rows(view.runner.state, last.slot, layer, count),
+            draft_rows(fresh.runner.state, own.slot, layer, count),
+            rtol=0,
+            atol=1e-5,
+            err_msg=f"layer {layer}",
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -274,6 +308,7 @@ def draft_rows(state: EngineState, slot: int, layer: int, count: int) -> Any:
         pytest.param("recurrent", CHAIN, marks=SLOW),
         pytest.param("chained", CHAIN, marks=SLOW),
         pytest.param("hidden_first", (2, 3, 8), marks=SLOW),
+        *PUBLISHED,
     ],
     ids=str,
 )
@@ -293,25 +328,50 @@ def test_the_pool_law_holds_under_a_scheduler(name: str, shape: tuple[int, int, 
     assert served.num_retractions > 0
     assert list(served.ids) == expected
     text = requests[3].prompt_ids + expected[3]
-    state = view.runner.state
-    rows = [plan.rows for plan, _ in view.steps if plan.rows]
-    (last,) = rows[-1]
-    whole = dataclasses.replace(requests[3], prompt_ids=text[:-1])
-    whole = dataclasses.replace(
-        whole, sampling=dataclasses.replace(whole.sampling, max_new_tokens=1)
-    )
-    fresh = ViewRunner(compiled.runner(), compiled.limits)
-    asyncio.run(serve_view(fresh, [whole]))
-    (own,) = [admission.row for plan, _ in fresh.steps for admission in plan.admissions]
-    for layer in range(1 if config_of(name).recurrent else shape[0]):
-        count = len(text) - 1 - layer
-        np.testing.assert_allclose(
-            draft_rows(state, last.slot, layer, count),
-            draft_rows(fresh.runner.state, own.slot, layer, count),
-            rtol=0,
-            atol=1e-5,
-            err_msg=f"layer {layer}",
-        )
+    check_last_row(name, compiled, view, {"r3": whole_text(requests[3], text)})
+
+
+def resume(
+    name: str, shape: tuple[int, int, int], *, chunk: int, after: int, lookahead: int | None = None
+) -> set[str]:
+    """All rows are retracted after so many steps and resume over their cached pages; then the law.
+    Says which rows found output cached. lookahead: another than the cache's own."""
+    compiled = engine(name, shape)
+    requests = [
+        make_request(i, prompt_len=21 + 9 * i, seed=90 + i, temperature=i % 2, max_new_tokens=n)
+        for i, n in enumerate((50, 60, 80))
+    ]
+    expected = [plain_ids(request) for request in requests]
+    dialled = compiled.runner(dial=dial_for(requests, expected)).params
+    cached = with_prefix_cache(dataclasses.replace(compiled, params=dialled))
+    session = Session(cached, overlap_depth=0, chunk_size=chunk)
+    if lookahead is not None:
+        session.scheduler._pages._cache._lookahead = lookahead
+    served = session.serve(requests, retract_after=after)
+    assert [ids_of(chunks) for chunks in served] == expected
+    counts = {len(chunk.new_ids) for chunks in served for chunk in chunks}
+    assert counts >= set(range(1, shape[0] + 2))  # from all rejected to all accepted
+    texts = [r.prompt_ids + ids for r, ids in zip(requests, expected, strict=True)]
+    whole = {r.request_id: whole_text(r, t) for r, t in zip(requests, texts, strict=True)}
+    check_last_row(name, compiled, session.view, whole)
+    return session.resumed
+
+
+@pytest.mark.parametrize(("name", "shape"), PUBLISHED, ids=str)
+def test_the_pool_law_holds_over_cached_pages(name: str, shape: tuple[int, int, int]) -> None:
+    """In the middle of a prompt and of a text, in chunks of several sizes: the cached rows of a
+    layer that lags are those that it knew."""
+    resume(name, shape, chunk=5, after=13)
+    for chunk, after in ((5, 30), (13, 16), (32, 12)):
+        assert resume(name, shape, chunk=chunk, after=after) == {"r0", "r1", "r2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cached_row_that_its_layer_did_not_know_is_noticed(name: str) -> None:
+    """Mutation: a page counts as known as soon as its tokens are. The text is as ever."""
+    with pytest.raises(AssertionError, match=r"\nlayer [12]\n"):
+        resume(name, TREE, chunk=5, after=13, lookahead=0)
 
 
 def test_layers_of_nothing_but_nan_change_no_text() -> None:

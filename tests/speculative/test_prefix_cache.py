@@ -9,34 +9,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm, WindowSpace
+from jspec.core.config import SpeculativeConfig, WindowSpace
 from jspec.core.features import SAMPLING
 from jspec.core.plan import StepPlan
 from jspec.core.request import Request, StreamChunk
-from jspec.models.decoder import Decoder
-from jspec.models.mtp import MtpHead
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Params
+from jspec.models.mtp import RecurrentHead
+from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.scheduler import Scheduler
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.mtp import RecurrentDrafter
 from jspec.testing.fake_text import FakeTextStream
 from tests.speculative.engines import (
-    TARGET,
     Compiled,
     ViewRunner,
     build,
     make_request,
     plain_engine,
     plain_ids,
-    spec_of,
     tiny_params,
     with_prefix_cache,
 )
-from tests.speculative.multi_layer_rows import CONFIGS, params_of
+from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids
+from tests.speculative.multi_layer_rows import head_of
 
 PENALTIES: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},
@@ -52,51 +54,74 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A way of drafting, of `every_drafter`, and what its engine is compiled for."""
+
+    kind: Kind
+    shape: tuple[int, int, int]
+    page_size: int
+
+
+def nextn() -> Kind:
+    """One layer that is run again, as MiMo-7B's: hidden first, no embedding at position 0."""
+
+    def make(spec: SpeculativeConfig, ops: Ops, shard: Shard) -> Drafter:
+        return RecurrentDrafter(RecurrentHead(head_of("mimo", ops, shard)), spec)
+
+    def params() -> Params:
+        return with_all_ids(layers_weights("mimo"))
+
+    return dataclasses.replace(KINDS["recurrent"], make=make, params=params, aux_layer_ids=())
+
+
+SETTINGS = {
+    "chain": Setting(KINDS["eagle3"], (3, 1, 4), 1),
+    "tree": Setting(KINDS["eagle3"], (3, 2, 7), 4),
+    "ngram": Setting(KINDS["ngram"], (3, 2, 7), 16),
+    "multi_layer": Setting(KINDS["multi_layer_chained"], (3, 1, 4), 4),
+    "not_chained": Setting(KINDS["multi_layer_not_chained"], (3, 2, 7), 4),
+    "hidden_first": Setting(KINDS["multi_layer_hidden_first"], (2, 1, 3), 16),
+    "nextn": Setting(nextn(), (3, 1, 4), 4),
+    "eagle1": Setting(KINDS["eagle1"], (3, 1, 4), 16),
+    "standalone": Setting(KINDS["standalone"], (3, 1, 4), 16),
+}
+
+
 @functools.cache
 def engine(kind: str) -> Compiled:
-    """Pages of 16; the chain's are of 1, the tree's and the layers' own of 4."""
-    build_it = functools.partial(build, dial=False, variants=(SAMPLING,))
     if kind == "plain":
         return with_prefix_cache(plain_engine())
-    if kind == "chain":
-        return with_prefix_cache(build_it(spec_of(3, 1, 4), page_size=1))
-    if kind == "tree":
-        return with_prefix_cache(build_it(spec_of(3, 2, 7), page_size=4))
-    if kind == "ngram":
-        return with_prefix_cache(build_it(spec_of(3, 2, 7, Algorithm.NGRAM), page_size=16))
-    target = tiny_params()[0]
-    if kind == "multi_layer":
-        layers = CONFIGS["chained"]
-        config = spec_of(3, 1, 4, Algorithm.MULTI_LAYER_EAGLE)
-        lent = {"embed": target["embed"], "lm_head": target["lm_head"]}
-        return with_prefix_cache(
-            build_it(
-                config,
-                page_size=4,
-                params=(target, {**params_of("chained"), **lent}),
-                make=lambda ops, shard: MultiLayerDrafter(MtpHead(layers, ops, shard), config),
-                aux_layer_ids=(TARGET.num_layers,),
-            )
-        )
-    config = spec_of(3, 1, 4, Algorithm.STANDALONE)
+    setting = SETTINGS[kind]
+    own, target = setting.kind, tiny_params()[0]
+    spec = own.spec(setting.shape)
+    # A model that drafts for itself is always right; a lookup and heads are as they come.
+    draft = own.always_right(()) if kind == "standalone" else own.params()
     return with_prefix_cache(
-        build_it(
-            config,
-            page_size=16,
-            params=(target, target),  # it drafts for itself, and is always right
-            make=lambda ops, shard: StandaloneDrafter(Decoder(TARGET, ops, shard), config),
+        build(
+            spec,
+            page_size=setting.page_size,
+            dial=False,
+            variants=(SAMPLING,),
+            params=(target, draft),
+            make=lambda ops, shard: own.make(spec, ops, shard),
+            aux_layer_ids=own.aux_layer_ids,
         )
     )
 
 
 # Compiling is what a kind costs.
+FAST = ("chain", "ngram", "multi_layer")
 DRAFTING = [
-    "chain",
-    "ngram",
-    "multi_layer",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tree", "standalone")),
+    *FAST,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind not in FAST),
 ]
-KINDS = ["plain", *DRAFTING]
+KINDS_AND_PLAIN = ["plain", *DRAFTING]
+
+
+def test_every_way_of_drafting_is_here() -> None:
+    """A kind that is new must get a setting above."""
+    assert {setting.kind.name for setting in SETTINGS.values()} == set(KINDS)
 
 
 class Session:
@@ -196,7 +221,7 @@ def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]
     return of_all
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 @pytest.mark.parametrize(
     ("chunk_size", "depth"), [(32, 1), pytest.param(5, 2, marks=pytest.mark.slow)]
 )
@@ -218,7 +243,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     assert all(least <= found <= common for found in cached[1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_text_is_the_same_in_a_pool_that_is_short(kind: str) -> None:
     """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
     compiled = engine(kind)
@@ -242,13 +267,13 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
         make_request(i, prompt_len=3 + i, seed=70 + i, max_new_tokens=70, **sampling)
         for i, sampling in enumerate(PENALTIES)
     ]
-    steps = {"standalone": 10, "multi_layer": 20}.get(kind, 30)  # before a row has ended
+    steps = {"standalone": 10, "plain": 30}.get(kind, 20)  # before a row has ended
     served = session.serve(requests, retract_after=steps)
     assert session.resumed == {request.request_id for request in requests}
     return [ids_of(chunks) for chunks in served], [plain_ids(request) for request in requests]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     """With every penalty: the counts are those of the whole fill, whatever is computed of it."""
     said, expected = resumed_over_output(kind)
@@ -320,22 +345,30 @@ def rows_of(session: Session, name: str, count: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("plain", "chain"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS if kind != "chain"),
+    ],
+)
 def test_speculation_finds_what_plain_decoding_finds_but_for_a_page(kind: str) -> None:
-    """A prompt that ends at a page's edge, and one that goes on otherwise after it."""
+    """A prompt that ends at a page's edge, and one that goes on otherwise after it. Pages hold what
+    a kind looks ahead, or more: of smaller ones it would find several fewer."""
     compiled = engine(kind)
-    size = compiled.limits.page_size
+    size, ahead = compiled.limits.page_size, compiled.limits.spec.tokens_ahead
+    assert ahead <= size
     session = Session(compiled)
     first = make_request(0, prompt_len=48, seed=3, max_new_tokens=1)
     session.serve([first])
-    again = session.serve([first])[0][-1]
-    assert again.cached_tokens == 47 // size * size
-    other = dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:32], 1, 2, 3))
+    found = session.serve([first])[0][-1].cached_tokens
+    plain = 47 // size * size
+    assert plain - size <= found <= plain
+    changed = (first.prompt_ids[32] + 1) % 300
+    other = dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:32], changed, 2, 3))
     found = session.serve([other])[0][-1].cached_tokens
-    lookahead = compiled.limits.spec.tokens_ahead
     assert 32 - size <= found <= 32
-    if first.prompt_ids[32] != 1:
-        assert found == (32 - lookahead) // size * size
+    assert found == (32 - ahead) // size * size
     assert ids_of(session.serve([other])[0]) == plain_ids(other)
 
 

@@ -19,11 +19,11 @@ from jspec.core.config import Algorithm, ServeLimits, WindowSpace
 from jspec.core.features import SAMPLING
 from jspec.core.request import StreamChunk
 from jspec.models.decoder import Decoder
-from jspec.models.mtp import MtpHead
 from jspec.speculative.multi_layer import MultiLayerDrafter
 from jspec.speculative.standalone import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
-from tests.speculative.multi_layer_rows import CONFIGS, params_of
+from tests.speculative.every_drafter import layers_weights
+from tests.speculative.multi_layer_rows import config_of, head_of
 from tests.speculative.test_prefix_cache import (
     PENALTIES,
     Session,
@@ -33,18 +33,28 @@ from tests.speculative.test_prefix_cache import (
 )
 from tests.speculative.test_windows import SOME, WINDOW, windowed
 
-# Page size, and S/K/N. itself: a target that drafts for itself, with windows of its own.
+# Page size, and S/K/N. itself: a target that drafts for itself, with windows of its own. mimo_v2,
+# step3p5: layers of a family, whose windows lie in the target's space and lag behind it.
 KINDS = {
     "plain": (16, 0, 1, 1),
     "chain": (4, 3, 1, 4),
     "tree": (16, 3, 2, 7),
     "itself": (4, 3, 1, 4),
     "multi_layer": (4, 3, 1, 4),
+    "mimo_v2": (4, 3, 2, 7),
+    "step3p5": (4, 3, 1, 4),
 }
-ALGORITHMS = {"itself": Algorithm.STANDALONE, "multi_layer": Algorithm.MULTI_LAYER_EAGLE}
+LAYERS = {"multi_layer": "chained", "mimo_v2": "mimo_v2", "step3p5": "step3p5"}
+ALGORITHMS = {
+    "itself": Algorithm.STANDALONE,
+    **dict.fromkeys(LAYERS, Algorithm.MULTI_LAYER_EAGLE),
+}
 SPARE = 40  # pages beyond those of two rows
 pytestmark = pytest.mark.slow
-DRAFTING = ("chain", "tree", "itself", "multi_layer")
+DRAFTING = [
+    *("chain", "tree", "itself", "multi_layer", "mimo_v2"),
+    pytest.param("step3p5", marks=pytest.mark.exhaustive),
+]
 SOME_KINDS = ("chain", "itself")
 EVERY = [
     pytest.param(kind, marks=() if kind in SOME_KINDS else pytest.mark.exhaustive) for kind in KINDS
@@ -55,7 +65,9 @@ EVERY = [
 def engine(kind: str) -> Compiled:
     page_size, steps, topk, nodes = KINDS[kind]
     spec = spec_of(steps, topk, nodes, ALGORITHMS.get(kind, Algorithm.EAGLE3))
-    target, least = windowed(SOME), limits_of(spec, page_size=page_size)
+    window = window_of(kind)
+    target = windowed(tuple(each and window for each in SOME))
+    space = space_of(limits_of(spec, page_size=page_size), window, num_rows=2, spare=SPARE)
     build_it = functools.partial(
         build,
         spec,
@@ -63,18 +75,17 @@ def engine(kind: str) -> Compiled:
         dial=False,
         variants=(SAMPLING,),
         target_spec=target,
-        windows=(space_of(least, num_rows=2, spare=SPARE),),
+        windows=(space,),
     )
     if kind not in ALGORITHMS:
         return build_it()
     params = tiny_params()[0]
-    if kind == "multi_layer":
-        layers = CONFIGS["chained"]
-        lent = {"embed": params["embed"], "lm_head": params["lm_head"]}
+    if kind in LAYERS:
+        name = LAYERS[kind]
         return build_it(
-            params=(params, {**params_of("chained"), **lent}),
-            make=lambda ops, shard: MultiLayerDrafter(MtpHead(layers, ops, shard), spec),
-            aux_layer_ids=(target.num_layers,),
+            params=(params, layers_weights(name)),
+            make=lambda ops, shard: MultiLayerDrafter(head_of(name, ops, shard), spec),
+            aux_layer_ids=config_of(name).aux_layer_ids,
         )
     return build_it(
         params=(params, params),
@@ -82,16 +93,24 @@ def engine(kind: str) -> Compiled:
     )
 
 
-def space_of(limits: ServeLimits, *, num_rows: int, spare: int) -> WindowSpace:
-    of_rows = num_rows * limits.window_pages_per_row(WINDOW)
-    return WindowSpace(WINDOW, of_rows + limits.pages_of_chunks(limits.chunk_size) + spare)
+def window_of(kind: str) -> int:
+    """The draft's where it has one, so that target and draft share a space."""
+    if kind not in LAYERS:
+        return WINDOW
+    return config_of(LAYERS[kind]).model.layers[0].attention.window or WINDOW
+
+
+def space_of(limits: ServeLimits, window: int, *, num_rows: int, spare: int) -> WindowSpace:
+    of_rows = num_rows * limits.window_pages_per_row(window)
+    return WindowSpace(window, of_rows + limits.pages_of_chunks(limits.chunk_size) + spare)
 
 
 def session_of(
     compiled: Compiled, *, spare: int = SPARE, prefix_cache: bool = True, **how: Any
 ) -> Session:
     """As the engine, or with fewer pages of windows."""
-    space = space_of(compiled.limits, num_rows=2, spare=spare)
+    (own,) = compiled.limits.windows
+    space = space_of(compiled.limits, own.window, num_rows=2, spare=spare)
     return Session(compiled, prefix_cache=prefix_cache, windows=(space,), **how)
 
 
@@ -204,8 +223,7 @@ def test_rows_do_not_depend_on_chunks_or_on_what_was_cached(kind: str) -> None:
     request = make_request(0, prompt_len=45, seed=5, max_new_tokens=20, temperature=2.0)
     cold = session_of(compiled, prefix_cache=False)
     (expected,) = cold.serve([request])
-    steps = {"itself": (3, 6), "multi_layer": (5, 8)}  # before it has ended
-    early, late = steps.get(kind, (6, 12))
+    early, late = {"chain": (6, 12), "tree": (6, 12), "itself": (3, 6)}.get(kind, (5, 8))
     for chunk_size, retract_after in ((7, None), (32, early), (5, late)):
         session = session_of(compiled, chunk_size=chunk_size, overlap_depth=0)
         session.serve([dataclasses.replace(request, prompt_ids=request.prompt_ids[:30])])
