@@ -9,7 +9,8 @@ a draft is accepted where the true token of its position was guessed, after all 
 acceptance length of 3/1/4 goes from 1 to 4, held for a whole run or changing halfway.
 
 Of each cell: tokens a second of the chooser, and of the best shape held fixed; plain is one of
-them. Steps are read one step late, as at overlap depth 1.
+them. Steps are read one step late, as at overlap depth 1. The first step of a program after another
+one takes longer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ CHANGES = ((0.1, 0.9), (0.9, 0.1))
 POSITIONS = 4096  # of the dial's draws, which then repeat
 NOISE = 0.01  # of a step's time, either way
 COLD_RUNS, COLD_MS = 2, 10.0  # of a program: how many of its first runs are longer, and by how much
+SWITCH_MS = 4.0  # of a step after another program's, on top: seen on an H200 (docs/adaptive.md)
 CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
 
 
@@ -149,6 +151,7 @@ def run(
     refs = tuple(RowRef(slot, 1) for slot in range(1, rows + 1))
     noise, owed, now, tokens = random.Random(0), 0, 0.0, 0
     unread: deque[tuple[StepPlan, StepResult, float]] = deque()
+    before: SpeculativeConfig | None = None
     for step in range(num_steps):
         shape = chooser.choose(num_rows=rows, features=PLAIN)
         used[str(shape)] = used.get(str(shape), 0) + 1
@@ -167,6 +170,8 @@ def run(
         tokens += int(emitted.sum())
         seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
         seconds += COLD_MS * (used[str(shape)] <= COLD_RUNS)
+        seconds += SWITCH_MS * (shape != before)
+        before = shape
         if told:
             seconds += table.catch_up(rows)
         now += seconds

@@ -4,8 +4,9 @@ Two things can only be known by trying. What a shape costs at a bucket: each sha
 times in a row where a bucket is new, again soon, and then ever more rarely: one look may have met
 a moment when all was slow. What a deeper shape would accept: while the steps are plain or shallow,
 one now and then is of a deeper shape, whose verifications say how far drafts would get. A look
-loses time, by all that is known, and comes so rarely that it loses LOOK_SHARE of all time, so what
-is nearly as good is looked at often, and what costs several times as much hardly ever.
+loses time, by all that is known, and each step after one of another program some more; so it comes
+so rarely that it loses LOOK_SHARE or PROBE_SHARE of all time: what is nearly as good is looked at
+often, and what costs several times as much hardly ever.
 
 The statistics are the engine's: all rows of a step share its shape. It decides nothing about rows.
 """
@@ -32,8 +33,9 @@ from jspec.scheduler.shape_policy import (
 )
 
 LOOK_SHARE = 0.0015  # of all time, for each shape that is looked at
-PROBE_STEPS = 64  # at most one of so many looks at depths that nothing else shows
-SOON_STEPS = 16  # ... where what is seen at depth 1 says that they might pay
+# The same for drafts while nothing is drafted, and where depth 1 says that more of them might pay.
+PROBE_SHARE, HOPED_SHARE = 0.0045, 0.01
+PROBE_STEPS, SOON_STEPS = 64, 16  # at most one of so many
 FIRST_STEPS = 8  # one of so many at a bucket tries a shape whose cost is unknown there
 # After so many a known cost is measured again, at first and in the end, if the loss allows.
 FIRST_REFRESH, REFRESH_STEPS = 32, 2048
@@ -125,7 +127,8 @@ class AdaptiveShapes:
             is_seen = key == own and shape.num_steps <= self._current.num_steps
             if not shape.is_plain and not is_seen and self._is_due(shape, known):
                 self._probed_at[key] = now
-                return shape
+                is_far = self._switch_steps(known) > 1  # there and back: then for several looks
+                return self._try(shape) if is_far and self._might_pay(shape, known) else shape
         for shape in others:
             at = (shape, bucket)
             if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
@@ -141,34 +144,54 @@ class AdaptiveShapes:
         """Steps after which a known cost is measured again. The first time soon, if that is cheap:
         it is the first look that is mistaken."""
         count = self._num_refreshes.get((shape, bucket), 0)
-        least = self._steps_between(shape, known) or 0.0
+        least = (self._steps_lost(shape, known, switching=False) or 0.0) / LOOK_SHARE
         if count or least > CHEAP_STEPS:
-            least *= TRY_STEPS
+            least = (self._steps_lost(shape, known, num_looks=TRY_STEPS) or 0.0) / LOOK_SHARE
         return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
 
     def _is_due(
         self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
     ) -> bool:
         """Whether it is time to see how far this shape's drafts would get."""
-        key, now, least = family(shape), self._num_chosen, self._steps_between(shape, known)
+        key, now, lost = family(shape), self._num_chosen, self._steps_lost(shape, known)
         if now - max(self._probed_at.values()) < SOON_STEPS:  # one after the other
             return False
-        if least is None and now - self._entered_at < FIRST_STEPS:  # rows may only pass through
+        if lost is None and now - self._entered_at < FIRST_STEPS:  # rows may only pass through
             return False
-        after = SOON_STEPS if self._might_pay(shape, known) else max(PROBE_STEPS, least or 0.0)
+        is_only_sign = self._current.is_plain and key == self._cheapest_drafts(known)
+        share = PROBE_SHARE if is_only_sign else LOOK_SHARE
+        after = max(PROBE_STEPS, (lost or 0.0) / share)
+        if self._might_pay(shape, known):
+            after = max(SOON_STEPS, self._switch_steps(known) / HOPED_SHARE)
         seen_at = 0 if key == family(self._current) else self._seen_at[key]  # there: not so deep
         return now - max(self._probed_at[key], seen_at) >= after
 
-    def _steps_between(
-        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    def _cheapest_drafts(self, known: dict[SpeculativeConfig, float | None]) -> Family | None:
+        """What shapes of this family accept says of the others, too."""
+        costs = {s: cost for s, cost in known.items() if cost is not None and not s.is_plain}
+        return family(min(costs, key=lambda shape: costs[shape])) if costs else None
+
+    def _steps_lost(
+        self,
+        shape: SpeculativeConfig,
+        known: dict[SpeculativeConfig, float | None],
+        *,
+        num_looks: int = 1,
+        switching: bool = True,
     ) -> float | None:
-        """Steps of the current shape between two of this one, which lose LOOK_SHARE of the time as
-        far as is known; None: a cost is not."""
+        """Steps of the current shape that num_looks in a row at this one lose, as far as is known;
+        None: a cost is not. switching: with the way there and back."""
         own, cost = known[self._current], known[shape]
         if own is None or cost is None:
             return None
         tokens, here = self._expected[shape], self._expected[self._current]
-        return max(cost / own - tokens / here, 0.0) / LOOK_SHARE
+        lost = num_looks * max(cost / own - tokens / here, 0.0)
+        return lost + switching * self._switch_steps(known)
+
+    def _switch_steps(self, known: dict[SpeculativeConfig, float | None]) -> float:
+        """Steps of the current shape that fit into the way to another one and back."""
+        own = known[self._current]
+        return 2 * self._costs.switch(self._bucket) / own if own else 0.0
 
     def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
         self._untried[self._bucket] = 0
@@ -222,7 +245,8 @@ class AdaptiveShapes:
         expected = self._costs.known(shape, bucket)
         if expected is not None:
             self._count(expected_seconds=expected, measured_seconds=seconds)
-        self._costs.see(shape, bucket, seconds, is_steady=before == (shape, bucket))
+        ran = before[0] if before is not None and before[1] == bucket else None
+        self._costs.see(shape, bucket, seconds, before=ran)
         self._measured_at[shape, bucket] = self._num_chosen
 
     def _count(

@@ -91,22 +91,41 @@ class Costs:
 
     steady: of steps after one of the same program. Others, after a prompt's chunk or another shape,
     are up to twice as long or half as long on a GPU's host, and count while there is nothing else.
+    switches: what steps after one of another shape took beyond the steady ones, by bucket.
     """
 
     samples: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
     steady: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
+    switches: dict[int, deque[float]] = field(default_factory=dict)
     cold: dict[tuple[SpeculativeConfig, int], int] = field(default_factory=dict)
 
     def see(
-        self, shape: SpeculativeConfig, bucket: int, seconds: float, *, is_steady: bool = True
+        self,
+        shape: SpeculativeConfig,
+        bucket: int,
+        seconds: float,
+        *,
+        before: SpeculativeConfig | None,
     ) -> None:
+        """before: the shape of the step before, at the same bucket; None: it was something else."""
         key = (shape, bucket)
         left = self.cold.setdefault(key, COLD_RUNS)
         if left:
             self.cold[key] = left - 1
             return
+        is_steady = before == shape
+        if not is_steady and before is not None and (usual := self.known(shape, bucket)):
+            beyond = self.switches.setdefault(bucket, deque(maxlen=COST_SAMPLES))
+            beyond.append(seconds - usual)
         for kept in (self.samples, *([self.steady] if is_steady else [])):
             kept.setdefault(key, deque(maxlen=COST_SAMPLES)).append(seconds)
+
+    def switch(self, bucket: int) -> float:
+        """Seconds that are lost where one shape follows another: on a GPU the host tells a graph
+        of launches where its memory is. On average, as some of them end early."""
+        found = self.switches.get(bucket, ())
+        enough = len(found) >= ENOUGH_SAMPLES
+        return max(statistics.fmean(found), 0.0) if enough else 0.0
 
     def forget(self, shape: SpeculativeConfig, bucket: int) -> None:
         """It is about to be measured again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -214,3 +215,20 @@ def test_a_tree_is_never_much_slower_than_the_best_shape_held_fixed(
     costs = simulate_trees.TreeCosts.measured()
     found = simulate_trees.cell(rows, acceptance, num_steps=4000, table=costs)
     assert found["of_best"] >= LEAST, found
+
+
+def test_looks_are_rare_where_the_way_there_and_back_costs_much() -> None:
+    """A step after one of another shape takes twice as long as others: seen on an H200, where a
+    graph of launches is told where its memory is."""
+    costs = {"0/1/1": 5.5, "3/1/4": 5.7, "3/4/16": 5.8}
+    emitted = dict.fromkeys(costs, 1.0)
+
+    def ways(switch: float) -> int:
+        def milliseconds(step: int, name: str, before: str) -> float:
+            del step
+            return costs[name] + switch * (name != before)
+
+        names = chosen(64, emitted, milliseconds, num_steps=4000)[500:]
+        return sum(a != b for a, b in itertools.pairwise(names))
+
+    assert ways(0.0) > 2 * ways(5.5) > 0

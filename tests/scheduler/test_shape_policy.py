@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.shape_sets import shapes_for
-from jspec.scheduler.shape_policy import MARGIN, Costs, Survival, best_shape, family, is_part
+from jspec.scheduler.shape_policy import (
+    COLD_RUNS,
+    ENOUGH_SAMPLES,
+    MARGIN,
+    Costs,
+    Survival,
+    best_shape,
+    family,
+    is_part,
+)
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
 PLAIN, ONE, THREE = shapes_for(CHAIN)
@@ -61,14 +70,29 @@ def test_a_part_of_a_tree_is_the_same_tree_with_fewer_nodes() -> None:
     assert not any(is_part(part, of=whole) for part, whole in others)
 
 
+def test_what_a_switch_costs_is_a_mean_and_nothing_at_first() -> None:
+    """Of steps after one of another shape, beyond what steps of this one take."""
+    costs = Costs()
+    for _ in range(COLD_RUNS + ENOUGH_SAMPLES):
+        costs.see(ONE, 8, 0.005, before=ONE)
+    for seconds in (0.009, 0.007, 0.012):
+        assert costs.switch(8) == 0.0
+        costs.see(ONE, 8, seconds, before=THREE)
+    assert costs.switch(8) == pytest.approx((0.004 + 0.002 + 0.007) / 3)
+    assert costs.switch(1) == 0.0
+    costs.see(ONE, 8, 0.1, before=None)  # after a prompt's chunk
+    assert costs.switch(8) == pytest.approx((0.004 + 0.002 + 0.007) / 3)
+    assert costs.known(ONE, 8) == 0.005
+
+
 def test_a_cost_is_a_median_and_unknown_at_first() -> None:
     costs = Costs()
     for cold in (0.03, 0.02):  # a program's first runs are no measure
-        costs.see(ONE, 8, cold)
+        costs.see(ONE, 8, cold, before=ONE)
     for seconds in (0.004, 0.9):
-        costs.see(ONE, 8, seconds)
+        costs.see(ONE, 8, seconds, before=ONE)
         assert costs.known(ONE, 8) is None
-    costs.see(ONE, 8, 0.005)
+    costs.see(ONE, 8, 0.005, before=ONE)
     assert costs.known(ONE, 8) == 0.005
     assert costs.known(ONE, 4) is None
 
