@@ -10,7 +10,8 @@ knows what is right, and a draft of each depth is accepted with the probability 
 seed names. The head runs whole. All that differs between two runs is who chooses the shape: the
 engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
 tokens a second are those of a long run less those of a short one, as in h200_table, medians over
-repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before.
+repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before;
+its own is --times as long as the others', since a run of a hundred steps has looks or has none.
 An engine that never drafts is measured first. Every text is compared with what it must be.
 
 --mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
@@ -286,9 +287,11 @@ def seconds_of(
     return seconds
 
 
-def rate(engine: CountingEngine, workload: Workload, rows: int, acceptance: float) -> float:
-    """Tokens a second of the whole batch."""
-    short, long = workload.short_run, workload.long_run
+def rate(
+    engine: CountingEngine, workload: Workload, rows: int, acceptance: float, *, times: int = 1
+) -> float:
+    """Tokens a second of the whole batch. times: of the workload's long run, as long."""
+    short, long = workload.short_run, times * workload.long_run
     seconds = [seconds_of(engine, workload, rows, acceptance, tokens) for tokens in (short, long)]
     return rows * (long - short) / (seconds[1] - seconds[0])
 
@@ -306,8 +309,10 @@ def measured(
     *,
     repeats: int,
     plain_rate: float,
+    times: int,
 ) -> dict[str, Any]:
-    """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding."""
+    """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding;
+    times: as long as theirs is the chooser's run, in which looks come and go."""
     named: dict[str, SpeculativeConfig | None] = {str(s): s for s in engine.limits.shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
@@ -319,7 +324,8 @@ def measured(
         for name, shape in named.items():
             engine.switched.use(shape)
             engine.switched.taken()
-            found[name].append(rate(engine, workload, rows, acceptance))
+            longer = times if shape is None else 1
+            found[name].append(rate(engine, workload, rows, acceptance, times=longer))
             for other, steps in engine.switched.taken().items():
                 taken[name].setdefault(other, Taken()).add(steps)
     rates = {name: statistics.median(values) for name, values in found.items()}
@@ -380,6 +386,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--acceptances", type=float, nargs="+")
     parser.add_argument("--shapes", nargs="+", metavar="S/K/N[:T]", help="beside the largest")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--times", type=int, default=3, help="length of the chooser's run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins later")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
@@ -411,6 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
                     acceptance,
                     repeats=options.repeats,
                     plain_rate=plain[rows],
+                    times=options.times,
                 )
                 cells.append(cell)
                 result = {"model": options.model, "mode": options.mode, "cells": cells}

@@ -69,7 +69,7 @@ def test_trees_accept_more_than_chains_and_less_with_fewer_nodes(
 ) -> None:
     workload = replace(TINY, long_run=90)
     cells = [
-        measured(tree_engine, workload, 2, acceptance, repeats=1, plain_rate=1.0)
+        measured(tree_engine, workload, 2, acceptance, repeats=1, plain_rate=1.0, times=1)
         for acceptance in (0.55, 0.6, 0.65)
     ]
     names = [str(shape) for shape in tree_engine.limits.shapes]
