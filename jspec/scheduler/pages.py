@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from jspec.cache.page_pool import PagePool
 from jspec.cache.prefix_cache import CachedPage, PrefixCache
@@ -190,14 +191,21 @@ class FullPages:
     def _publish(
         self, tenancy: Tenancy, ids: tuple[int, ...], *, known: int, step: int, begin: int = 0
     ) -> None:
-        """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on."""
-        last = tenancy.last_cached
-        if last is None or not self._is_current(tenancy):
+        """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on.
+
+        Where windows give pages back it also goes on after a page of another row with the same
+        text, though the row then holds both: what leaves the window later would be found no more.
+        """
+        before = tenancy.last_cached
+        if before is None or not self._is_current(tenancy):
             return
+        beside = bool(self._limits.windows)
         last = self._cache.extend(
-            last, ids, tenancy.page_ids, known=known, writer=step, beside=False, begin=begin
+            before, ids, tenancy.page_ids, known=known, writer=step, beside=beside, begin=begin
         )
-        tenancy.last_cached, tenancy.num_cached = last, last.depth
+        added = islice(last.path(), last.depth - before.depth)
+        tenancy.num_cached += sum(node.page == tenancy.page_ids[node.depth - 1] for node in added)
+        tenancy.last_cached = last
         if self._limits.windows:
             held = self._windows.held(tenancy)
             reached = self._cache.attach(last, ids, held, known=known, writer=step, begin=begin)

@@ -21,7 +21,7 @@ class FakePages:
     def __init__(self, limits: ServeLimits) -> None:
         self._size = limits.page_size
         self._num_pages = limits.num_pages
-        self._lookahead = limits.spec.tokens_ahead
+        self._lookahead, self._lag = limits.spec.tokens_ahead, limits.spec.lag
         self._owners: dict[int, RowRef] = {}
         self._sharers: dict[int, set[RowRef]] = {}
         self._written: dict[int, dict[int, int]] = {}  # page → offset → fingerprint
@@ -60,14 +60,16 @@ class FakePages:
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
         """The row writes its positions first to end - 1 and `scratch` more that mean nothing.
 
-        What lies after the row's pages goes to page 0.
+        Those that a layer lagged behind are written again: they mean something once what it looks
+        ahead at is known. What lies after the row's pages goes to page 0.
         """
         ref = row.admission.row
+        first = max(first - self._lag, row.admission.cached_len)
         for position in range(first, min(end + scratch, len(row.page_ids) * self._size)):
             page = row.page_ids[position // self._size]
             require(self._owners[page] == ref, f"{ref} writes page {page} of {self._owners[page]}")
             require(page not in self._sharers, f"{ref} writes page {page}, which others share")
-            is_text = position < end
+            is_text = position + max(self._lookahead, 1) <= end
             self._written[page][position % self._size] = (
                 self._fingerprint(row, text, position) if is_text else SCRATCH
             )

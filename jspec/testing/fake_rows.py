@@ -122,7 +122,7 @@ class FakeWindows:
         row = rows.get(other.slot)
         if row is None or row.admission.row != other:
             return
-        if (index + 1) * size > row.known_len - (space.window - 1):
+        if (index + 1) * size > row.known_len - self._limits.spec.lag - (space.window - 1):
             require(other != ref, f"{grant} while the row sees it at {index}")
             require(row.steps_in_flight == 0, f"{grant}, which {other}, in flight, sees")
             del rows[other.slot]  # it ended: from now on its RowRef is an error
@@ -132,6 +132,7 @@ class FakeWindows:
     def check(self, row: FakeRow, *, first: int, end: int) -> None:
         """Queries from `first` on, which write up to `end`, meet pages of the row's own alone."""
         size = self._limits.page_size
+        first = max(first - self._limits.spec.lag, row.admission.cached_len)
         for space, table in zip(self._limits.windows, row.window_pages, strict=True):
             begin = max(first - (space.window - 1), 0) // size
             missing = [i for i in range(begin, shapes.num_pages(end, size)) if i not in table]
@@ -144,6 +145,7 @@ class FakeWindows:
     def write(self, row: FakeRow, text: list[int], *, first: int, end: int, scratch: int) -> None:
         """The row writes its positions first to end - 1 and `scratch` more that mean nothing."""
         ref, size, ahead = row.admission.row, self._limits.page_size, self._limits.spec.tokens_ahead
+        first = max(first - self._limits.spec.lag, row.admission.cached_len)
         for pages, table in zip(self._pages, row.window_pages, strict=True):
             for position in range(first, end + scratch):
                 if position // size not in table:
@@ -152,4 +154,4 @@ class FakeWindows:
                 require(page.owner == ref, f"{ref} writes a page of {page.owner} at {position}")
                 require(not page.is_shared, f"{ref} writes a shared page at {position}")
                 told = fingerprint(row, text, position, lookahead=ahead)
-                page.written[position % size] = told if position < end else 0
+                page.written[position % size] = told if position + max(ahead, 1) <= end else 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.config import ServeLimits, WindowSpace
+from jspec.core.config import Algorithm, ServeLimits, WindowSpace
 from jspec.core.plan import StepKind
 from jspec.core.request import Request
 from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
@@ -84,9 +84,14 @@ def test_with_room_as_much_is_found_as_without_windows(
 
 @pytest.mark.parametrize("spare", [0, 12, 60])
 @pytest.mark.parametrize("windows", [(8,), (3, 30)])
-def test_any_traffic_runs_in_any_pool(windows: tuple[int, ...], spare: int) -> None:
-    """Several at once, some aborted, some retracted: every text right, no page lost."""
+@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.MULTI_LAYER_EAGLE])
+def test_any_traffic_runs_in_any_pool(
+    algorithm: Algorithm, windows: tuple[int, ...], spare: int
+) -> None:
+    """Several at once, some aborted, some retracted: every text right, no page lost; also where
+    draft layers lag behind."""
     tight = replace(LIMITS, num_pages=90, max_queued_requests=60, overlap_depth=2)
+    tight = replace(tight, spec=replace(tight.spec, algorithm=algorithm))
     limits = with_windows(tight, *windows, spare=spare)
     bench = Bench(limits, FakeRunner(limits, accepted_at=random_acceptance(0.7, 3)))
     requests, chance = traffic(spare, count=60), random.Random(spare)
@@ -178,3 +183,25 @@ def test_other_extra_keys_and_other_weights_find_no_window() -> None:
     assert found == [0, 0, 16]
     bench.scheduler.set_weight_version("2")
     assert [cached_of(bench, turn(name)) for name in "de"] == [0, 16]
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.EAGLE3, Algorithm.MULTI_LAYER_EAGLE])
+def test_rows_that_compute_the_same_page_are_found_again_whole(algorithm: Algorithm) -> None:
+    """A short common beginning is not waited for, so rows have pages of their own for it. What
+    comes after it is cached as it leaves the window, for each, wherever pages end."""
+    limits = replace(LIMITS, page_size=2, num_pages=800, prefill_rows=4, prefill_buckets=(5,))
+    limits = replace(limits, spec=replace(limits.spec, algorithm=algorithm), overlap_depth=2)
+    for num_new in range(18, 26):
+        bench = Bench(with_windows(limits, 6, spare=80))
+        asked = [
+            turn(name, *range(21), *[i] * (3 + i), max_new_tokens=num_new)
+            for i, name in enumerate("abc")
+        ]
+        bench.submit(*asked)
+        bench.run_all()
+        for each in asked:
+            text = (*each.prompt_ids, *bench.output(each.request_id))
+            again = turn(f"{each.request_id} again", *text, 1)
+            found = cached_of(bench, again)
+            # The last token's own row is not there, nor what looks ahead to it.
+            assert found == (len(text) - 1 - limits.spec.tokens_ahead) // 2 * 2, (num_new, again)

@@ -42,7 +42,7 @@ KINDS = {
     "itself": (4, 3, 1, 4),
     "multi_layer": (4, 3, 1, 4),
     "mimo_v2": (4, 3, 2, 7),
-    "step3p5": (4, 3, 1, 4),
+    "step3p5": (2, 3, 1, 4),
 }
 LAYERS = {"multi_layer": "chained", "mimo_v2": "mimo_v2", "step3p5": "step3p5"}
 ALGORITHMS = {
