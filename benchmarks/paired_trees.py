@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,15 @@ class Bundled:
         del folder
 
     def arguments(self, mode: str, folder: Path, *, acceptance: float) -> dict[str, Any]:
+        """With all programs at the start, if the tree knows how not to."""
         del folder, acceptance
+        from jspec.core.engine_args import EngineArgs
+
         algorithm = "EAGLE3" if mode == "chain" else "NONE"
-        return {"speculative_algorithm": algorithm, "max_running_requests": max(self.batches)}
+        found = {"speculative_algorithm": algorithm, "max_running_requests": max(self.batches)}
+        if any(field.name == "compile_at_start" for field in fields(EngineArgs)):
+            found["compile_at_start"] = "all"
+        return found
 
 
 class Child:
