@@ -67,14 +67,26 @@ class Mailbox:
 
 
 def wake(readers: Iterable[Waiting | None]) -> None:
-    """Wakes readers, with one call for each of their event loops."""
+    """Wakes readers, with one call for each of their event loops; on the caller's own that is no
+    system call."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiting in readers:
         if waiting is not None:
             by_loop.setdefault(waiting[0], []).append(waiting[1])
+    own = _running_loop() if by_loop else None
     for event_loop, futures in by_loop.items():
         with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
-            event_loop.call_soon_threadsafe(_wake, futures)
+            if event_loop is own:
+                event_loop.call_soon(_wake, futures)
+            else:
+                event_loop.call_soon_threadsafe(_wake, futures)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import sys
 import threading
 
+import pytest
+
 from jspec.core.errors import EngineClosedError
 from jspec.core.request import FinishKind, FinishReason, Request, SamplingParams, StreamChunk
 from jspec.scheduler.mailbox import Mailbox, wake
@@ -53,7 +55,9 @@ def test_every_piece_is_read_however_the_threads_are_switched() -> None:
         sys.setswitchinterval(before)
 
 
-def test_one_call_wakes_all_readers_of_a_loop() -> None:
+@pytest.mark.parametrize("from_own_thread", [True, False])
+def test_one_call_wakes_all_readers_of_a_loop(from_own_thread: bool) -> None:
+    """And none that costs a system call, where the loop is the caller's own."""
     calls = 0
 
     class CountingLoop(asyncio.SelectorEventLoop):
@@ -67,12 +71,18 @@ def test_one_call_wakes_all_readers_of_a_loop() -> None:
         readers = [asyncio.create_task(box.get()) for box in boxes]
         await asyncio.sleep(0)
         source = transcript()
-        wake([box.put(Piece(source, (7,))) for box in boxes])
+        waiting = [box.put(Piece(source, (7,))) for box in boxes]
+        if from_own_thread:
+            wake(waiting)
+        else:
+            thread = threading.Thread(target=wake, args=(waiting,))
+            thread.start()
+            thread.join()
+        assert calls == (0 if from_own_thread else 1)
         await asyncio.gather(*readers)
 
     with asyncio.Runner(loop_factory=CountingLoop) as runner:
         runner.run(main())
-        assert calls == 1
 
 
 def test_ready_stops_before_an_error() -> None:
