@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jspec.models.decoder import Decoder, Params
+from jspec.pallas_kernels.attention.rows import AttentionRows
+
+PAGE, CHUNK = 16, 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 FAMILY_CHECKPOINTS = (
     "qwen2",
@@ -33,3 +41,21 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
+    """A prompt's chunk, then the rest as a verification has it, over pages."""
+    found = []
+    length = token_ids.shape[0]
+    for start, stop in ((0, CHUNK), (CHUNK, length)):
+        rows = AttentionRows(
+            page_table=jnp.asarray([[2, 1]], jnp.int32),
+            prefix_lens=jnp.asarray([start], jnp.int32),
+            cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
+            q_positions=jnp.arange(start, stop, dtype=jnp.int32),
+        )
+        hidden, _, kv = decoder.forward(
+            params, token_ids[start:stop], kv, rows, queries_per_row=stop - start if start else None
+        )
+        found.append(decoder.logits(params, hidden))
+    return jnp.concatenate(found)

@@ -44,10 +44,10 @@ from jspec.models.mxfp4 import E2M1, pair_table, unpack
 from jspec.models.placement import nested, param_specs
 from jspec.models.registry import family_named
 from jspec.models.stored import check_names, on_host, param_reads, stored_tensors
-from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts.packed import unpacked
 from tests.golden_arrays import arrays_of
+from tests.models.family_checkpoints import chunked_logits
 from tests.models.random_params import assert_same, random_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
@@ -346,23 +346,6 @@ def test_a_packed_checkpoint_says_what_it_takes_and_is_saved_unpacked(
 
 
 # The layers
-
-
-def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
-    """A prompt's chunk of 16, then 8 tokens as a verification has them, over pages of 16."""
-    found = []
-    for start, stop in ((0, 16), (16, 24)):
-        rows = AttentionRows(
-            page_table=jnp.asarray([[2, 1]], jnp.int32),
-            prefix_lens=jnp.asarray([start], jnp.int32),
-            cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
-            q_positions=jnp.arange(start, stop, dtype=jnp.int32),
-        )
-        hidden, _, kv = decoder.forward(
-            params, token_ids[start:stop], kv, rows, queries_per_row=8 if start else None
-        )
-        found.append(decoder.logits(params, hidden))
-    return jnp.concatenate(found)
 
 
 def pools_of(spec: ModelSpec, *, ops: str, shards: int = 1) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +20,17 @@ from jspec.core.model_spec import cache_groups
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
 from jspec.models.checkpoint import load_model_spec, load_target
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.placement import param_specs
 from jspec.models.registry import FAMILIES
-from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from tests.golden_arrays import arrays_of
-from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, checkpoint_of
-
-PAGE, CHUNK = 16, 16
-
-
-def chunked_logits(decoder: Decoder, params: Params, kv: Any, token_ids: Any) -> jax.Array:
-    """A prompt's chunk, then the rest as a verification has it, over pages."""
-    found = []
-    length = token_ids.shape[0]
-    for start, stop in ((0, CHUNK), (CHUNK, length)):
-        rows = AttentionRows(
-            page_table=jnp.asarray([[2, 1]], jnp.int32),
-            prefix_lens=jnp.asarray([start], jnp.int32),
-            cu_q_lens=jnp.asarray([0, stop - start], jnp.int32),
-            q_positions=jnp.arange(start, stop, dtype=jnp.int32),
-        )
-        hidden, _, kv = decoder.forward(
-            params, token_ids[start:stop], kv, rows, queries_per_row=stop - start if start else None
-        )
-        found.append(decoder.logits(params, hidden))
-    return jnp.concatenate(found)
+from tests.models.family_checkpoints import (
+    FAMILY_CHECKPOINTS,
+    PAGE,
+    checkpoint_of,
+    chunked_logits,
+)
 
 
 @pytest.mark.slow
