@@ -219,5 +219,5 @@ def is_there(process_id: int) -> bool:
     try:
         with open(f"/proc/{process_id}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
