@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.core.pytree import pytree
 from jspec.core.request import SAMPLING_FIELDS
@@ -80,12 +81,11 @@ class EngineState:
 
 def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
     """Greedy rows that stop nowhere: the neutral values of SAMPLING_FIELDS."""
-    return SamplingRows(
-        **{
-            name: jnp.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
-            for name, row in rows_of(SAMPLING_FIELDS).items()
-        }
-    )
+    neutral = {  # numpy's: jnp.full would compile a program for each shape and type
+        name: np.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
+        for name, row in rows_of(SAMPLING_FIELDS).items()
+    }
+    return SamplingRows(**{name: jnp.asarray(value) for name, value in neutral.items()})
 
 
 def empty_rows(

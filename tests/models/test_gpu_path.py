@@ -111,7 +111,12 @@ def assert_close(mine: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("aux", "few", "queries_per_row"),
-    [((0, 3), 8, QUERIES), ((0, 1, 3), 8, QUERIES), ((0, 3), 7, QUERIES), ((0, 3), 7, None)],
+    [
+        ((0, 3), 8, QUERIES),
+        pytest.param((0, 1, 3), 8, QUERIES, marks=pytest.mark.slow),
+        pytest.param((0, 3), 7, QUERIES, marks=pytest.mark.slow),
+        ((0, 3), 7, None),
+    ],
 )
 def test_a_mixture_gives_what_it_gives_over_xla(
     aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import jax
 import pytest
 
@@ -18,3 +21,13 @@ needs_hopper = pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU")
 # Skipped for an older jax in tests/conftest.py: a mark of its own, so that `-m mosaic_gpu` selects.
 needs_mosaic_gpu = pytest.mark.mosaic_gpu
 needs_older_jax = pytest.mark.skipif(has_mosaic_gpu(), reason="this jax has the kernels")
+
+
+def in_turns(names: Iterable[str], tunings: Sequence[Any]) -> list[Any]:
+    """Parameters (name, tuning) of the whole cross, of which CI runs each name with one tuning."""
+    return [
+        pytest.param(name, tuning, id=f"{name}-{tuning}", marks=marks)
+        for i, name in enumerate(names)
+        for j, tuning in enumerate(tunings)
+        for marks in [() if i % len(tunings) == j else pytest.mark.exhaustive]
+    ]

@@ -77,7 +77,14 @@ def test_a_path_of_the_root_alone_launches_nothing() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
 )
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:2x2",  # the others are compiled as part of whole steps (test_step_compile)
+        pytest.param("v5p:2x2x1", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compaction_and_gathering_compile_for_a_tpu(topology: str) -> None:
     """At the shapes of 8B over four chips and 70B over eight: no copy of a pool, nor of hidden.
 

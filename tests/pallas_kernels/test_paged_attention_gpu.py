@@ -20,7 +20,12 @@ import pytest
 
 from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
 from jspec.pallas_kernels.attention.rows import AttentionRows
-from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
+from tests.pallas_kernels.chips import (
+    in_turns,
+    needs_hopper,
+    needs_mosaic_gpu,
+    needs_older_jax,
+)
 from tests.pallas_kernels.test_paged_attention import (
     Case,
     Row,
@@ -200,8 +205,9 @@ def test_equals_the_dense_oracle_and_reads_no_poison(
 
 @needs_mosaic_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [None, Tuning(splits=2, stages=1), PRODUCER], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tuning"), in_turns(CASES, [None, Tuning(splits=2, stages=1), PRODUCER])
+)
 def test_equals_the_dense_oracle_under_every_tuning(
     name: str, tuning: Tuning | None, capfd: pytest.CaptureFixture[str]
 ) -> None:

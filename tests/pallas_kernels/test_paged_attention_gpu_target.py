@@ -79,7 +79,10 @@ def test_lowers_for_hopper(
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("queries", [1, 4, 16])
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize(
+    "batch",
+    [8, *(pytest.param(batch, marks=pytest.mark.exhaustive) for batch in (1, 64))],
+)
 def test_lowers_for_hopper_at_all_serving_shapes(batch: int, queries: int, page_size: int) -> None:
     for tail in (None, queries):
         for tuning in (Tuning(), Tuning(block_tokens=128, stages=2), PRODUCER):

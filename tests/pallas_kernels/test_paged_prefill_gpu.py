@@ -24,7 +24,12 @@ from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.prefill.gpu import Tuning, attend_packed
 from jspec.pallas_kernels.prefill.plan import PrefillPlan
-from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu, needs_older_jax
+from tests.pallas_kernels.chips import (
+    in_turns,
+    needs_hopper,
+    needs_mosaic_gpu,
+    needs_older_jax,
+)
 from tests.pallas_kernels.packed_rows import row_lengths
 from tests.pallas_kernels.test_paged_prefill_tpu import Case, draw
 from tests.pallas_kernels.test_prefill_plan import rows_of
@@ -148,8 +153,9 @@ def test_equals_the_reference_and_reads_no_poison(
 
 @needs_mosaic_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [None, Tuning(), Tuning(consumers=1, programs=2)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tuning"), in_turns(CASES, [None, Tuning(), Tuning(consumers=1, programs=2)])
+)
 def test_equals_the_reference_under_every_tuning(
     name: str, tuning: Tuning | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +185,7 @@ def test_equals_the_reference_on_the_chip_in_f16(name: str) -> None:
 @settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
-    max_examples=12,
+    max_examples=6,
 )
 @given(drawn=row_lengths(batch=5, queries=80, slots=320), seed=st.integers(0, 99))
 def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:

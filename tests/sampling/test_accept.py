@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +216,7 @@ def generate(
     return output[:, :LENGTH], *first
 
 
+@cache
 def generated(guess: str, setting: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape = GUESSES[guess]
     ids, num_accepted, last = generate(
