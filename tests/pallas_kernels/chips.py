@@ -1,4 +1,5 @@
-"""What a kernel's test may need and not find, as marks that skip it: a GPU, a Hopper GPU, a jax."""
+"""What a kernel's test may need and not find, as marks that skip it: a GPU, a Hopper GPU, a jax;
+and which cases of a cross CI runs."""
 
 from __future__ import annotations
 
