@@ -11,7 +11,8 @@ seed names. The head runs whole. All that differs between two runs is who choose
 engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
 tokens a second are those of a long run less those of a short one, as in h200_table, medians over
 repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before;
-its own is --times as long as the others', since a run of a hundred steps has looks or has none.
+it has --times as many runs as the others, all of whose time counts: one of a hundred steps has
+looks or has none. All runs are as long, since a step of a longer context takes longer.
 An engine that never drafts is measured first. Every text is compared with what it must be.
 
 --mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
@@ -287,11 +288,9 @@ def seconds_of(
     return seconds
 
 
-def rate(
-    engine: CountingEngine, workload: Workload, rows: int, acceptance: float, *, times: int = 1
-) -> float:
-    """Tokens a second of the whole batch. times: of the workload's long run, as long."""
-    short, long = workload.short_run, times * workload.long_run
+def rate(engine: CountingEngine, workload: Workload, rows: int, acceptance: float) -> float:
+    """Tokens a second of the whole batch, over a long run less a short one."""
+    short, long = workload.short_run, workload.long_run
     seconds = [seconds_of(engine, workload, rows, acceptance, tokens) for tokens in (short, long)]
     return rows * (long - short) / (seconds[1] - seconds[0])
 
@@ -312,7 +311,7 @@ def measured(
     times: int,
 ) -> dict[str, Any]:
     """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding;
-    times: as long as theirs is the chooser's run, in which looks come and go."""
+    times: as many runs as theirs the chooser has, in which looks come and go."""
     named: dict[str, SpeculativeConfig | None] = {str(s): s for s in engine.limits.shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
@@ -324,11 +323,12 @@ def measured(
         for name, shape in named.items():
             engine.switched.use(shape)
             engine.switched.taken()
-            longer = times if shape is None else 1
-            found[name].append(rate(engine, workload, rows, acceptance, times=longer))
+            for _ in range(times if shape is None else 1):
+                found[name].append(rate(engine, workload, rows, acceptance))
             for other, steps in engine.switched.taken().items():
                 taken[name].setdefault(other, Taken()).add(steps)
     rates = {name: statistics.median(values) for name, values in found.items()}
+    rates[ADAPTIVE] = statistics.harmonic_mean(found[ADAPTIVE])  # a median would leave looks out
     rates[PLAIN_ENGINE] = plain_rate
     best = max((name for name in rates if name != ADAPTIVE), key=lambda name: rates[name])
     totals = engine.switched.adaptive.totals
@@ -386,7 +386,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--acceptances", type=float, nargs="+")
     parser.add_argument("--shapes", nargs="+", metavar="S/K/N[:T]", help="beside the largest")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--times", type=int, default=3, help="length of the chooser's run")
+    parser.add_argument("--times", type=int, default=3, help="runs of the chooser")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins later")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
