@@ -9,6 +9,7 @@ A kind that is added needs a function here, its row in KINDS, and its arithmetic
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from jspec.core.config import RopeConfig, YarnConfig
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, shown
 
+log = logging.getLogger(__name__)
+
 DEFAULT_THETA = 10000.0
 TABLES = ("rope_parameters", "rope_scaling")
 
@@ -24,9 +27,9 @@ TABLES = ("rope_parameters", "rope_scaling")
 def read_rope(fields: Fields) -> RopeConfig:
     """One RoPE for all layers, out of every key that says something about it.
 
-    The two tables are merged; a key that is in both must have one value. Theta in a table comes
-    before `rope_theta` beside it, and a scaling in `rope_scaling` before the "default" of
-    `rope_parameters`: both as in transformers 5.
+    As in transformers 5 a `rope_scaling` that says anything takes the place of `rope_parameters`,
+    and theta in the table that counts comes before `rope_theta` beside it. Where the tables
+    contradict each other that is an error, and what is dropped with one of them a warning.
     Raises ConfigError for a kind that is not served, CheckpointError for what contradicts itself.
     """
     merged = _merged(fields)
@@ -53,7 +56,16 @@ def _merged(fields: Fields) -> Fields:
                 f"{fields.path}: {name} is {shown(ours[name])} in rope_parameters and "
                 f"{shown(older[name])} in rope_scaling; expected one value"
             )
-    merged = {"rope_theta": fields.get("rope_theta"), **older, **ours}
+    merged = {"rope_theta": fields.get("rope_theta"), **(older or ours)}
+    dropped = {name: value for name, value in ours.items() if merged.get(name) != value}
+    if dropped:
+        log.warning(
+            "%s: rope_parameters says %s, which is not read, as in transformers: rope_scaling "
+            "takes its place, and theta is %s",
+            fields.path,
+            shown(dropped),
+            merged["rope_theta"] or DEFAULT_THETA,
+        )
     _add_length(fields, merged)
     return Fields(fields.path, merged)
 

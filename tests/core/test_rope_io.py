@@ -39,11 +39,10 @@ def load(path: Path, **rope: Any) -> RopeConfig:
     "rope",
     [
         {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
-        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}},
-        {"rope_scaling": OLD_LLAMA3, "rope_parameters": {"rope_theta": 5e5, "type": "default"}},
-        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
-        {"rope_scaling": OLD_LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
+        {"rope_scaling": LLAMA3, "rope_parameters": {"type": "default"}, "rope_theta": 5e5},
+        {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3, "rope_theta": 5e5},
+        {"rope_scaling": OLD_LLAMA3, "rope_parameters": LLAMA3, "rope_theta": 5e5},
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e6}, "rope_theta": 5e5},
         {"rope_scaling": {**OLD_LLAMA3, **LLAMA3}, "rope_theta": 5e5},
         {"rope_scaling": {"rope_theta": 5e5, **LLAMA3}, "rope_theta": 1e4},
         {"rope_scaling": {"type": "llama3", **SCALING}, "rope_theta": 5e5, **LENGTH},
@@ -53,6 +52,26 @@ def load(path: Path, **rope: Any) -> RopeConfig:
 )
 def test_a_scaling_counts_wherever_it_is_written(rope: dict[str, Any], tmp_path: Path) -> None:
     assert load(tmp_path, **rope) == EXPECTED
+
+
+# (what a file says, the theta that transformers 5.24 makes of it)
+THETAS = [
+    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 1e4),
+    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}}, 1e4),
+    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, 1e4),
+    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}, "rope_theta": 3e5}, 3e5),
+    ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 5e5}, "rope_theta": 3e5}, 5e5),
+    ({"rope_parameters": LLAMA3, "rope_theta": 3e5}, 3e5),
+]
+
+
+@pytest.mark.parametrize(("rope", "theta"), THETAS)
+def test_theta_is_that_of_transformers(
+    rope: dict[str, Any], theta: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(tmp_path, **rope).theta == theta
+    is_dropped = theta != 5e5 and "rope_theta" in rope["rope_parameters"]
+    assert is_dropped == any("500000.0" in record.message for record in caplog.records)
 
 
 def test_without_the_length_before_scaling_it_is_the_context(tmp_path: Path) -> None:
