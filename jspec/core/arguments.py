@@ -21,7 +21,8 @@ T = TypeVar("T")
 _METADATA = "argument"
 _FLAG = re.compile(r"--([a-z-]+)")
 NEAR_NAME = 0.7  # least likeness of a name that is suggested
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Also gs:/b/c, which is what pathlib makes of gs://b/c.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
 
 SGLANG_ATTENTION = (  # its names of kernels
     *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
@@ -87,16 +88,20 @@ def type_of(declared: Field[Any]) -> str:
 def check_arguments(given: Any) -> None:
     """Raises ConfigError, by name and value, for the first field that its declaration refuses.
 
-    A field whose default is None may be None: jspec chooses.
+    A field whose default is None may be None: jspec chooses. A path in a field of text becomes
+    text, also in a frozen dataclass.
     """
     for declared in fields(given):
         value = getattr(given, declared.name)
+        if isinstance(value, os.PathLike) and type_of(declared) == "str":
+            value = os.fspath(value)
+            object.__setattr__(given, declared.name, value)
         if value is not None or declared.default is not None:
             _check(declared.name, value, type_of(declared), argument_of(declared))
 
 
 def _check(name: str, value: object, kind: str, says: Argument) -> None:
-    if says.is_model and not (isinstance(value, str | os.PathLike) and str(value).strip()):
+    if says.is_model and not (isinstance(value, str) and value.strip()):
         raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
     is_fetched = says.is_fetched and str(value).startswith("gs://")
     if says.is_local and not is_fetched and _SCHEME.match(str(value)):
@@ -109,6 +114,8 @@ def _check(name: str, value: object, kind: str, says: Argument) -> None:
         )
     if says.choices and value not in says.choices:
         raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")
+    if kind == "str" and not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}; expected text")
     if kind == "bool" and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; expected true or false")
     if kind in ("int", "float") and not _is_within(value, kind, says):

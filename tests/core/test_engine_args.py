@@ -15,7 +15,10 @@ from jspec.core.errors import ConfigError
     "name",
     ["model_path", "tokenizer_path", "speculative_draft_model_path", "compilation_cache_dir"],
 )
-@pytest.mark.parametrize("value", ["gs://b/c", "s3://bucket", "file:///tmp/x", "hf+x://a/b"])
+@pytest.mark.parametrize(
+    "value",
+    ["gs://b/c", "s3://bucket", "file:///tmp/x", "hf+x://a/b", "gs:/b/c", "gs:b/c", "S3:/bucket"],
+)
 def test_a_remote_path_is_refused_and_nothing_is_made(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,7 +26,7 @@ def test_a_remote_path_is_refused_and_nothing_is_made(
     if value == "gs://b/c":  # fetched: tests/engine/test_remote_..., test_program_bucket
         assert EngineArgs(**{**DRAFTED, name: value})
         return
-    with pytest.raises(ConfigError, match=rf"{name} is '.*://.*'; expected a directory of this"):
+    with pytest.raises(ConfigError, match=rf"{name} is '.*:.*'; expected a directory of this"):
         EngineArgs.from_mapping({name: value})
     assert list(tmp_path.iterdir()) == []
 
@@ -31,6 +34,21 @@ def test_a_remote_path_is_refused_and_nothing_is_made(
 @pytest.mark.parametrize("value", ["a:b", "./gs:/b", "C:/models", "/a/b//c", ""])
 def test_other_names_are_directories(value: str) -> None:
     assert EngineArgs(compilation_cache_dir=value).compilation_cache_dir == value
+
+
+def test_a_directory_may_be_a_path(tmp_path: Path) -> None:
+    given: Any = tmp_path
+    assert EngineArgs(compilation_cache_dir=given).compilation_cache_dir == str(tmp_path)
+    assert EngineArgs(model_path=given).model_path == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"cache_dir is 'gs:/b'; expected a directory"):
+        EngineArgs.from_mapping({"compilation_cache_dir": Path("gs://b")})
+
+
+@pytest.mark.parametrize("value", [5, b"m", True, ["a"]])
+def test_what_is_no_text_is_refused_by_its_name(value: object) -> None:
+    for name in ("compilation_cache_dir", "speculative_adaptive_config"):
+        with pytest.raises(ConfigError, match=rf"^{name} is .*; expected text"):
+            EngineArgs.from_mapping({name: value})
 
 
 DRAFTED: dict[str, Any] = {
@@ -68,7 +86,3 @@ def test_a_name_of_another_server_is_known(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineArgs.from_mapping({name: 1})
     assert str(raised.value) == f"unknown engine argument {name!r}{message}"
-
-
-def test_paths_may_be_objects() -> None:
-    assert EngineArgs(model_path=Path("m")).model_path == Path("m")  # type: ignore[arg-type]
