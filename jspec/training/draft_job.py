@@ -64,7 +64,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     placement = Placement.over(jax.devices()[: job.num_devices], batch_size=job.recipe.batch_size)
     examples = read_examples(job, spec)
     check_features(job, examples, head)
-    claim(job, resume=resume, contents=contents_of(job, examples[0]))
+    claim(job, resume=resume, contents=contents_of(job, *examples))
     tables = draw_own_samples(job, *examples, sampling=serving)
     tell(job, tables)
     dtype = job.recipe.compute_dtype
@@ -116,11 +116,16 @@ def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
     )
 
 
-def contents_of(job: DraftJob, rows: RowTable) -> dict[str, str]:
-    """What the named files hold, beside their names: rows to train on, and the target's weights."""
-    learnt = (rows.ids.tobytes(), rows.weights.tobytes())
+def contents_of(job: DraftJob, rows: RowTable, held_out: RowTable) -> dict[str, str]:
+    """What the named files hold, beside their names: rows to train on and to evaluate on, and the
+    target's weights."""
+
+    def digest(table: RowTable) -> str:
+        return hashlib.sha256(table.ids.tobytes() + table.weights.tobytes()).hexdigest()
+
     return {
-        "data_sha256": hashlib.sha256(b"".join(learnt)).hexdigest(),
+        "data_sha256": digest(rows),
+        "held_out_sha256": digest(held_out),
         "target_sha256": fingerprint(job.target),
     }
 

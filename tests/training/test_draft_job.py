@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.models.checkpoint import load_model_spec
 from jspec.testing.tiny_models import write_tiny_pair
-from jspec.training.draft_data import own_samples
-from jspec.training.draft_job import run_job
+from jspec.training.draft_data import own_samples, read_examples
+from jspec.training.draft_job import claim, contents_of, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.examples import RowTable
@@ -222,11 +223,26 @@ def test_a_run_is_not_resumed_over_other_lines(
     data = folder / "data.jsonl"
     lines = data.read_text()
     try:
-        data.write_text(lines.replace("line 7", "line seven"))
+        data.write_text(lines.replace("line ", "lane "))
         with pytest.raises(ConfigError, match=r"data_sha256 is '.*'; expected '.*', with which"):
             run(folder, out, resume=True)
     finally:
         data.write_text(lines)
+
+
+def test_a_run_is_not_resumed_over_other_rows_to_evaluate_on(folder: Path, tmp_path: Path) -> None:
+    """Else its best loss would be the best of two files."""
+    held_out = tmp_path / "held_out.jsonl"
+    begun = job(folder, tmp_path / "out", held_out=held_out)
+    spec = load_model_spec(begun.target)
+    for word, is_resumed in (("line", False), ("line", True), ("lane", True)):
+        held_out.write_text(json.dumps({"text": f"{word} of the evaluation"}))
+        contents = contents_of(begun, *read_examples(begun, spec))
+        if word == "line":
+            claim(begun, resume=is_resumed, contents=contents)
+            continue
+        with pytest.raises(ConfigError, match=r"held_out_sha256 is '.*'; expected '.*', with"):
+            claim(begun, resume=True, contents=contents)
 
 
 def test_a_tokenizer_beyond_the_targets_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
