@@ -78,8 +78,8 @@ class TrainedEagle1:
 
 
 def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
-    """A head with its target's heads, width and vocabulary; fc has no bias, as Llama 3's has none:
-    that is what all readers of the layout agree on."""
+    """A head with its target's heads, width and vocabulary; fc has no bias, as Llama 3's published
+    head has none. SGLang makes a bias all the same and leaves it as it was made."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedEagle1(
         Eagle1Config(
