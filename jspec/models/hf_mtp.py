@@ -1,11 +1,13 @@
 """Layers for multi-token prediction out of a checkpoint, most often the target's own.
 
 Embedding and, unless a layer has its own, lm_head are the target's very arrays; copies of them that
-a file holds among the layers are left where they are.
+a file holds are left where they are. So are the tensors of a target beside the layers. Every other
+tensor that is not read is refused.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import numpy.typing as npt
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, in_file, read_fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+from jspec.models.checkpoint import is_inv_freq
 from jspec.models.family import Family, MtpFamily
 from jspec.models.fp8 import open_tensors
-from jspec.models.hf_weights import write_checkpoint
+from jspec.models.hf_weights import Tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import nested
@@ -33,6 +36,9 @@ from jspec.models.stored import (
 )
 
 Params = dict[str, Any]
+_OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
+_EMBED = "embed_tokens.weight"
+_HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
 WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
 
 
@@ -71,8 +77,9 @@ def load_mtp_config(
             f"layers that {fields.path} has for it: one a step, none of which this family "
             f"({family.name}) runs again"
         )
-    model = replace(config.model, layers=config.model.layers[:num_layers])
-    return replace(config, model=model), mtp.names(target)
+    used, further = config.model.layers[:num_layers], config.model.layers[num_layers:]
+    model = replace(config.model, layers=used)
+    return replace(config, model=model), replace(mtp.names(target), further=further)
 
 
 def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> Family:
@@ -86,7 +93,7 @@ def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
     """Reads the headers alone: CheckpointError for layers that do not fit `config`."""
     with open_tensors(path) as tensors:
-        check_names(tensors, _own_table(config, names), is_stray=lambda _: True)
+        _check(tensors, config, names)
 
 
 def load_mtp(
@@ -104,8 +111,7 @@ def load_mtp(
     Raises CheckpointError for a file that is unreadable or does not fit `config`.
     """
     with open_tensors(path) as tensors:
-        table = _own_table(config, names)
-        check_names(tensors, table, is_stray=lambda _: True)
+        table = _check(tensors, config, names)
         reads = param_reads(tensors, table, dtype=dtype, shards=shards)
         if config.recurrent:
             ids = np.arange(config.model.vocab_size, dtype=np.int32)
@@ -200,3 +206,38 @@ def shared(config: MtpConfig) -> tuple[str, ...]:
 
 def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:
     return tuple(spec for spec in mtp_params(config, names) if spec.layouts)
+
+
+def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
+    """What is read of the file, which has it, and holds nothing else that belongs to the layers.
+
+    Further layers that config.json has are held whole or not at all. Where a target's layers are in
+    the file, what is not of these is the target's; else nobody would read it.
+    """
+    numbers = {names.number(name) for name in tensors.sources}
+    layers = config.model.layers
+    for layer in names.further:
+        if len(layers) not in numbers:
+            break
+        layers = (*layers, layer)
+    whole = replace(config, model=replace(config.model, layers=layers))
+    has_target = any(_OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources)
+    copies = _copies(whole, names)
+    check_names(
+        tensors,
+        _own_table(whole, names),
+        is_stray=lambda name: (
+            is_inv_freq(name) or name in copies or (has_target and not names.is_layers(name))
+        ),
+    )
+    return _own_table(config, names)
+
+
+def _copies(config: MtpConfig, names: MtpNames) -> set[str]:
+    """What files hold of the target's embedding and lm_head, beside the layers and among them."""
+    among = (_EMBED,) if config.own_heads else (_EMBED, *_HEADS)
+    places = {names.of_layer(i) for i in range(config.num_layers)}
+    if names.around is not None:
+        places.add(names.around)
+    outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
+    return outer | {place + name for place in places for name in among}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jspec.core.model_spec import MtpConfig
+from jspec.core.model_spec import LayerSpec, MtpConfig
 from jspec.models.layer_params import (
     attention_params,
     ffn_params,
@@ -28,7 +28,8 @@ class MtpNames:
     first: the number of layer 0. Names of weights stand without their ".weight"; of several, a file
     has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
     around: in front of what stands around a layer (its two input norms, the fusion, its final norm
-    and head), where that is not what stands in front of the layer.
+    and head), where that is not what stands in front of the layer. further: layers after those that
+    are used, which the same file may hold.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -43,6 +44,7 @@ class MtpNames:
     zero_centred: bool = False
     around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
+    further: tuple[LayerSpec, ...] = ()
 
     def of_layer(self, layer: int) -> str:
         return self.prefix.format(self.first + layer)
@@ -51,9 +53,14 @@ class MtpNames:
         """Whether a stored name belongs to one of these layers, whichever."""
         if self.around is not None and name.startswith(self.around):
             return True
+        return self.number(name) is not None
+
+    def number(self, name: str) -> int | None:
+        """Which of these layers a stored name belongs to, counted from 0; None for no layer's."""
         before, after = (re.escape(part) for part in self.prefix.split("{}"))
         found = re.match(f"{before}(\\d+){after}", name)
-        return found is not None and int(found[1]) >= self.first
+        number = -1 if found is None else int(found[1]) - self.first
+        return number if number >= 0 else None
 
 
 def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:

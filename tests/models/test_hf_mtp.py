@@ -1,0 +1,188 @@
+"""Layers for multi-token prediction in files: what may lie beside them, what config.json says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.workloads import MIMO_V2_FLASH_JSON
+from jspec.core.errors import CheckpointError
+from jspec.core.json_files import Fields
+from jspec.core.model_spec import ModelSpec, MtpConfig
+from jspec.models.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.params import ParamTable
+from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
+from tests.speculative.mtp_checkpoints import CONFIGS
+
+WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
+ALONE: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLMNextN"],
+    "vocab_size": 320,
+    "hidden_size": WIDTH,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
+    # what the published config says beside it
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_method": "noaux_tc",
+}
+QWEN = ALONE | {"architectures": ["Qwen3NextForCausalLMMTP"], "attn_output_gate": True}
+LAYOUTS = {"nextn": ALONE, "qwen": QWEN, **CONFIGS}
+FIRST = {  # what stands before the names of the first layer
+    "nextn": "model.layers.0.",
+    "qwen": "mtp.layers.0.",
+    "mimo": "model.mtp_layers.0.",
+    "mimo_v2": "model.mtp.layers.0.",
+    "step3p5": "model.layers.2.",
+    "glm4_moe": "model.layers.2.",
+}
+
+
+def target_of(layout: str) -> ModelSpec:
+    """Its own target, or one of any family for layers in a checkpoint of their own."""
+    name = layout if layout in CONFIGS else "mimo"
+    return family_named(name).read(Fields(Path("config.json"), CONFIGS[name]))
+
+
+def stored(table: ParamTable) -> dict[str, Any]:
+    """Zeros under the first names of each weight."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in table:
+        for part in spec.layouts[0] if spec.layouts else ():
+            shapes |= part.tensors
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def written(path: Path, layout: str, *, with_target: bool = False, **changes: Any) -> Path:
+    """A checkpoint of all layers that the layout's config has, its target's beside them if asked.
+
+    changes: of its config.json, after the tensors were made.
+    """
+    path.mkdir()
+    config, target = LAYOUTS[layout], target_of(layout)
+    mtp = DRAFTS.get(config["architectures"][0]) or family_named(target.family).mtp
+    assert mtp is not None
+    layers = mtp.read(Fields(path / "config.json", config), target)
+    tensors = stored(table_of(target)) if with_target else {}
+    tensors |= stored(mtp_params(layers, mtp.names(target)))
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
+def change(path: Path, **shapes: tuple[int, ...] | None) -> None:
+    """Other tensors of these shapes in its file, or none where there is None."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, shape in shapes.items():
+        tensors.pop(name, None)
+        if shape is not None:
+            tensors[name] = np.zeros(shape, np.float32)
+    save_file(tensors, file)
+
+
+def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[MtpConfig, MtpNames]:
+    """As an engine has it before it reads the target."""
+    config, names = load_mtp_config(
+        path, target=target_of(layout), families=FAMILIES, num_layers=num_layers
+    )
+    check_mtp(path, config, names)
+    return config, names
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_target", [False, True])
+def test_what_is_published_is_taken(layout: str, with_target: bool, tmp_path: Path) -> None:
+    """With copies of what is the target's among the layers, and fewer layers used than there."""
+    has_target = with_target and layout in CONFIGS
+    path = written(tmp_path / "draft", layout, with_target=has_target)
+    own = {} if layout == "step3p5" else {f"{FIRST[layout]}shared_head.head.weight": (320, WIDTH)}
+    change(path, **{f"{FIRST[layout]}embed_tokens.weight": (320, WIDTH)}, **own)
+    change(path, **{"model.embed_tokens.weight": (320, WIDTH), "lm_head.weight": (320, WIDTH)})
+    read(path, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "shape"),
+    [
+        ("nextn", "model.layers.0.self_attn.q_proj.bias", (WIDTH,)),
+        ("nextn", "model.layers.0.self_attn.q_norm.weight", (HEAD,)),
+        ("nextn", "model.layers.0.eh_proj.bias", (WIDTH,)),
+        ("nextn", "model.layers.1.input_layernorm.weight", (WIDTH,)),
+        ("nextn", "model.layers.1.embed_tokens.weight", (320, WIDTH)),
+        ("qwen", "mtp.fc.bias", (WIDTH,)),
+        ("qwen", "mtp.layers.0.mlp.gate.weight", (8, WIDTH)),
+        ("qwen", "mtp.layers.1.input_layernorm.weight", (WIDTH,)),
+        ("mimo", "model.mtp_layers.0.self_attn.q_norm.weight", (HEAD,)),
+        ("mimo", "model.mtp_layers.1.input_layernorm.weight", (WIDTH,)),
+        ("mimo_v2", "model.mtp.layers.1.self_attn.q_proj.bias", (48,)),
+        ("mimo_v2", "model.mtp.layers.0.self_attn.q_norm.weight", (12,)),
+        ("mimo_v2", "model.mtp.layers.2.self_attn.q_norm.weight", (12,)),
+        ("mimo_v2", "model.mtp.layers.3.input_layernorm.weight", (WIDTH,)),
+        ("step3p5", "model.layers.2.self_attn.q_proj.bias", (WIDTH,)),
+        ("step3p5", "model.layers.5.input_layernorm.weight", (WIDTH,)),
+        ("step3p5", "model.layers.2.shared_head.norm.weight", (WIDTH,)),  # a second one
+        ("glm4_moe", "model.layers.2.eh_proj.bias", (WIDTH,)),
+        ("glm4_moe", "model.layers.3.input_layernorm.weight", (WIDTH,)),
+    ],
+)
+def test_a_tensor_that_nobody_reads_is_refused(
+    layout: str, name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Beside a target's, too."""
+    path = written(tmp_path / "draft", layout, with_target=layout in CONFIGS)
+    change(path, **{name: shape})
+    with pytest.raises(CheckpointError, match=rf"draft: unknown tensor {name} of shape"):
+        read(path, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beside_a_target_its_other_tensors_are_not_looked_at(layout: str, tmp_path: Path) -> None:
+    """Alone they are refused: of a target nobody else reads the file."""
+    alone = written(tmp_path / "alone", layout)
+    change(alone, foo=(3,))
+    with pytest.raises(CheckpointError, match="alone: unknown tensor foo"):
+        read(alone, layout)
+    if layout in CONFIGS:
+        both = written(tmp_path / "both", layout, with_target=True)
+        change(both, foo=(3,))
+        read(both, layout)
+
+
+def test_sinks_that_the_config_does_not_have(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "mimo_v2", add_swa_attention_sink_bias=False)
+    with pytest.raises(CheckpointError, match=r"unknown tensor .*0.self_attn.attention_sink"):
+        read(path, "mimo_v2")
+
+
+def test_a_further_layer_is_whole_or_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "mimo_v2")
+    read(path, "mimo_v2", num_layers=2)
+    change(path, **{"model.mtp.layers.2.eh_proj.weight": None})
+    with pytest.raises(CheckpointError, match=r"no tensor model.mtp.layers.2.eh_proj.weight"):
+        read(path, "mimo_v2", num_layers=2)
+
+
+def test_published_layers_say_no_number_and_may_be_fewer(tmp_path: Path) -> None:
+    """MiMo-V2-Flash's config.json does not state one."""
+    assert "num_nextn_predict_layers" not in MIMO_V2_FLASH_JSON
+    path = written(tmp_path / "draft", "mimo_v2")
+    last = {name for name in load_file(path / "model.safetensors") if "layers.2." in name}
+    change(path, **dict.fromkeys(last))
+    read(path, "mimo_v2", num_layers=2)
+    with pytest.raises(CheckpointError, match=r"no tensor model.mtp.layers.2"):
+        read(path, "mimo_v2", num_layers=3)
