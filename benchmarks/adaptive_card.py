@@ -127,6 +127,10 @@ class Switched:
         """None: the engine's own chooser. Only while nothing is served."""
         self._now = self.adaptive if shape is None else FixedShape(shape)
 
+    def take_turns(self, chooser: ShapeChooser) -> None:
+        """Another chooser than these. Only while nothing is served."""
+        self._now = chooser
+
     def renew(self) -> None:
         """The engine's own chooser as after a start."""
         self.adaptive = AdaptiveShapes(self._limits, ready=self._ready)
