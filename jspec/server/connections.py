@@ -25,6 +25,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LOGGER = logging.getLogger("jspec.server")
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 32  # file descriptors that are no connections, beside those open at the start
+# asyncio accepts so many in one turn of its loop. A connection is seen, and closed if there are too
+# many, up to three turns later: all that are not seen yet have to fit among the spare files.
+ACCEPTS_IN_A_TURN = 4
+MAX_WAITING = 2048  # connections that the system holds until they are accepted
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _UNAVAILABLE = (
@@ -45,15 +49,25 @@ def most_connections(most_files: int | None = None) -> int:
     return max(min(soft - own, MAX_CONNECTIONS), 1)
 
 
+class Listener(socket.socket):
+    """A socket whose backlog, which asyncio also takes for how many it accepts in one turn, does
+    not bound how many may wait to be accepted."""
+
+    def listen(self, backlog: int = MAX_WAITING) -> None:
+        super().listen(max(backlog, MAX_WAITING))
+
+
 def refuse_half_sent(connections: Iterable[asyncio.Protocol]) -> None:
     """Closes those of whose request's body a part is still to come, with a 503."""
     for each in connections:
-        if not isinstance(each, H11Protocol) or each.transport.is_closing():
-            continue
-        if each.conn.their_state is h11.SEND_BODY:
+        if isinstance(each, H11Protocol) and _is_half_sent(each):
             if each.conn.our_state is h11.SEND_RESPONSE:  # nothing of an answer is sent
                 each.transport.write(_UNAVAILABLE)
             each.transport.close()
+
+
+def _is_half_sent(connection: H11Protocol) -> bool:
+    return not connection.transport.is_closing() and connection.conn.their_state is h11.SEND_BODY
 
 
 class BoundedProtocol(H11Protocol):
@@ -83,18 +97,24 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _make_room(self) -> bool:
-        """Closes the connection that waits for its head the longest; False if none does."""
+        """Closes the connection that waits the longest for the rest of a request, head or body;
+        False if none does. Of both together: else those that came last, whose heads nobody could
+        read yet, would make room for each other."""
         waiting = [
             each
             for each in self.connections
-            if isinstance(each, BoundedProtocol) and each._timer is not None
+            if isinstance(each, BoundedProtocol)
+            and (each._timer is not None or _is_half_sent(each))
         ]
         if not waiting:
             return False
         oldest = min(waiting, key=lambda each: each._place)
-        oldest._stop_timer()
-        oldest.transport.write(_UNAVAILABLE)
-        oldest.transport.close()
+        if oldest._timer is None:
+            refuse_half_sent([oldest])
+        else:
+            oldest._stop_timer()
+            oldest.transport.write(_UNAVAILABLE)
+            oldest.transport.close()
         return True
 
     def data_received(self, data: bytes) -> None:

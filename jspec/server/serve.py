@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jspec.api import Engine
 from jspec.core.engine_args import EngineArgs
@@ -28,7 +29,13 @@ from jspec.engine.compilation import Progress
 from jspec.engine.heap import settle_heap
 from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
-from jspec.server.connections import bounded_protocol, most_connections, refuse_half_sent
+from jspec.server.connections import (
+    ACCEPTS_IN_A_TURN,
+    Listener,
+    bounded_protocol,
+    most_connections,
+    refuse_half_sent,
+)
 from jspec.server.flags import Settings
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
@@ -104,7 +111,7 @@ def bind(args: ServerArgs) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError if the address is no free one."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     # asyncio turns Nagle off where the protocol is named: else each event waits for an ACK, 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((args.host, args.port))
@@ -237,7 +244,12 @@ def serve(settings: Settings) -> None:
 
 def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -> EngineServer:
     app = create_app(engine, args)
-    config = uvicorn.Config(
+    return EngineServer(server_config(app, args), service=app.state.service, on_ready=on_ready)
+
+
+def server_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
+    """How uvicorn serves an application on a socket of `bind`."""
+    return uvicorn.Config(
         app,
         http=bounded_protocol(
             head_seconds=args.request_timeout, max_connections=most_connections()
@@ -246,9 +258,9 @@ def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -
         ssl_keyfile=args.ssl_keyfile,
         ssl_keyfile_password=args.ssl_keyfile_password,
         loop="asyncio",
+        backlog=ACCEPTS_IN_A_TURN,
         log_config=None,
         log_level="warning" if args.log_level == "info" else args.log_level,
         access_log=args.log_level == "debug",
         timeout_graceful_shutdown=GRACE_SECONDS + 1,
     )
-    return EngineServer(config, service=app.state.service, on_ready=on_ready)

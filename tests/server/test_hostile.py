@@ -53,6 +53,13 @@ def serving(engine: Engine, **options: Any) -> Iterator[int]:
 
 HALF = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
 
+ENDLESS_BODY = json.dumps(
+    {"text": "x", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "stream": True}
+).encode()
+ENDLESS_REQUEST = (
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(ENDLESS_BODY)
+) + ENDLESS_BODY
+
 
 def send(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
     """All that the server answers until it closes the connection."""
@@ -143,9 +150,9 @@ def test_connections_are_bounded(engine: Engine) -> None:
     assert most_connections(3) == 1
     with serving(engine, most=2) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-        for connection in held:  # whose bodies are to come
-            connection.sendall(HALF)
-        time.sleep(0.1)
+        for connection in held:  # whose answers are to come
+            connection.sendall(ENDLESS_REQUEST)
+            assert connection.recv(12) == b"HTTP/1.1 200"
         assert send(port).startswith(b"HTTP/1.1 503")
         for connection in held:
             connection.close()

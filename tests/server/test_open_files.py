@@ -1,0 +1,97 @@
+"""A server that may have few files open, and more connections than that."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+MAX_FILES = 128
+HALF = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+# The server of `jspec serve`, in front of an application that reads a body and answers.
+SERVER = """
+import logging
+import resource
+import sys
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jspec.server.http import HANDLERS
+from jspec.server.serve import bind, server_config
+from jspec.server.server_args import ServerArgs
+
+soft = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+logging.basicConfig(level="INFO", stream=sys.stderr)
+
+
+async def answer(request: Request) -> Response:
+    await request.body()
+    return Response("ok")
+
+
+routes = [Route("/health", answer), Route("/generate", answer, methods=["POST"])]
+app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
+args = ServerArgs(port=0, request_timeout=60)
+with bind(args) as bound:
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup(sockets=sockets)
+            print(bound.getsockname()[1], flush=True)
+
+    Server(server_config(app, args)).run(sockets=[bound])
+"""
+
+
+@contextmanager
+def serving(subprocess_env: dict[str, str], log_path: Path) -> Iterator[int]:
+    """A server in a process of its own; its port. What it writes is at log_path in the end."""
+    command = [sys.executable, "-c", SERVER, str(MAX_FILES)]
+    with log_path.open("w") as log:  # no pipe, which a server that writes much would wait for
+        server = subprocess.Popen(
+            command, env=subprocess_env, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    assert server.stdout is not None
+    with server.stdout:
+        try:
+            yield int(server.stdout.readline())
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+
+
+@pytest.mark.skipif(
+    -1 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 512, reason="opens 400 files itself"
+)
+def test_more_connections_than_open_files_are_answered(
+    subprocess_env: dict[str, str], tmp_path: Path
+) -> None:
+    """Bodies that do not come make room, the oldest first; nothing is accepted in vain."""
+    log_path = tmp_path / "log"
+    with serving(subprocess_env, log_path) as port, ExitStack() as stack:
+        held = []
+        for _ in range(3 * MAX_FILES):
+            held.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)))
+            held[-1].sendall(HALF)
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            connection.sendall(HEALTH)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert held[0].recv(12) == b"HTTP/1.1 503"
+        held[-1].sendall(b'"x": 22}')
+        assert held[-1].recv(12) == b"HTTP/1.1 200"
+    log = log_path.read_text()
+    assert "Traceback" not in log
+    assert "Errno" not in log
+    assert "connections: one was closed" in log
