@@ -16,28 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from jspec.core.errors import CheckpointError, ConfigError, RequestError, shown
 from jspec.core.json_files import read_object, read_text
+from jspec.text.template_sandbox import TemplateSandbox
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
+MAX_SOURCE = 100_000  # characters; the longest that are published have a third of it
 DEFAULT_NAME = "default"  # of several templates, the one for a plain chat
 # Where the last message ends in the text that is to be continued: two private characters around it.
 _END_MARK = "\ue000jspec-end-of-message\ue001"
-
-
-class _Generation(jinja2.ext.Extension):
-    """The block {% generation %} that marks what the assistant said for training: here its text."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own name and type)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -61,11 +49,8 @@ def _to_json(
     )
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(_to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -84,10 +69,19 @@ class ChatTemplate:
     template: jinja2.Template = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        name, size = f"the chat template in {self.where}", len(self.source)
+        if size > MAX_SOURCE:
+            raise CheckpointError(
+                f"{name}: it has {size} characters; expected at most {MAX_SOURCE}"
+            )
         try:
             template = _environment().from_string(self.source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template in {self.where}: {error}") from error
+            raise CheckpointError(f"{name}: {error}") from error
+        except RecursionError:
+            raise CheckpointError(f"{name}: it is nested too deeply") from None
+        except Exception as error:  # Jinja hands on what Python says of the code it made
+            raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
         object.__setattr__(self, "template", template)
 
     @classmethod

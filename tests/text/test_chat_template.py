@@ -135,6 +135,71 @@ def test_a_template_that_is_none_is_a_checkpoint_error(
         ChatTemplate.find(tmp_path, named=None)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", "nested too deeply"),
+        ("{{ 1" + " + 1" * 5000 + " }}", "nested too deeply"),
+        ("{{ " + "7" * 5000 + " }}", "ValueError"),
+        ("x" * 100_001, "it has 100001 characters; expected at most"),
+    ],
+    ids=["parentheses", "sum", "digits", "long"],
+)
+def test_a_template_that_python_cannot_compile_is_a_checkpoint_error(
+    source: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"the chat template in here: .*{message}"):
+        template(source)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "10**5000",
+        "10**(10**8)",
+        "(10**100)**100",
+        "'x'*(10**10)",
+        "(10**10)*'x'",
+        "[1]*(10**10)",
+        "(10**2000)*(10**2000)",
+        "'x'|center(10000000000)",
+        "'x'.ljust(10000000000)",
+        "'x'.zfill(width)",
+        "'x'|indent(10000000000, true)",
+        "['x']|map('center', 10000000000)|list",
+        "1|round(-10000000000)",
+        "(1).to_bytes(10000000000, 'big')",
+        "'\\t'.expandtabs(10000000000)",
+        "'%10000000000d' % 1",
+        "'%*d' % (10000000000, 1)",
+        "'%10000000000d'|format(1)",
+        "'{:>10000000000}'.format(1)",
+        "'{:>{}}'.format(1, 10000000000)",
+        "[1]|batch(10000000000, 0)|list",
+        "[1]|slice(10000000000)|list",
+        "1|tojson(10000000000)",
+    ],
+)
+def test_an_expression_without_end_is_computed_neither_at_the_start_nor_in_a_prompt(
+    expression: str,
+) -> None:
+    """Jinja computes constants while it compiles, and Python has no bound for any of these."""
+    for source in ("{{ E }}", "{% set x = E %}", "{% if E %}{% endif %}"):
+        made = template(source.replace("E", expression))
+        with pytest.raises(RequestError, match=r"chat template refuses the messages: .*expect"):
+            made.render([USER], variables={"width": 10**10})
+
+
+def test_what_is_small_is_computed() -> None:
+    source = (
+        "{{ '-' * 3 }}{{ 2 * '=' }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ [0] * 2 }}"
+        "{{ '%03d' % 7 }}{{ 7 % 4 }}{{ 'x'|center(3) }}{{ 'x'.ljust(2) }}{{ '{:>2}'.format(1) }}"
+        "{{ '%s: 123456 %%' % 'year' }}"
+    )
+    text = "---==10240.5123.0[0, 0]0073 x x  1year: 123456 %"
+    assert template(source).render([USER]) == text
+
+
 def test_a_named_file_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chat_template is .*expected a file"):
         ChatTemplate.find(tmp_path, named=str(tmp_path / "none.jinja"))
