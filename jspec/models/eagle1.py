@@ -38,7 +38,7 @@ from jspec.models.decoder import (
     feed_forward,
     paged_layer,
 )
-from jspec.models.family import read_attention, read_decoder, read_dense
+from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
 from jspec.models.fp8 import check_quantization, open_tensors
 from jspec.models.head_files import (
     LAYER,
@@ -133,6 +133,7 @@ def _check_kind(fields: Fields) -> None:
             f"{', '.join(ARCHITECTURES)} for an EAGLE-1 or EAGLE-2 head"
         )
     check_quantization(fields)
+    refuse_windows(fields)
     refuse_unknown(fields, known=KNOWN)
 
 

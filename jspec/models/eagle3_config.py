@@ -14,12 +14,7 @@ from typing import Any
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields, in_file, read_fields, shown
 from jspec.core.model_spec import Eagle3Config, FeatureNorm, ModelSpec
-from jspec.models.family import (
-    FULL,
-    read_attention,
-    read_decoder,
-    read_dense,
-)
+from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
 from jspec.models.fp8 import check_quantization
 from jspec.models.head_files import (
     LAYER,
@@ -193,12 +188,7 @@ def _read_layers(
 ) -> ModelSpec:
     """The head's layers, all alike. has_own_bias: a table of their own, whose bias is not fc's."""
     check_quantization(fields)
-    if set(fields.strings("layer_types")) - {FULL}:
-        raise ConfigError(
-            f"{fields.path}: layer_types has {shown(fields.strings('layer_types'))}; expected "
-            f"{FULL!r} only"
-        )
-    fields.refuse("use_sliding_window", allowed=(False,), why="a head with a window is not served")
+    refuse_windows(fields)
     qk_norm = fields.get("model_type") == "qwen3" and (
         speculators or f"{LAYER}self_attn.q_norm.weight" in names
     )

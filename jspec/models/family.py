@@ -22,14 +22,22 @@ from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+CHAINS_NORMED = "chain_hidden_post_norm"
+# Of MtpFamily.known: what is read for most layers, and the losses that they were trained with.
+OF_MTP_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "aux_loss_alpha", "seq_aux"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpFamily:
-    """Layers for multi-token prediction in a target's checkpoint: as config and names say."""
+    """Layers for multi-token prediction in a target's checkpoint: as config and names say.
+
+    known: the keys of config.json about the forward that `read` looks at or that say nothing of it;
+    others are refused (head_files.refuse_unknown).
+    """
 
     read: Callable[[Fields, ModelSpec], MtpConfig]
     names: Callable[[ModelSpec], MtpNames]
+    known: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +158,18 @@ def refuse_common(fields: Fields) -> None:
     fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
 
 
+def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:
+    """ConfigError for windows, where a draft's attention has none. kinds: what layer_types may
+    have."""
+    unknown = sorted(set(fields.strings("layer_types")) - set(kinds))
+    if unknown:
+        raise ConfigError(
+            f"{fields.path}: layer_types has {shown(unknown)}; expected {FULL!r} only, for a draft "
+            "without windows"
+        )
+    fields.refuse("use_sliding_window", allowed=(False,), why="a draft with a window is not served")
+
+
 def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, float]:
     """(the fields without what they say of it, the part of each head that RoPE turns)."""
     name = "partial_rotary_factor"
@@ -178,7 +198,7 @@ def feeds_normed(fields: Fields) -> bool:
     No published file says so of these layers: SGLang feeds it back after the norm, vLLM DeepSeek's
     and GLM's before it. `chain_hidden_post_norm`, transformers' key for it, says which.
     """
-    return fields.flag("chain_hidden_post_norm", True)
+    return fields.flag(CHAINS_NORMED, True)
 
 
 def eos_ids(fields: Fields) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.checkpoint import is_inv_freq
 from jspec.models.family import Family, MtpFamily
 from jspec.models.fp8 import open_tensors
+from jspec.models.head_files import refuse_unknown
 from jspec.models.hf_weights import Tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.params import ParamTable
@@ -63,6 +64,8 @@ def load_mtp_config(
         )
     with in_file(fields.path):
         config = mtp.read(fields, target)
+        for each in (fields, fields.table("text_config")):
+            refuse_unknown(each, known=mtp.known)
     ours = fields.integer("vocab_size"), fields.integer("hidden_size")
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:

@@ -251,6 +251,8 @@ def test_the_rope_is_the_heads_own(tmp_path: Path) -> None:
         ({"speculators_model_type": "eagle3"}, ConfigError, "is 'eagle3'.*algorithm EAGLE3"),
         ({"architectures": ["GPT2LMHeadModel"]}, ConfigError, "architecture is 'GPT2LMHeadModel'"),
         ({"logit_scale": 0.5}, ConfigError, "logit_scale is 0.5; expected no such key"),
+        ({"use_sliding_window": True}, ConfigError, "use_sliding_window is True; expected False"),
+        ({"layer_types": ["sliding_attention"]}, ConfigError, "layer_types has .*sliding"),
         ({"num_key_value_heads": 3}, ConfigError, "num_attention_heads is .*expected a multiple"),
         ({"quantization_config": {"bits": 4}}, ConfigError, "quant_method None; expected .fp8."),
         ({"num_hidden_layers": 2}, CheckpointError, r"is 2, but the weights .* have 1: \[0\]"),

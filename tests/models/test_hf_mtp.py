@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import MIMO_V2_FLASH_JSON
-from jspec.core.errors import CheckpointError
+from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.hf_mtp import check_mtp, load_mtp_config
@@ -186,3 +186,48 @@ def test_published_layers_say_no_number_and_may_be_fewer(tmp_path: Path) -> None
     read(path, "mimo_v2", num_layers=2)
     with pytest.raises(CheckpointError, match=r"no tensor model.mtp.layers.2"):
         read(path, "mimo_v2", num_layers=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("norm_before_residual", True),
+        ("logit_scale", 0.5),
+        ("attention_multiplier", 2.0),
+        ("attn_logit_softcapping", 30.0),
+        ("mlp_bias", True),
+        ("qkv_bias", True),
+    ],
+)
+def test_a_setting_that_is_not_computed_is_refused(
+    name: str, value: Any, layout: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "draft", layout, **{name: value})
+    with pytest.raises(ConfigError, match=rf"draft/config\.json: {name} is {value}; expected"):
+        read(path, layout)
+
+
+def test_a_nested_config_is_looked_through_too(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "qwen", text_config=QWEN | {"logit_scale": 0.5})
+    with pytest.raises(ConfigError, match=r"logit_scale is 0\.5; expected no such key"):
+        read(path, "qwen")
+
+
+@pytest.mark.parametrize("layout", ["nextn", "qwen", "mimo", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_sliding_window", True), ("layer_types", ["full_attention", "sliding_attention"])],
+)
+def test_a_layer_that_is_run_again_has_no_window(
+    name: str, value: Any, layout: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "draft", layout, **{name: value, "sliding_window": 64})
+    with pytest.raises(ConfigError, match=rf"config\.json: {name} (is|has) .*; expected"):
+        read(path, layout)
+
+
+def test_a_table_of_embeddings_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "qwen", mtp_use_dedicated_embeddings=True)
+    with pytest.raises(ConfigError, match="mtp_use_dedicated_embeddings is True; expected False"):
+        read(path, "qwen")

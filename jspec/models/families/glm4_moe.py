@@ -27,6 +27,8 @@ from jspec.core.model_spec import (
     Routing,
 )
 from jspec.models.family import (
+    CHAINS_NORMED,
+    OF_MTP_LAYERS,
     Family,
     MtpFamily,
     check_one_mtp_layer,
@@ -35,6 +37,7 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
+    refuse_windows,
     without_partial_rotary,
 )
 from jspec.models.fp8 import check_quantization
@@ -43,6 +46,7 @@ from jspec.models.mtp_params import MtpNames
 NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_topk")
+KNOWN = OF_MTP_LAYERS | {CHAINS_NORMED, "use_qk_norm"}
 BEYOND = 1 << 31  # of a layer whose own number is not known: after all that are dense
 
 
@@ -101,6 +105,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
     check_one_mtp_layer(fields)
+    refuse_windows(fields)
     number = target.num_layers
     return _recurrent(fields, _layers(fields, range(number, number + 1), rotary=0.5), target)
 
@@ -110,6 +115,7 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     for name in LATENT:
         fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
     check_one_mtp_layer(fields)
+    refuse_windows(fields)
     return _recurrent(fields, _layers(fields, range(BEYOND, BEYOND + 1), rotary=1.0), target)
 
 
@@ -157,6 +163,8 @@ FAMILY = Family(
     architectures=("Glm4MoeForCausalLM",),
     read=read,
     to_json=to_json,
-    mtp=MtpFamily(read=read_mtp, names=lambda spec: replace(NAMES, first=spec.num_layers)),
+    mtp=MtpFamily(
+        read=read_mtp, names=lambda spec: replace(NAMES, first=spec.num_layers), known=KNOWN
+    ),
 )
-ALONE = MtpFamily(read=read_alone, names=lambda _: NAMES)
+ALONE = MtpFamily(read=read_alone, names=lambda _: NAMES, known=KNOWN)

@@ -13,6 +13,8 @@ from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
+    CHAINS_NORMED,
+    OF_MTP_LAYERS,
     Family,
     MtpFamily,
     check_one_mtp_layer,
@@ -20,6 +22,7 @@ from jspec.models.family import (
     read_attention,
     read_decoder,
     read_dense,
+    refuse_windows,
 )
 from jspec.models.fp8 import check_quantization
 from jspec.models.mtp_params import MtpNames
@@ -57,8 +60,9 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
 
 
 def mtp_layer(fields: Fields) -> ModelSpec:
-    """One layer like the config's others."""
+    """One layer like the config's others, which then have no windows."""
     check_one_mtp_layer(fields)
+    refuse_windows(fields)
     own = {"num_hidden_layers": 1, "layer_types": None, "use_sliding_window": False}
     return read(Fields(fields.path, {**fields.values, **own}))
 
@@ -73,5 +77,5 @@ FAMILY = Family(
     architectures=("MiMoForCausalLM",),
     read=read,
     to_json=to_json,
-    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES),
+    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES, known=OF_MTP_LAYERS | {CHAINS_NORMED}),
 )

@@ -27,7 +27,9 @@ from jspec.core.model_spec import (
 )
 from jspec.core.rope_io import TABLES
 from jspec.models.family import (
+    CHAINS_NORMED,
     FULL,
+    OF_MTP_LAYERS,
     SLIDING,
     Family,
     MtpFamily,
@@ -44,6 +46,10 @@ from jspec.models.params import ParamTable
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5
 NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)
+KNOWN = OF_MTP_LAYERS | {
+    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale"),
+    CHAINS_NORMED,  # these layers hand nothing on
+}
 DENSE, SPARSE = "dense", "sparse"
 ROTARY, VALUE_SCALE = 0.334, 0.707
 THETAS = {FULL: 5e6, SLIDING: 1e4}
@@ -234,5 +240,5 @@ FAMILY = Family(
     read=read,
     to_json=to_json,
     table=table,
-    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES),
+    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES, known=KNOWN),
 )

@@ -17,10 +17,14 @@ from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import (
+    CHAINS_NORMED,
+    FULL,
+    OF_MTP_LAYERS,
     MtpFamily,
     feeds_normed,
     read_attention,
     read_dense,
+    refuse_windows,
     without_partial_rotary,
 )
 from jspec.models.fp8 import check_quantization
@@ -35,6 +39,7 @@ NAMES = MtpNames(
     norm=("norm",),
     zero_centred=True,
 )
+LINEAR = "linear_attention"  # of the target's layers, which layer_types lists
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
@@ -47,6 +52,10 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     own.refuse("num_experts", allowed=(0,), why="experts of such layers are not served")
     own.refuse("attn_output_gate", allowed=(True,), why="these layers gate what heads give")
     own.refuse("hidden_act", allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
+    own.refuse(
+        "mtp_use_dedicated_embeddings", allowed=(False,), why="the target's embedding is used"
+    )
+    refuse_windows(own, kinds=(FULL, LINEAR))
     eps = own.number("rms_norm_eps", 1e-6)
     plain, factor = without_partial_rotary(own, default=0.25)
     attention = read_attention(
@@ -71,4 +80,8 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
     )
 
 
-ALONE = MtpFamily(read=read_alone, names=lambda _: NAMES)
+ALONE = MtpFamily(
+    read=read_alone,
+    names=lambda _: NAMES,
+    known=OF_MTP_LAYERS | {CHAINS_NORMED, "attn_output_gate"},
+)

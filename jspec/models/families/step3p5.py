@@ -36,6 +36,7 @@ from jspec.core.model_spec import (
 from jspec.core.rope_io import read_rope, rope_json
 from jspec.models.family import (
     FULL,
+    OF_MTP_LAYERS,
     SLIDING,
     Family,
     MtpFamily,
@@ -307,5 +308,9 @@ FAMILY = Family(
     read=read,
     to_json=to_json,
     table=table,
-    mtp=MtpFamily(read=read_mtp, names=lambda spec: replace(NAMES, first=spec.num_layers)),
+    mtp=MtpFamily(
+        read=read_mtp,
+        names=lambda spec: replace(NAMES, first=spec.num_layers),
+        known=OF_MTP_LAYERS | FIXED.keys() | {"need_fp32_gate"},  # gates are float32 here
+    ),
 )
