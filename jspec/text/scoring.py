@@ -16,6 +16,8 @@ from jspec.core.errors import RequestError, shown
 from jspec.core.request import MAX_LOGPROB_IDS, SamplingParams
 
 MAX_LABELS = 1024
+# Characters or ids of all prompts of a call: a query of a few megabytes stands in each of them.
+MAX_JOINED = 2**25
 Text = str | Sequence[int]
 
 
@@ -58,6 +60,7 @@ class ScoreCall:
             raise RequestError(
                 f"label_token_ids has {len(labels)} ids; expected from 1 to {MAX_LABELS}"
             )
+        _check_length(head, tails)
         return cls(
             prompts=tuple(
                 _joined(tail, head) if item_first else _joined(head, tail) for tail in tails
@@ -111,6 +114,17 @@ def watched_of(answer: Mapping[str, Any]) -> list[float]:
     """The labels' log-probabilities in an answer of `generate`."""
     (first,) = answer["meta_info"]["output_token_ids_logprobs"]
     return [entry[0] for entry in first]
+
+
+def _check_length(head: Text, tails: Sequence[Text]) -> None:
+    """Raises RequestError for prompts that would be too long together, before they are made."""
+    length = len(head) * len(tails) + sum(map(len, tails))
+    if length > MAX_JOINED:
+        unit = "characters" if isinstance(head, str) else "token ids"
+        raise RequestError(
+            f"query and {len(tails)} items make {length}; expected at most {MAX_JOINED} {unit} in "
+            "all prompts together"
+        )
 
 
 def _joined(first: Any, second: Any) -> Any:

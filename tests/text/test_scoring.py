@@ -1,0 +1,34 @@
+"""The prompts of a score: joined as they are, within a bound that is looked at before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jspec.core.errors import RequestError
+from jspec.text.scoring import MAX_JOINED, ScoreCall
+
+
+def test_query_and_items_are_joined_as_they_are() -> None:
+    assert ScoreCall.of("a", ["b", "cd"], [1]).prompts == ("ab", "acd")
+    assert ScoreCall.of([1, 2], [[3], []], [1], item_first=True).prompts == ((3, 1, 2), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "unit"),
+    [
+        ("x" * 2**20, ["y"] * 64, "characters"),
+        ([7] * 2**16, [[1]] * 1024, "token ids"),
+        ("", ["x" * 2**20] * 64, "characters"),
+    ],
+    ids=["text", "ids", "items"],
+)
+def test_what_is_too_long_together_is_refused_before_it_is_joined(
+    query: Any, items: Any, unit: str
+) -> None:
+    most = f"expected at most {MAX_JOINED} {unit} in all prompts together"
+    with pytest.raises(RequestError, match=rf"query and {len(items)} items make \d+; {most}"):
+        ScoreCall.of(query, items, [1])
+    half = len(items) // 2 - 1
+    assert len(ScoreCall.of(query, items[:half], [1]).prompts) == half
