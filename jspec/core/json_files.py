@@ -34,6 +34,21 @@ MOST = {
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
+    # of heads and widths under the names of some families
+    "num_attention_groups": 2**16,
+    "swa_num_key_value_heads": 2**16,
+    "v_head_dim": 2**16,
+    "moe_intermediate_size": 2**22,
+    "share_expert_dim": 2**22,
+    # of a layer's experts, each of which may have names of its own; `models.checkpoint` bounds all
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4096),
+    **dict.fromkeys(("num_experts_per_tok", "moe_top_k"), 4096),
+    "n_shared_experts": 256,
+    # of drafts
+    "num_nextn_predict_layers": 64,
+    "mtp_num_hidden_layers": 64,
+    "num_aux_hidden_states": 1024,
 }
 _MOST_ELSEWHERE = 2**31 - 1
 

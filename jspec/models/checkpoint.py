@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jspec.core.errors import CheckpointError, RequestError
 from jspec.core.json_files import in_file, read_fields
-from jspec.core.model_spec import ModelSpec
+from jspec.core.model_spec import ModelSpec, MoESpec
 from jspec.core.request import SamplingParams
 from jspec.models.family import Family, eos_ids
 from jspec.models.fp8 import coded_bytes, open_tensors
@@ -34,6 +34,7 @@ from jspec.models.stored import (
 )
 
 GIB = 1 << 30
+MOST_EXPERTS = 1 << 17  # of all layers together: above every model there is
 log = logging.getLogger(__name__)
 
 
@@ -48,12 +49,23 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
         spec = family_of(fields.architecture(), fields.path, families).read(fields)
+    _check_experts(spec, fields.path)
     generation = path / "generation_config.json"
     if generation.exists():
         overrides = read_fields(generation)
         if overrides.get("eos_token_id") is not None:
             spec = replace(spec, eos_token_ids=eos_ids(overrides))
     return spec
+
+
+def _check_experts(spec: ModelSpec, path: Path) -> None:
+    """CheckpointError for more experts than can be named, each in its layer, within seconds."""
+    count = sum(x.ffn.num_experts for x in spec.layers if isinstance(x.ffn, MoESpec))
+    if count > MOST_EXPERTS:
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {spec.num_layers} and the layers have {count} experts; "
+            f"expected at most {MOST_EXPERTS} in all"
+        )
 
 
 def warn_of_ends(path: Path, spec: ModelSpec) -> None:

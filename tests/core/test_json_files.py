@@ -16,6 +16,7 @@ from jspec.core.errors import CheckpointError
 from jspec.core.json_files import MAX_CONFIG_BYTES, check_regular, read_object, shown
 from jspec.models.checkpoint import load_model_spec
 
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
@@ -121,6 +122,45 @@ def test_a_field_that_cannot_be_is_named_with_its_value(
             load_model_spec(tmp_path)
         assert f"config.json: {name} is " in str(caught.value), value
         assert len(str(caught.value)) < 600
+
+
+COUNTS = [
+    ("qwen3_moe", "num_experts", 4097),
+    ("qwen3_moe", "num_experts_per_tok", 4097),
+    ("qwen3_moe_fused", "num_experts", 10**9),
+    ("gpt_oss", "num_local_experts", 10**9),
+    ("mimo_v2", "n_routed_experts", 10**9),
+    ("mimo_v2", "moe_intermediate_size", 10**9),
+    ("mimo_v2", "swa_num_key_value_heads", 10**9),
+    ("mimo_v2", "v_head_dim", 10**9),
+    ("glm4_moe", "n_routed_experts", 10**9),
+    ("glm4_moe", "n_shared_experts", 10**9),
+    ("step3p5", "moe_num_experts", 10**9),
+    ("step3p5", "moe_top_k", 10**9),
+    ("step3p5", "num_attention_groups", 10**9),
+    ("step3p5", "share_expert_dim", 10**9),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "value"), COUNTS)
+def test_a_count_that_would_take_for_ever_is_refused(
+    family: str, name: str, value: int, tmp_path: Path
+) -> None:
+    config = json.loads((FAMILIES / family / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(CheckpointError, match=rf"json: {name} is {value}; expected an integer of "):
+        load_model_spec(tmp_path)
+
+
+def test_so_are_more_experts_in_all_layers_than_any_model_has(tmp_path: Path) -> None:
+    """Each bound alone allows them; a name each would take minutes."""
+    config = json.loads((FAMILIES / "mimo_v2" / "config.json").read_text())
+    config |= {"num_hidden_layers": 100, "n_routed_experts": 4096}
+    config |= dict.fromkeys(("hybrid_layer_pattern", "moe_layer_freq", "layer_types"))
+    config |= {"mlp_layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers is 100 .* 405504 experts; expec"):
+        load_model_spec(tmp_path)
 
 
 def test_a_long_value_is_cut_in_messages() -> None:
