@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import socket
 from http import HTTPStatus
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -61,14 +61,16 @@ class OriginGuard:
         if "*" in self._origins or origin in self._origins:
             return ""
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if urlsplit(origin).netloc.lower() != host or not host:
+        own = _split(origin)
+        if own is None or own.netloc.lower() != host or not host:
             return f"the Origin is {shown(origin)}"
         if not (self._takes_any_name or self._is_own(host)):
             return f"the Host is {shown(host)}, which may be anybody's name"
         return ""
 
     def _is_own(self, host: str) -> bool:
-        name = urlsplit(f"//{host}").hostname or ""
+        parts = _split(f"//{host}")
+        name = "" if parts is None else parts.hostname or ""
         if name in self._names or name.endswith(".localhost"):
             return True
         try:
@@ -76,6 +78,14 @@ class OriginGuard:
         except ValueError:
             return False
         return True
+
+
+def _split(url: str) -> SplitResult | None:
+    """None for what is no URL, such as http://[."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
 
 
 def _acts(scope: Scope) -> bool:

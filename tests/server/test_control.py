@@ -156,6 +156,9 @@ def test_pages_of_other_sites_may_not_act(engine: Engine) -> None:
         {"Origin": "null", "Host": "localhost:30000"},
         {"Origin": "http://localhost:8080", "Host": "localhost:30000"},
         {"Origin": "http://evil.example:30000", "Host": "evil.example:30000"},  # rebound DNS
+        {"Origin": "http://[", "Host": "localhost:30000"},  # no address
+        {"Origin": "http://[", "Host": "["},
+        {"Origin": "http://x]", "Host": "x]"},
         {"Sec-Fetch-Site": "cross-site"},
     ):
         response = post(app, headers)
