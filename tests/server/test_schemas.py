@@ -225,6 +225,25 @@ def test_any_json_is_taken_or_refused_and_nothing_else(
             parse(whole)
 
 
+@pytest.mark.parametrize("value", [True, False, {}, {"a": 1}], ids=str)
+@pytest.mark.parametrize("name", ["regex", "ebnf", "structural_tag"])
+def test_a_grammar_that_is_no_text_is_refused(name: str, value: Any) -> None:
+    """true is not the expression "true". An object may be a structural tag, or a JSON schema, which
+    true is too."""
+    bodies: list[tuple[Callable[[Any], object], dict[str, Any]]] = [
+        (sampling_params, {name: value}),
+        (parse_generate, {"text": "x", "sampling_params": {name: value}}),
+        (parse_completion, {"prompt": "x", name: value}),
+    ]
+    for parse, body in bodies:
+        if name == "structural_tag" and isinstance(value, dict):
+            parse(body)
+            continue
+        with pytest.raises(RequestError, match=rf"^{name} is .*; expected a text that is not e"):
+            parse(body)
+    assert sampling_params({"json_schema": True}).json_schema == "true"
+
+
 def test_abort() -> None:
     assert parse_abort({"rid": "r"}).rid == "r"
     assert parse_abort({"abort_all": True}).rid is None
