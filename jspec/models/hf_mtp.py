@@ -37,6 +37,7 @@ from jspec.models.stored import (
 )
 
 Params = dict[str, Any]
+COUNT = "num_nextn_predict_layers"
 _OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
 _EMBED = "embed_tokens.weight"
 _HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
@@ -82,7 +83,11 @@ def load_mtp_config(
         )
     used, further = config.model.layers[:num_layers], config.model.layers[num_layers:]
     model = replace(config.model, layers=used)
-    return replace(config, model=model), replace(mtp.names(target), further=further)
+    is_counted = fields.get(COUNT) is not None
+    return (
+        replace(config, model=model),
+        replace(mtp.names(target), further=further, is_counted=is_counted),
+    )
 
 
 def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> Family:
@@ -214,11 +219,18 @@ def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:
 def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
     """What is read of the file, which has it, and holds nothing else that belongs to the layers.
 
-    Further layers that config.json has are held whole or not at all. Where a target's layers are in
-    the file, what is not of these is the target's; else nobody would read it.
+    Further layers that config.json has are held whole, or not at all if it does not count them
+    (MiMo-V2-Flash's does not, and how many that stores was not seen). Where a target's layers are
+    in the file, what is not of these is the target's; else nobody would read it.
     """
-    numbers = {names.number(name) for name in tensors.sources}
+    numbers = {names.number(name) for name in tensors.sources} - {None}
     layers = config.model.layers
+    used, stated = set(range(len(layers))), set(range(len(layers) + len(names.further)))
+    if names.is_counted and used <= numbers and not stated <= numbers:
+        raise CheckpointError(
+            f"{tensors.path / 'config.json'}: {COUNT} is {len(stated)}, but the weights beside it "
+            f"have {len(stated & numbers)} such layers; expected that number"
+        )
     for layer in names.further:
         if len(layers) not in numbers:
             break

@@ -29,7 +29,7 @@ class MtpNames:
     has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
     around: in front of what stands around a layer (its two input norms, the fusion, its final norm
     and head), where that is not what stands in front of the layer. further: layers after those that
-    are used, which the same file may hold.
+    are used, which the same file may hold. is_counted: config.json says how many there are.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -45,6 +45,7 @@ class MtpNames:
     around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
     further: tuple[LayerSpec, ...] = ()
+    is_counted: bool = False
 
     def of_layer(self, layer: int) -> str:
         return self.prefix.format(self.first + layer)

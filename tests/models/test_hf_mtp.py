@@ -178,7 +178,7 @@ def test_a_further_layer_is_whole_or_refused(tmp_path: Path) -> None:
 
 
 def test_published_layers_say_no_number_and_may_be_fewer(tmp_path: Path) -> None:
-    """MiMo-V2-Flash's config.json does not state one."""
+    """MiMo-V2-Flash's config.json does not state one, and how many it stores was not seen."""
     assert "num_nextn_predict_layers" not in MIMO_V2_FLASH_JSON
     path = written(tmp_path / "draft", "mimo_v2")
     last = {name for name in load_file(path / "model.safetensors") if "layers.2." in name}
@@ -231,3 +231,25 @@ def test_a_table_of_embeddings_of_its_own_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "draft", "qwen", mtp_use_dedicated_embeddings=True)
     with pytest.raises(ConfigError, match="mtp_use_dedicated_embeddings is True; expected False"):
         read(path, "qwen")
+
+
+@pytest.mark.parametrize("layout", ["mimo_v2", "step3p5"])
+def test_fewer_layers_than_config_json_says_are_refused(layout: str, tmp_path: Path) -> None:
+    lists = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits")
+    five: dict[str, Any] = {
+        name: [*value, *value[-1:] * 2]
+        for name, value in LAYOUTS[layout].items()
+        if layout == "step3p5" and name.removesuffix("_shared") in lists
+    }
+    path = written(tmp_path / "draft", layout, num_nextn_predict_layers=5, **five)
+    message = r"draft/config\.json: num_nextn_predict_layers is 5, but .* have 3 such layers; expec"
+    with pytest.raises(CheckpointError, match=message):
+        read(path, layout)
+    (path / "config.json").write_text(json.dumps(LAYOUTS[layout] | {"num_nextn_predict_layers": 3}))
+    read(path, layout)
+
+
+def test_how_many_layers_there_are_is_bounded(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "mimo_v2", num_nextn_predict_layers=10**9)
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 1000000000; expected"):
+        read(path, "mimo_v2")
