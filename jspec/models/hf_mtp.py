@@ -63,6 +63,7 @@ def load_mtp_config(
             f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
             f"of such a layer alone ({', '.join(DRAFTS)})"
         )
+    fields.integer("num_hidden_layers", target.num_layers)  # whoever reads it: within bounds
     with in_file(fields.path):
         config = mtp.read(fields, target)
         for each in (fields, fields.table("text_config")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,42 @@ def test_how_many_layers_there_are_is_bounded(tmp_path: Path) -> None:
     path = written(tmp_path / "draft", "mimo_v2", num_nextn_predict_layers=10**9)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 1000000000; expected"):
         read(path, "mimo_v2")
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "layernorm_epsilon"])
+def test_mimo_v2_s_layers_have_the_eps_of_their_own_config(name: str, tmp_path: Path) -> None:
+    """Under transformers' key or the published one; the target's where it states none."""
+    none = {"rms_norm_eps": None}
+    path = written(tmp_path / "draft", "mimo_v2", **{**none, name: 1e-3})
+    config, _ = read(path, "mimo_v2")
+    assert {layer.eps for layer in config.model.layers} == {config.model.rms_norm_eps} == {1e-3}
+    target = replace(target_of("mimo_v2"), rms_norm_eps=0.25)
+    for values, expected in ((none, 0.25), ({name: 1e-3}, 1e-3)):
+        mtp = family_named("mimo_v2").mtp
+        assert mtp is not None
+        fields = Fields(path / "config.json", LAYOUTS["mimo_v2"] | none | values)
+        assert mtp.read(fields, target).model.layers[0].eps == expected
+    (path / "config.json").write_text(json.dumps(LAYOUTS["mimo_v2"] | none | {name: float("nan")}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} is nan; expected"):
+        read(path, "mimo_v2")
+
+
+def test_mimo_v2_s_two_names_of_eps_must_agree(tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "mimo_v2", rms_norm_eps=1e-5, layernorm_epsilon=1e-6)
+    with pytest.raises(CheckpointError, match="layernorm_epsilon is 1e-06; expected rms_norm_eps"):
+        read(path, "mimo_v2")
+
+
+def test_a_target_states_its_eps_under_the_published_name_too() -> None:
+    config = MIMO_V2_FLASH_JSON | {"rms_norm_eps": None, "layernorm_epsilon": 1e-3}
+    spec = family_named("mimo_v2").read(Fields(Path("config.json"), config))
+    assert spec.layers[0].eps == spec.rms_norm_eps == 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_many_layers_a_config_says_its_target_has_is_bounded(
+    layout: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "draft", layout, num_hidden_layers=10**9)
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000; expected an int"):
+        read(path, layout)

@@ -48,6 +48,7 @@ SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5
 NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)
 KNOWN = OF_MTP_LAYERS | {
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale"),
+    "layernorm_epsilon",
     CHAINS_NORMED,  # these layers hand nothing on
 }
 DENSE, SPARSE = "dense", "sparse"
@@ -73,7 +74,7 @@ def read(fields: Fields) -> ModelSpec:
         attention=attention[FULL],
         ffn=lambda i: ffns[i],
         windows=windows,
-        default_eps=1e-5,
+        default_eps=_eps(fields, 1e-5),
         default_max_position=131072,
     )
     layers = (
@@ -178,15 +179,28 @@ def _without_rope(fields: Fields, *, theta: float) -> Fields:
     return Fields(fields.path, values | {"rope_theta": theta})
 
 
+def _eps(fields: Fields, default: float) -> float:
+    """Under the name of transformers or of the published config; if both stand there, of both."""
+    eps = fields.number("rms_norm_eps", fields.number("layernorm_epsilon", default))
+    if fields.number("layernorm_epsilon", eps) != eps:
+        raise CheckpointError(
+            f"{fields.path}: layernorm_epsilon is {fields.get('layernorm_epsilon')}; expected "
+            f"rms_norm_eps, which is {eps}"
+        )
+    return eps
+
+
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
+    """The norms' eps is the target's where the layers lie alone and their config has none."""
+    eps = _eps(fields, target.rms_norm_eps)
     count = fields.integer("num_nextn_predict_layers", NUM_MTP_LAYERS)
     layer = LayerSpec(
         attention=replace(_attention(fields, SLIDING), window=_window(fields)),
         ffn=read_dense(fields),
-        eps=target.rms_norm_eps,
+        eps=eps,
     )
     return MtpConfig(
-        model=replace(target, layers=(layer,) * count),
+        model=replace(target, layers=(layer,) * count, rms_norm_eps=eps),
         target_num_layers=target.num_layers,
         reads_normed=False,
     )
