@@ -105,7 +105,7 @@ def load_eagle1_config(
     _check_kind(fields)
     has_fc_bias = fields.flag("bias", True) and (not names or "fc.bias" in names)
     with in_file(fields.path):
-        layer = _read_layers(fields, names)
+        layer = _read_layers(fields, names, target)
     if draft_rope_theta is not None:
         spec = layer.one_layer
         rope = replace(spec.attention.rope, theta=draft_rope_theta)
@@ -137,13 +137,13 @@ def _check_kind(fields: Fields) -> None:
     refuse_unknown(fields, known=KNOWN)
 
 
-def _read_layers(fields: Fields, names: Mapping[str, str]) -> ModelSpec:
+def _read_layers(fields: Fields, names: Mapping[str, str], target: ModelSpec) -> ModelSpec:
     """The head's layers; what config.json does not say of biases, the names of the tensors do."""
     bias = fields.flag("attention_bias", False)
     qkv_bias = bias or fields.flag("qkv_bias", f"{LAYER}self_attn.q_proj.bias" in names)
     spec = read_attention(fields, qkv_bias=qkv_bias, out_bias=bias)
     dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
-    count = num_stored_layers(fields, names, stated=fields.integer("num_hidden_layers", 1))
+    count = num_stored_layers(fields, names, target=target)
     layer = read_decoder(
         fields, family="llama", attention=spec, ffn=lambda _: dense, windows=(None,) * count
     )

@@ -96,6 +96,7 @@ def _read_config(
     layer = _read_layers(
         layer_fields,
         names,
+        target=target,
         draft_rope_theta=draft_rope_theta,
         speculators=speculators,
         has_own_bias=nested,
@@ -182,6 +183,7 @@ def _read_layers(
     fields: Fields,
     names: Mapping[str, str],
     *,
+    target: ModelSpec,
     draft_rope_theta: float | None,
     speculators: bool,
     has_own_bias: bool,
@@ -200,7 +202,7 @@ def _read_layers(
     if draft_rope_theta is not None:
         attention = replace(attention, rope=replace(attention.rope, theta=draft_rope_theta))
     dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
-    count = num_stored_layers(fields, names, stated=fields.integer("num_hidden_layers", 1))
+    count = num_stored_layers(fields, names, target=target)
     layer = read_decoder(
         fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
     )

@@ -53,16 +53,22 @@ def stored_names(path: Path) -> dict[str, str]:
         return {name: stored for name, (_, stored) in tensors.sources.items()}
 
 
-def num_stored_layers(fields: Fields, names: Mapping[str, str], *, stated: int) -> int:
-    """Layers of a head: what the names of its tensors say, `stated` without any.
+def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
+    """Layers of a head: what the names of its tensors say; without any, what config.json says.
 
-    A head stored as `midlayer` has one, whatever config.json says (some have their target's number
-    there). Otherwise the two must agree: CheckpointError.
+    A head stored as `midlayer` has one, and its config.json says so, or has its target's number
+    there, as some do. Otherwise the two must agree: CheckpointError.
     """
+    stated = fields.integer("num_hidden_layers", 1)
     found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
     if not found:
         return stated
     if found == {0} and any("midlayer." in stored for stored in names.values()):
+        if stated not in (1, target.num_layers):
+            raise CheckpointError(
+                f"{fields.path}: num_hidden_layers is {stated}, but the weights beside it have one "
+                f"layer (midlayer); expected 1, or its target's {target.num_layers}"
+            )
         return 1
     if found != set(range(stated)):
         raise CheckpointError(

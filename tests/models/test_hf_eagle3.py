@@ -225,15 +225,23 @@ def renamed(path: Path, old: str, new: str) -> Path:
 
 
 def test_a_midlayer_head_may_state_its_targets_number_of_layers(tmp_path: Path) -> None:
-    restated(written(tmp_path), num_hidden_layers=40)
+    restated(written(tmp_path), num_hidden_layers=TARGET.num_layers)
     config = load_eagle3_config(tmp_path, target=TARGET)
     assert config == CONFIG
     assert_same(load(tmp_path, config), random_head(CONFIG))
     renamed(tmp_path, "midlayer.", "layers.0.")
-    with pytest.raises(CheckpointError, match=r"is 40, but the weights beside it have 1: \[0\]"):
+    with pytest.raises(CheckpointError, match=r"is 8, but the weights beside it have 1: \[0\]"):
         load_eagle3_config(tmp_path, target=TARGET)
     stated = load_eagle3_config(tmp_path, target=TARGET, reads_names=False)
-    assert stated.layer.num_layers == 40  # nothing but config.json, for weights that are made
+    assert stated.layer.num_layers == 8  # nothing but config.json, for weights that are made
+
+
+@pytest.mark.parametrize("stated", [2, 7, 40])
+def test_a_midlayer_head_states_no_other_number(stated: int, tmp_path: Path) -> None:
+    restated(written(tmp_path), num_hidden_layers=stated)
+    message = rf"config\.json: num_hidden_layers is {stated}, .*midlayer.*; expected 1.* 8"
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle3_config(tmp_path, target=TARGET)
 
 
 @pytest.mark.parametrize(("stated", "found"), [(1, r"2: \[0, 1\]"), (3, r"2: \[0, 1\]")])

@@ -259,8 +259,8 @@ def test_how_many_layers_there_are_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rms_norm_eps", "layernorm_epsilon"])
 def test_mimo_v2_s_layers_have_the_eps_of_their_own_config(name: str, tmp_path: Path) -> None:
     """Under transformers' key or the published one; the target's where it states none."""
-    none = {"rms_norm_eps": None}
-    path = written(tmp_path / "draft", "mimo_v2", **{**none, name: 1e-3})
+    none: dict[str, Any] = {"rms_norm_eps": None}
+    path = written(tmp_path / "draft", "mimo_v2", **(none | {name: 1e-3}))
     config, _ = read(path, "mimo_v2")
     assert {layer.eps for layer in config.model.layers} == {config.model.rms_norm_eps} == {1e-3}
     target = replace(target_of("mimo_v2"), rms_norm_eps=0.25)
@@ -281,7 +281,7 @@ def test_mimo_v2_s_two_names_of_eps_must_agree(tmp_path: Path) -> None:
 
 
 def test_a_target_states_its_eps_under_the_published_name_too() -> None:
-    config = MIMO_V2_FLASH_JSON | {"rms_norm_eps": None, "layernorm_epsilon": 1e-3}
+    config = dict(MIMO_V2_FLASH_JSON) | {"rms_norm_eps": None, "layernorm_epsilon": 1e-3}
     spec = family_named("mimo_v2").read(Fields(Path("config.json"), config))
     assert spec.layers[0].eps == spec.rms_norm_eps == 1e-3
 
