@@ -22,9 +22,11 @@ from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-CHAINS_NORMED = "chain_hidden_post_norm"
+CHAINS_NORMED, MASKS_FIRST = "chain_hidden_post_norm", "mask_first_embedding"
 # Of MtpFamily.known: what is read for most layers, and the losses that they were trained with.
 OF_MTP_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "aux_loss_alpha", "seq_aux"))
+# The same of a layer that every level runs again.
+OF_RECURRENT_LAYERS = OF_MTP_LAYERS | {CHAINS_NORMED, MASKS_FIRST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,15 @@ def feeds_normed(fields: Fields) -> bool:
     and GLM's before it. `chain_hidden_post_norm`, transformers' key for it, says which.
     """
     return fields.flag(CHAINS_NORMED, True)
+
+
+def masks_first(fields: Fields, default: bool) -> bool:
+    """Whether such a layer reads zeros in place of the embedding of the row at position 0.
+
+    No published file says so: SGLang does it for MiMo-7B, vLLM for DeepSeek's layer, too.
+    `mask_first_embedding`, a key of our own, says which.
+    """
+    return fields.flag(MASKS_FIRST, default)
 
 
 def eos_ids(fields: Fields) -> tuple[int, ...]:

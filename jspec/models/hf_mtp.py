@@ -37,6 +37,7 @@ from jspec.models.stored import (
 )
 
 Params = dict[str, Any]
+HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
 COUNT = "num_nextn_predict_layers"
 _OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
 _EMBED = "embed_tokens.weight"
@@ -68,6 +69,7 @@ def load_mtp_config(
         config = mtp.read(fields, target)
         for each in (fields, fields.table("text_config")):
             refuse_unknown(each, known=mtp.known)
+            each.refuse(HIDDEN_FIRST, allowed=(config.hidden_first,), why="the family's order")
     ours = fields.integer("vocab_size"), fields.integer("hidden_size")
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:

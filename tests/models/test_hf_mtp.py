@@ -16,11 +16,16 @@ from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.models.mtp_params import MtpNames, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
+from jspec.pallas_kernels.ops import Ops
+from tests.models.head_laws import PagedHead
+from tests.models.random_params import random_params
 from tests.speculative.mtp_checkpoints import CONFIGS
 
+MASKS_FIRST = "mask_first_embedding"
 WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
 ALONE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLMNextN"],
@@ -293,3 +298,53 @@ def test_how_many_layers_a_config_says_its_target_has_is_bounded(
     path = written(tmp_path / "draft", layout, num_hidden_layers=10**9)
     with pytest.raises(CheckpointError, match="num_hidden_layers is 1000000000; expected an int"):
         read(path, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "published"),
+    [("mimo", True), ("nextn", False), ("glm4_moe", False), ("qwen", False)],
+)
+def test_whether_the_first_embedding_is_zero_can_be_said(
+    layout: str, published: bool, tmp_path: Path
+) -> None:
+    """For a layer that every level runs again: SGLang's way where nothing is said."""
+    path = written(tmp_path / "draft", layout)
+    assert read(path, layout)[0].zeroes_first == published
+    for said in (False, True):
+        (path / "config.json").write_text(json.dumps(LAYOUTS[layout] | {MASKS_FIRST: said}))
+        assert read(path, layout)[0].zeroes_first == said
+
+
+@pytest.mark.parametrize("layout", ["mimo_v2", "step3p5"])
+def test_of_several_layers_it_cannot(layout: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", layout, **{MASKS_FIRST: True})
+    with pytest.raises(ConfigError, match=f"{MASKS_FIRST} is True; expected no such key"):
+        read(path, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_that_a_config_says_is_the_layers(layout: str, tmp_path: Path) -> None:
+    """transformers' key: of a model without one it is what the family does."""
+    is_first = layout == "mimo"
+    read(written(tmp_path / "same", layout, mtp_hidden_states_first=is_first), layout)
+    path = written(tmp_path / "other", layout, mtp_hidden_states_first=not is_first)
+    with pytest.raises(ConfigError, match=f"mtp_hidden_states_first is {not is_first}; expected"):
+        read(path, layout)
+
+
+@pytest.mark.parametrize("position", [0, 3])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_masked_first_embedding_says_nothing(
+    position: int, is_masked: bool, tmp_path: Path
+) -> None:
+    """The row at position 0 alone, and only if asked for, is the same for every token."""
+    path = written(tmp_path / "draft", "nextn", **{MASKS_FIRST: is_masked})
+    config, names = read(path, "nextn")
+    head = RecurrentHead(MtpHead(config, Ops(), names=names))
+    params = random_params(head.table)
+    paged, hidden = PagedHead(head, params), np.ones((1, WIDTH), np.float32)
+    one, other = (
+        paged.run(paged.empty(), [token], hidden, start=position, is_prompt=True)[2]
+        for token in (3, 7)
+    )
+    assert np.array_equal(one, other) == (is_masked and position == 0)

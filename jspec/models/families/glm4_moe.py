@@ -27,13 +27,13 @@ from jspec.core.model_spec import (
     Routing,
 )
 from jspec.models.family import (
-    CHAINS_NORMED,
-    OF_MTP_LAYERS,
+    OF_RECURRENT_LAYERS,
     Family,
     MtpFamily,
     check_one_mtp_layer,
     decoder_json,
     feeds_normed,
+    masks_first,
     read_attention,
     read_decoder,
     read_dense,
@@ -46,7 +46,7 @@ from jspec.models.mtp_params import MtpNames
 NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_topk")
-KNOWN = OF_MTP_LAYERS | {CHAINS_NORMED, "use_qk_norm"}
+KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
 BEYOND = 1 << 31  # of a layer whose own number is not known: after all that are dense
 
 
@@ -125,6 +125,7 @@ def _recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> MtpConfig
         target_num_layers=target.num_layers,
         recurrent=True,
         feeds_normed=feeds_normed(fields),
+        zeroes_first=masks_first(fields, False),
     )
 
 

@@ -13,12 +13,12 @@ from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
-    CHAINS_NORMED,
-    OF_MTP_LAYERS,
+    OF_RECURRENT_LAYERS,
     Family,
     MtpFamily,
     check_one_mtp_layer,
     feeds_normed,
+    masks_first,
     read_attention,
     read_decoder,
     read_dense,
@@ -55,7 +55,7 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
         recurrent=True,
         hidden_first=True,
         feeds_normed=feeds_normed(fields),
-        zeroes_first=True,
+        zeroes_first=masks_first(fields, True),
     )
 
 
@@ -77,5 +77,5 @@ FAMILY = Family(
     architectures=("MiMoForCausalLM",),
     read=read,
     to_json=to_json,
-    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES, known=OF_MTP_LAYERS | {CHAINS_NORMED}),
+    mtp=MtpFamily(read=read_mtp, names=lambda _: NAMES, known=OF_RECURRENT_LAYERS),
 )

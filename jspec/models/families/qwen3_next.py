@@ -17,11 +17,11 @@ from jspec.core.errors import ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 from jspec.models.family import (
-    CHAINS_NORMED,
     FULL,
-    OF_MTP_LAYERS,
+    OF_RECURRENT_LAYERS,
     MtpFamily,
     feeds_normed,
+    masks_first,
     read_attention,
     read_dense,
     refuse_windows,
@@ -77,11 +77,12 @@ def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
         target_num_layers=target.num_layers,
         recurrent=True,
         feeds_normed=feeds_normed(own),
+        zeroes_first=masks_first(own, False),
     )
 
 
 ALONE = MtpFamily(
     read=read_alone,
     names=lambda _: NAMES,
-    known=OF_MTP_LAYERS | {CHAINS_NORMED, "attn_output_gate"},
+    known=OF_RECURRENT_LAYERS | {"attn_output_gate"},
 )
