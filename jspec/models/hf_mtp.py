@@ -254,7 +254,8 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
 def _copies(config: MtpConfig, names: MtpNames) -> set[str]:
     """What files hold of the target's embedding and lm_head, beside the layers and among them."""
     among = (_EMBED,) if config.own_heads else (_EMBED, *_HEADS)
-    places = {names.of_layer(i) for i in range(config.num_layers)}
+    numbers, infixes = range(config.num_layers), {"", names.infix}
+    places = {names.of_layer(i) + infix for i in numbers for infix in infixes}
     if names.around is not None:
         places.add(names.around)
     outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}

@@ -30,6 +30,7 @@ class MtpNames:
     around: in front of what stands around a layer (its two input norms, the fusion, its final norm
     and head), where that is not what stands in front of the layer. further: layers after those that
     are used, which the same file may hold. is_counted: config.json says how many there are.
+    infix: may stand between prefix and name, of every name that does not have it here.
     """
 
     prefix: str = "model.mtp.layers.{}."
@@ -46,6 +47,7 @@ class MtpNames:
     sinks: tuple[str, ...] = ("sinks",)
     further: tuple[LayerSpec, ...] = ()
     is_counted: bool = False
+    infix: str = ""
 
     def of_layer(self, layer: int) -> str:
         return self.prefix.format(self.first + layer)
@@ -93,14 +95,23 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
         outer = names.of_layer(i) if names.around is None else names.around
         for specs, stored in ((around, outer), (own, names.of_layer(i))):
             centred = zero_centred(specs) if names.zero_centred else specs
-            table += prefixed(centred, path=("layers", i), stored=stored)
+            specs = prefixed(centred, path=("layers", i), stored=stored)
+            with_infix = prefixed(centred, path=("layers", i), stored=stored + names.infix)
+            table += [
+                a if not names.infix or _has(a, names.infix) else _either((a, b))
+                for a, b in zip(specs, with_infix, strict=True)
+            ]
     return tuple(table)
+
+
+def _has(spec: ParamSpec, infix: str) -> bool:
+    return any(infix in part.name for layout in spec.layouts for part in layout)
 
 
 def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
     """One weight under any of its names."""
     first, *others = specs
-    return replace(first, layouts=(*first.layouts, *(x.layouts[0] for x in others)))
+    return replace(first, layouts=first.layouts + tuple(own for x in others for own in x.layouts))
 
 
 def draft_ids(vocab_size: int) -> ParamSpec:

@@ -15,7 +15,7 @@ from benchmarks.workloads import MIMO_V2_FLASH_JSON
 from jspec.core.errors import CheckpointError, ConfigError
 from jspec.core.json_files import Fields
 from jspec.core.model_spec import ModelSpec, MtpConfig
-from jspec.models.hf_mtp import check_mtp, load_mtp_config
+from jspec.models.hf_mtp import check_mtp, load_mtp, load_mtp_config
 from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.models.mtp_params import MtpNames, mtp_params
 from jspec.models.params import ParamTable
@@ -348,3 +348,29 @@ def test_a_masked_first_embedding_says_nothing(
         for token in (3, 7)
     )
     assert np.array_equal(one, other) == (is_masked and position == 0)
+
+
+@pytest.mark.parametrize("has_infix", [False, True])
+def test_step3p5_s_infix_may_stand_before_every_name(has_infix: bool, tmp_path: Path) -> None:
+    path = written(tmp_path / "draft", "step3p5", with_target=True)
+    file = path / "model.safetensors"
+
+    def renamed(name: str) -> str:
+        start = next((x for x in ("model.layers.2.", "model.layers.3.") if name.startswith(x)), "")
+        rest = name.removeprefix(start).removeprefix("transformer.")
+        return f"{start}transformer.{rest}" if start and has_infix else start + rest
+
+    numbered = {renamed(name): x + i for i, (name, x) in enumerate(load_file(file).items())}
+    save_file(numbered, file)
+    config, names = read(path, "step3p5", num_layers=3)
+    target = {"embed": {"table": 0}, "lm_head": {"kernel": 0}}
+    params = load_mtp(path, config, names, target_params=target, dtype=np.float32)
+    before = "model.layers.3.transformer." if has_infix else "model.layers.3."
+    for own, name in (("fuse", "eh_proj"), ("lm_head", "shared_head.output")):
+        kernel = params["layers"][1][own]["kernel"]
+        assert (kernel == numbered[f"{before}{name}.weight"].T).all()
+    change(path, **{f"{before}embed_tokens.weight": (320, WIDTH)})
+    read(path, "step3p5")
+    change(path, **{f"{before}eh_proj.bias": (WIDTH,)})
+    with pytest.raises(CheckpointError, match=rf"unknown tensor {before}eh_proj\.bias"):
+        read(path, "step3p5")

@@ -52,7 +52,11 @@ from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, 
 NAMES = MtpNames(
     prefix="model.layers.{}.",
     norm=("transformer.shared_head.norm", "shared_head.norm"),
-    head=("transformer.shared_head.output", "shared_head.output", "shared_head.head"),
+    head=(
+        *("transformer.shared_head.output", "transformer.shared_head.head"),
+        *("shared_head.output", "shared_head.head"),
+    ),
+    infix="transformer.",
     zero_centred=True,
 )
 EXPERT_LIMIT = 7.0  # what Gate.SILU_WITHIN_7 computes
