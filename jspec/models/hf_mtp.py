@@ -76,8 +76,11 @@ def load_mtp_config(
         raise CheckpointError(
             f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
         )
+    names = mtp.names(target)
     if config.recurrent:
-        return config, mtp.names(target)
+        is_after_target = fields.architecture() in DRAFTS and names.around is None
+        also = fields.integer("num_hidden_layers", target.num_layers) if is_after_target else None
+        return config, replace(names, also=also)
     if num_layers > config.num_layers:
         raise ConfigError(
             f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
@@ -89,7 +92,7 @@ def load_mtp_config(
     is_counted = fields.get(COUNT) is not None
     return (
         replace(config, model=model),
-        replace(mtp.names(target), further=further, is_counted=is_counted),
+        replace(names, further=further, is_counted=is_counted),
     )
 
 
@@ -226,6 +229,7 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
     (MiMo-V2-Flash's does not, and how many that stores was not seen). Where a target's layers are
     in the file, what is not of these is the target's; else nobody would read it.
     """
+    names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}
     layers = config.model.layers
     used, stated = set(range(len(layers))), set(range(len(layers) + len(names.further)))
@@ -239,7 +243,9 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
             break
         layers = (*layers, layer)
     whole = replace(config, model=replace(config.model, layers=layers))
-    has_target = any(_OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources)
+    has_target = names.also is None and any(
+        _OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources
+    )
     copies = _copies(whole, names)
     check_names(
         tensors,
@@ -249,6 +255,15 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
         ),
     )
     return _own_table(config, names)
+
+
+def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
+    """The names with the number that the file has. Exports of DeepSeek's layer begin at 0, or keep
+    the number that it has after the target's."""
+    if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
+        return names
+    other = replace(names, first=names.also)
+    return other if any(other.number(name) == 0 for name in tensors.sources) else names
 
 
 def _copies(config: MtpConfig, names: MtpNames) -> set[str]:

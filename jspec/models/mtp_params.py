@@ -25,7 +25,8 @@ from jspec.models.params import Init, ParamSpec, ParamTable, Split, prefixed
 class MtpNames:
     """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
 
-    first: the number of layer 0. Names of weights stand without their ".weight"; of several, a file
+    first: the number of layer 0. also: another that a file may give it, which then has none of
+    `first`. Names of weights stand without their ".weight"; of several, a file
     has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
     around: in front of what stands around a layer (its two input norms, the fusion, its final norm
     and head), where that is not what stands in front of the layer. further: layers after those that
@@ -35,6 +36,7 @@ class MtpNames:
 
     prefix: str = "model.mtp.layers.{}."
     first: int = 0
+    also: int | None = None
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     fuse: str = "eh_proj"

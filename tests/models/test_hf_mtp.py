@@ -374,3 +374,29 @@ def test_step3p5_s_infix_may_stand_before_every_name(has_infix: bool, tmp_path: 
     change(path, **{f"{before}eh_proj.bias": (WIDTH,)})
     with pytest.raises(CheckpointError, match=rf"unknown tensor {before}eh_proj\.bias"):
         read(path, "step3p5")
+
+
+def test_layers_alone_may_have_deepseek_s_own_number(tmp_path: Path) -> None:
+    """That after the last of the target's, which is num_hidden_layers in the same config.json."""
+    path = written(tmp_path / "draft", "nextn", num_hidden_layers=61)
+    file = path / "model.safetensors"
+    numbered = {name.replace(".0.", ".61."): x for name, x in load_file(file).items()}
+    numbered["model.layers.61.eh_proj.weight"][:] = 3
+    save_file(numbered, file)
+    change(path, **{"model.layers.61.embed_tokens.weight": (320, WIDTH)})
+    config, names = read(path, "nextn")
+    target = {"embed": {"table": 0}, "lm_head": {"kernel": 0}}
+    params = load_mtp(path, config, names, target_params=target, dtype=np.float32)
+    assert (params["layers"][0]["fuse"]["kernel"] == 3).all()
+    for name in ("model.layers.60.eh_proj.weight", "model.layers.61.eh_proj.bias"):
+        change(path, **{name: (WIDTH,)})
+        with pytest.raises(CheckpointError, match=f"unknown tensor {name}"):
+            read(path, "nextn")
+        change(path, **{name: None})
+    (path / "config.json").write_text(json.dumps(ALONE | {"num_hidden_layers": 60}))
+    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.eh_proj\.weight"):
+        read(path, "nextn")
+    (path / "config.json").write_text(json.dumps(ALONE | {"num_hidden_layers": 61}))
+    change(path, **{"model.layers.0.eh_proj.weight": (WIDTH, 2 * WIDTH)})  # one of both numbers
+    with pytest.raises(CheckpointError, match=r"unknown tensor model\.layers\.61\."):
+        read(path, "nextn")
