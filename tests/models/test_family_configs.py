@@ -153,6 +153,23 @@ def test_qwen_s_windows_begin_at_a_layer(config: dict[str, Any], tmp_path: Path)
         read(tmp_path, short | {"layer_types": kinds})
 
 
+@pytest.mark.parametrize("config", [QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B])
+def test_keys_that_transformers_ignores_are_ignored(config: dict[str, Any], tmp_path: Path) -> None:
+    """Those of other architectures, which that of this name does not read."""
+    plain = read(tmp_path, config)
+    others: dict[str, Any] = {
+        "logit_scale": 0.5,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 30.0,
+        "no_rope_layers": [1, 0],
+    }
+    assert read(tmp_path, config | others) == plain
+    llama = config | {"architectures": ["LlamaForCausalLM"]}
+    assert read(tmp_path, llama | others) == read(tmp_path, llama)
+
+
 def test_qwen3_moe(tmp_path: Path) -> None:
     spec = read(tmp_path, QWEN3_30B_A3B)
     mixture = MoESpec(num_experts=128, top_k=8, inner=768)
