@@ -97,11 +97,11 @@ def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
         outer = names.of_layer(i) if names.around is None else names.around
         for specs, stored in ((around, outer), (own, names.of_layer(i))):
             centred = zero_centred(specs) if names.zero_centred else specs
-            specs = prefixed(centred, path=("layers", i), stored=stored)
+            plain = prefixed(centred, path=("layers", i), stored=stored)
             with_infix = prefixed(centred, path=("layers", i), stored=stored + names.infix)
             table += [
                 a if not names.infix or _has(a, names.infix) else _either((a, b))
-                for a, b in zip(specs, with_infix, strict=True)
+                for a, b in zip(plain, with_infix, strict=True)
             ]
     return tuple(table)
 
