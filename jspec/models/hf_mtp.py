@@ -64,13 +64,14 @@ def load_mtp_config(
             f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
             f"of such a layer alone ({', '.join(DRAFTS)})"
         )
-    fields.integer("num_hidden_layers", target.num_layers)  # whoever reads it: within bounds
+    own = fields.table("text_config") if fields.get("text_config") else fields
+    own.integer("num_hidden_layers", target.num_layers)  # whoever reads it: within bounds
     with in_file(fields.path):
         config = mtp.read(fields, target)
-        for each in (fields, fields.table("text_config")):
+        for each in (fields, own):
             refuse_unknown(each, known=mtp.known)
             each.refuse(HIDDEN_FIRST, allowed=(config.hidden_first,), why="the family's order")
-    ours = fields.integer("vocab_size"), fields.integer("hidden_size")
+    ours = own.integer("vocab_size"), own.integer("hidden_size")
     theirs = target.vocab_size, target.hidden_size
     if ours != theirs:
         raise CheckpointError(

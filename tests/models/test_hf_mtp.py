@@ -400,3 +400,16 @@ def test_layers_alone_may_have_deepseek_s_own_number(tmp_path: Path) -> None:
     change(path, **{"model.layers.0.eh_proj.weight": (WIDTH, 2 * WIDTH)})  # one of both numbers
     with pytest.raises(CheckpointError, match=r"unknown tensor model\.layers\.61\."):
         read(path, "nextn")
+
+
+def test_a_nested_config_is_read_for_all_of_the_layer(tmp_path: Path) -> None:
+    """Of a model that reads images, too: the language model's sizes stand in text_config alone."""
+    path = written(tmp_path / "draft", "qwen")
+    outer = {"architectures": QWEN["architectures"]}
+    inner = {name: value for name, value in QWEN.items() if name != "architectures"}
+    (path / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    read(path, "qwen")
+    wrong = inner | {"vocab_size": 321}
+    (path / "config.json").write_text(json.dumps(outer | {"text_config": wrong}))
+    with pytest.raises(CheckpointError, match=r"are \(321, 32\); expected the target's \(320, 32"):
+        read(path, "qwen")
