@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,25 +32,65 @@ class Matcher(Protocol):
         ...
 
 
+class Work:
+    """What was done with a compiled grammar. A package keeps what it learns by it, in one memory
+    for all sequences, and does not tell its size.
+
+    seconds: of a processor. failed: a sequence knew no further; others may not either.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.failed = False
+
+
 class CompiledGrammar:
-    """Implements `core.grammar.Grammar`. new_matcher: at the beginning, one for each sequence."""
+    """Implements `core.grammar.Grammar`.
+
+    make: compiles; then at the beginning, one matcher for each sequence. Where a sequence failed,
+    what was compiled is let go, and made anew for the next one that begins.
+    """
 
     def __init__(
-        self, new_matcher: Callable[[], Matcher], *, eos_token_ids: tuple[int, ...]
+        self, make: Callable[[], Callable[[], Matcher]], *, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self._new_matcher = new_matcher
+        self._make = make
         self._eos_token_ids = eos_token_ids
+        begun = time.thread_time()
+        self._new_matcher: Callable[[], Matcher] | None = make()
+        self.work = Work(time.thread_time() - begun)
 
     def begin(self) -> Constraint:
-        return GrammarState(self._new_matcher(), self._eos_token_ids)
+        """See Grammar."""
+        new_matcher = self._new_matcher
+        if new_matcher is None:
+            new_matcher = self._new_matcher = self._make()
+            self.work = Work()
+        return GrammarState(new_matcher(), self._eos_token_ids, work=self.work, fail=self._fail)
+
+    def _fail(self, work: Work) -> None:
+        work.failed = True
+        if work is self.work:
+            self._new_matcher = None
 
 
 class GrammarState:
-    """Implements `core.grammar.Constraint` by one matcher, which can go back."""
+    """Implements `core.grammar.Constraint` by one matcher, which can go back.
 
-    def __init__(self, matcher: Matcher, eos_token_ids: tuple[int, ...]) -> None:
+    work: where its time is counted. fail: called with it where the matcher knows no further.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        eos_token_ids: tuple[int, ...],
+        *,
+        work: Work,
+        fail: Callable[[Work], None],
+    ) -> None:
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._work, self._fail = work, fail
 
     @property
     def failed(self) -> str:
@@ -57,6 +98,11 @@ class GrammarState:
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
         """As `Constraint.fill`: from the root down, back after each child."""
+        begun = time.thread_time()
+        self._fill(tokens, parents, allowed)
+        self._count(begun)
+
+    def _fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
         allowed[:] = 0xFFFFFFFF
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
@@ -87,4 +133,11 @@ class GrammarState:
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
         """As `Constraint.accept`."""
+        begun = time.thread_time()
         self._matcher.consume(list(token_ids))
+        self._count(begun)
+
+    def _count(self, begun: float) -> None:
+        self._work.seconds += time.thread_time() - begun
+        if self._matcher.error:
+            self._fail(self._work)

@@ -13,19 +13,24 @@ from typing import Protocol
 
 from jspec.core.errors import RequestError, shown
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks
+from jspec.text.grammar_state import CompiledGrammar
 from jspec.text.grammar_vocabulary import Vocabulary
 from jspec.text.llguidance_grammars import LlguidanceGrammars
 from jspec.text.reasoning_first import Mark, ReasoningFirst
 from jspec.text.tokenizer import Tokenizer
 from jspec.text.xgrammar_grammars import XgrammarGrammars
 
-MAX_CACHED = 256  # compiled grammars, the last ones used
+MAX_CACHED = 64  # compiled grammars, the last ones used
+# A package keeps what it learns while it works, up to some 100 MB in a second, and tells no size:
+# so seconds of work bound what is kept. One that worked longer is made anew, which is milliseconds.
+MAX_WORK = 1.0
+MAX_ALL_WORK = 4.0
 
 
 class Backend(Protocol):
     """One package, for one vocabulary. Making one raises ImportError where it is not installed."""
 
-    def compile(self, source: GrammarSource) -> Grammar:
+    def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Raises ValueError, TypeError, RuntimeError or RecursionError for what is none."""
         ...
 
@@ -57,7 +62,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._backend_name = backend
-        self._known: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self._known: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
         self._backend: Backend | None = None
         self._marks: dict[str, Mark] = {}
@@ -71,13 +76,20 @@ class Grammars:
         """
         with self._lock:
             found = self._known.get(source)
-            if found is None:
+            if found is None or found.work.failed or found.work.seconds > MAX_WORK:
+                self._known.pop(source, None)
                 found = self._compile(source)
             self._known[source] = found
             self._known.move_to_end(source)
-            if len(self._known) > MAX_CACHED:
-                self._known.popitem(last=False)
+            self._drop_the_least_used()
             return found
+
+    def _drop_the_least_used(self) -> None:
+        """All but the last one, until the others are few and have worked little."""
+        seconds = sum(grammar.work.seconds for grammar in self._known.values())
+        while len(self._known) > MAX_CACHED or (len(self._known) > 1 and seconds > MAX_ALL_WORK):
+            _, dropped = self._known.popitem(last=False)
+            seconds -= dropped.work.seconds
 
     def after_reasoning(self, grammar: Grammar, marks: ReasoningMarks) -> Grammar:
         """The grammar of an answer that may reason first. One that was compiled here."""
@@ -91,7 +103,7 @@ class Grammars:
             opens = self._tokenizer.token_to_id(marks.open)
         return ReasoningFirst(grammar, mark, opens=opens)
 
-    def _compile(self, source: GrammarSource) -> Grammar:
+    def _compile(self, source: GrammarSource) -> CompiledGrammar:
         name, backend = source.kind.value, self._made_backend(source.kind.value)
         try:
             return backend.compile(source)

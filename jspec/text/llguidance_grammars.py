@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from jspec.core.grammar import Grammar, GrammarKind, GrammarSource
+from jspec.core.grammar import GrammarKind, GrammarSource
 from jspec.text.grammar_state import CompiledGrammar
 from jspec.text.grammar_vocabulary import Vocabulary
 from jspec.text.structural_tags import read_tags
+
+# llguidance's measure of what a grammar's patterns cost before the first token, to which its length
+# is added. By llguidance's own million, counts within counts take 160 MB in half a second; by this,
+# 10 MB in a fiftieth. An enumeration needs some 13 for a value.
+START_FUEL = 100_000
+MAX_STATES = 100_000  # that all sequences of a grammar may reach; some 100 MB at the worst
 
 
 class LlguidanceGrammars:
@@ -25,17 +32,36 @@ class LlguidanceGrammars:
             llguidance.TokenizerWrapper(vocabulary), eos_token=list(vocabulary.eos_token_ids)
         )
 
-    def compile(self, source: GrammarSource) -> Grammar:
+    def compile(self, source: GrammarSource) -> CompiledGrammar:
         """See `grammars.Backend`."""
+        definition, fuel = _definition(source), START_FUEL + len(source.text)
+        return CompiledGrammar(
+            lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
+        )
+
+    def _begun(self, definition: str, fuel: int) -> Callable[[], _Matcher]:
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokenizer, _definition(source), log_level=0)
-        if matcher.is_error():
-            raise ValueError(_reason(matcher))
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
+        matcher = llguidance.LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
+        reason = _reason(matcher) or self._reason_at_the_start(matcher.deep_copy())
+        if reason:
+            raise ValueError(_advised(reason))
         # Nobody moves this one; each sequence gets a copy.
-        return CompiledGrammar(
-            lambda: _Matcher(matcher.deep_copy()), eos_token_ids=self._eos_token_ids
-        )
+        return lambda: _Matcher(matcher.deep_copy())
+
+    def _reason_at_the_start(self, matcher: Any) -> str:
+        """Why it does not come past the first token, or nothing.
+
+        The first mask prepares all of the grammar's patterns, and whether they became too large is
+        said after the token. Here no batch waits for that.
+        """
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(mask, bitorder="little")
+        bits[list(self._eos_token_ids)] = 0
+        if not matcher.is_error() and bits.any():
+            matcher.consume_token(int(bits.argmax()))
+        return _reason(matcher)
 
 
 class _Matcher:
@@ -64,6 +90,13 @@ class _Matcher:
 def _reason(matcher: Any) -> str:
     """What is wrong, without the parser's state that comes after it."""
     return str(matcher.get_error()).partition("\n<state>")[0]
+
+
+def _advised(reason: str) -> str:
+    """With what was expected, where a grammar is too large."""
+    if "too many" not in reason and "too big" not in reason:
+        return reason
+    return f"{reason}; expected a grammar that is smaller, or repetitions of a lower count"
 
 
 def _definition(source: GrammarSource) -> str:

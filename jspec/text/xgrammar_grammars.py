@@ -6,12 +6,12 @@ Its converter of JSON schemas leaves out keywords that it does not know, so thos
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from jspec.core.grammar import WORD_BITS, Grammar, GrammarKind, GrammarSource, num_words
+from jspec.core.grammar import WORD_BITS, GrammarKind, GrammarSource, num_words
 from jspec.text.grammar_state import CompiledGrammar
 from jspec.text.grammar_vocabulary import Vocabulary
 from jspec.text.structural_tags import read_tags
@@ -50,15 +50,15 @@ class XgrammarGrammars:
         self._usable = np.packbits(bits, bitorder="little").view(np.uint32)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def compile(self, source: GrammarSource) -> Grammar:
+    def compile(self, source: GrammarSource) -> CompiledGrammar:
         """See `grammars.Backend`."""
+        return CompiledGrammar(lambda: self._begun(source), eos_token_ids=self._eos_token_ids)
+
+    def _begun(self, source: GrammarSource) -> Callable[[], _Matcher]:
         import xgrammar
 
         compiled = self._compiled(source)
-        return CompiledGrammar(
-            lambda: _Matcher(xgrammar.GrammarMatcher(compiled), self._usable),
-            eos_token_ids=self._eos_token_ids,
-        )
+        return lambda: _Matcher(xgrammar.GrammarMatcher(compiled), self._usable)
 
     def _compiled(self, source: GrammarSource) -> Any:
         import xgrammar

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from jspec.core.errors import RequestError
 from jspec.core.grammar import GrammarKind, GrammarSource, num_words
 from jspec.core.request import SamplingParams
 from jspec.testing.tiny_models import tiny_tokenizer
-from jspec.text.grammars import BACKENDS, Grammars
+from jspec.text.grammar_state import CompiledGrammar
+from jspec.text.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars
 from jspec.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -231,8 +234,116 @@ def test_a_grammar_that_grew_too_large_says_so_in_a_sentence(
     made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="llguidance")
     names = {f"k{i}": {"type": "string"} for i in range(1500)}
     schema = {"type": "object", "properties": names}
-    state = made.compile(source(json_schema=schema)).begin()
-    state.accept(tokenizer.encode("{", add_special_tokens=False))
+    with pytest.raises(RequestError, match=r"json_schema is .* items; max is 2000"):
+        made.compile(source(json_schema=schema))  # at its first token; here at a later one:
+    state = made.compile(source(json_schema={"type": "array", "items": schema})).begin()
+    state.accept(tokenizer.encode("[{", add_special_tokens=False))
     filled(state, [0], [-1], vocab_size)
     assert "items" in state.failed
     assert len(state.failed) < 300
+
+
+HUGE = "(((a{1000}){1000}){%d})b"  # llguidance's own limits let it grow to 160 MB in half a second
+
+
+@pytest.fixture
+def guided(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Grammars:
+    pytest.importorskip("llguidance")
+    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="llguidance")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": HUGE % 700},
+        {"regex": "x((a{1000}){900})b"},
+        {"ebnf": 'start: "x" A\nA: /((a{1000}){900})b/'},
+        {"json_schema": {"type": "string", "pattern": f"^{HUGE % 700}$"}},
+    ],
+    ids=["repetitions", "later", "lark", "pattern"],
+)
+def test_a_pattern_that_grows_beyond_bounds_is_refused_before_it_runs(
+    guided: Grammars, given: dict[str, Any]
+) -> None:
+    """Not in a mask, for which every sequence of the batch waits."""
+    name = next(iter(given))
+    begun = time.thread_time()
+    with pytest.raises(RequestError, match=f"{name} is .*too many expressions.*; expected .*count"):
+        guided.compile(source(**given))
+    assert time.thread_time() - begun < 0.2
+
+
+def test_refused_patterns_leave_no_memory_behind(guided: Grammars) -> None:
+    def resident() -> int:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * 4096
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs /proc")
+    before = resident()
+    for number in range(700, 708):
+        with pytest.raises(RequestError):
+            guided.compile(source(regex=HUGE % number))
+    assert resident() - before < 100 << 20
+
+
+def test_a_grammar_whose_run_failed_is_made_anew(
+    guided: Grammars, tokenizer: Tokenizer, vocab_size: int
+) -> None:
+    """Its sequences share what the package learned; where that is full, the next would fail too."""
+    given = source(regex=".*[ab].{200}c")
+    grammar = guided.compile(given)
+    waiting = grammar  # compiled, and not begun yet
+    state, ids = grammar.begin(), tokenizer.encode("a", add_special_tokens=False)
+    state.accept((vocab_size,))  # no token: an error of the package
+    assert state.failed
+    again = guided.compile(given)
+    assert again is not grammar
+    for made in (waiting, again):
+        fresh = made.begin()
+        fresh.accept(ids)
+        assert not fresh.failed
+        assert allowed_ids(filled(fresh, [0], [-1], vocab_size)[0])
+
+
+def test_what_worked_long_is_made_anew_and_the_least_used_goes(
+    tokenizer: Tokenizer, vocab_size: int, end_id: int, backend: str
+) -> None:
+    """A package learns while it works, so what is kept is bounded by the work behind it."""
+    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend=backend)
+    letters = "abcdefgh"
+    grammars = [made.compile(source(regex=letter)) for letter in letters]
+    assert made.compile(source(regex="a")) is grammars[0]
+    for grammar in grammars[1:]:
+        assert isinstance(grammar, CompiledGrammar)
+        grammar.work.seconds += MAX_WORK * 0.9
+    assert made.compile(source(regex="a")) is grammars[0]  # it is the last one used now
+    kept = [made.compile(source(regex=x)) is g for x, g in zip(letters, grammars, strict=True)]
+    assert kept[0]
+    assert 2 <= sum(kept) <= 1 + MAX_ALL_WORK / MAX_WORK / 0.9
+    assert isinstance(grammars[0], CompiledGrammar)
+    grammars[0].work.seconds += MAX_WORK * 1.1
+    assert made.compile(source(regex="a")) is not grammars[0]
+
+
+def test_work_is_counted(grammars: Grammars, vocab_size: int) -> None:
+    grammar = grammars.compile(source(regex="[a-z]{1,400}"))
+    assert isinstance(grammar, CompiledGrammar)
+    before, state = grammar.work.seconds, grammar.begin()
+    for _ in range(20):
+        filled(state, [0], [-1], vocab_size)
+    assert before < grammar.work.seconds < 1
+
+
+def test_large_and_usual_grammars_are_taken(guided: Grammars, vocab_size: int) -> None:
+    sized = {"type": "string", "minLength": 1, "maxLength": 200}
+    for given in (
+        {"json_schema": {"enum": [f"value {i * 7919 % 100003}" for i in range(10000)]}},
+        {"json_schema": {"properties": {f"k{i}": sized for i in range(300)}}},
+        {"json_schema": {"type": "string", "minLength": 3000, "maxLength": 20000}},
+        {"regex": r"(\w{1,60}[ ,.]){1,80}"},
+        {"regex": "a{5000}"},
+    ):
+        state = guided.compile(source(**given)).begin()
+        filled(state, [0], [-1], vocab_size)
+        assert not state.failed
