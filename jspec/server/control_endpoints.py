@@ -6,6 +6,8 @@ Names and fields are SGLang's and vLLM's.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -21,13 +23,16 @@ from jspec.server.fields import (
     JsonObject,
     as_object,
     check_ids,
+    check_number_of_prompts,
     check_text,
     get_bool,
     shorten,
     without_neutral,
 )
-from jspec.server.http import error_response, read_call
-from jspec.server.service import Service
+from jspec.server.http import error_response, read_call, unless_gone
+from jspec.server.service import INLINE_CHARS, Service
+from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.tokenizer import LARGE_CHARS
 
 BODY = "the request body"
 # Of a chat's fields those that its prompt depends on.
@@ -42,6 +47,9 @@ CHAT_PROMPT_FIELDS = frozenset(
     }
 )
 PAUSE_MODES = ("abort", "in_place")
+# Of /tokenize in characters and of /detokenize in ids: so much, or what a context may hold.
+MAX_SIZE = 2**22
+MOST_CHARS_A_TOKEN = 8  # on average, over a whole context
 
 
 class ControlEndpoints:
@@ -49,6 +57,7 @@ class ControlEndpoints:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self._long_calls = ThreadPoolExecutor(1, thread_name_prefix="jspec-tokenize")
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
@@ -76,27 +85,21 @@ class ControlEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"} and
         the template's fields of a chat, as vLLM has it."""
-        found = await read_call(request, self.service.args, self._tokenized)
-        return found if isinstance(found, Response) else await self._tokenize_chat(found)
-
-    def _tokenized(self, body: object) -> Response | JsonObject:
-        """The answer, or the fields of a chat."""
-        values = without_neutral(
-            BODY,
-            as_object(body, BODY),
-            read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
-            neutral={"return_token_strs": (None, False)},
-            hints={"text": "'prompt'"},
-        )
+        values = await read_call(request, self.service.args, _tokenize_fields)
         if values.get("messages") is not None:
-            return values
-        prompt = values.get("prompt")
-        texts = [check_text("prompt", text) for text in prompt] if isinstance(prompt, list) else []
-        texts = texts or [check_text("prompt", prompt)]
+            return await self._tokenize_chat(values)
+        prompt = values["prompt"]
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        num_chars = sum(map(len, texts))
+        self._check_size("prompt", num_chars, "characters")
+        make = partial(self._tokenized, values, texts)
+        return await self._in_turn(request, make, size=num_chars + len(texts))
+
+    def _tokenized(self, values: JsonObject, texts: list[str]) -> Response:
         adds = values.get("add_special_tokens") is None or get_bool(values, "add_special_tokens")
         tokenizer = self.service.engine.tokenizer
         rows = [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
-        is_list = isinstance(prompt, list)
+        is_list = isinstance(values["prompt"], list)
         return JSONResponse(
             {
                 "tokens": rows if is_list else rows[0],
@@ -104,6 +107,31 @@ class ControlEndpoints:
                 "max_model_len": self.service.engine.limits.context_length,
             }
         )
+
+    def _check_size(self, name: str, size: int, unit: str) -> None:
+        """Raises RequestError for more than anybody's prompt has: memory of a hundred times the
+        size, and seconds for each megabyte."""
+        most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.context_length)
+        if size > most:
+            raise RequestError(f"{name} has {size} {unit}; expected at most {most}")
+
+    async def _in_turn(
+        self, request: Request, make: Callable[[], Response], *, size: int
+    ) -> Response:
+        """What `make` answers; where that takes long, one after the other in a thread of their own:
+        others' bodies are read in those that all share. A client that goes away waits no longer."""
+        if size <= INLINE_CHARS:
+            return make()
+
+        def made() -> Response:
+            try:
+                return make()
+            finally:
+                if size > LARGE_CHARS:
+                    give_back_freed_memory()
+
+        making = asyncio.get_running_loop().run_in_executor(self._long_calls, made)
+        return await unless_gone(request.receive, _awaited(making))
 
     async def _tokenize_chat(self, values: JsonObject) -> Response:
         """The prompt that a chat would have."""
@@ -120,24 +148,18 @@ class ControlEndpoints:
 
         The answer has SGLang's `text` and vLLM's `prompt`, which are the same.
         """
-        return await read_call(request, self.service.args, self._detokenized)
+        rows, is_list, skips = await read_call(request, self.service.args, _detokenize_fields)
+        num_ids = sum(map(len, rows))
+        self._check_size("tokens", num_ids, "ids")
 
-    def _detokenized(self, body: object) -> Response:
-        values = without_neutral(
-            BODY,
-            as_object(body, BODY),
-            read=frozenset({"tokens", "skip_special_tokens", "model"}),
-            neutral={},
-        )
-        tokens: Any = values.get("tokens")
-        is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
-        rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
-        for row in rows:
-            self.service.engine.check_ids("tokens", row)
-        skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
-        texts = self.service.engine.tokenizer.decode_all(rows, skip_special_tokens=skips)
-        text = texts if is_list else texts[0]
-        return JSONResponse({"text": text, "prompt": text})
+        def made() -> Response:
+            for row in rows:
+                self.service.engine.check_ids("tokens", row)
+            texts = self.service.engine.tokenizer.decode_all(rows, skip_special_tokens=skips)
+            text = texts if is_list else texts[0]
+            return JSONResponse({"text": text, "prompt": text})
+
+        return await self._in_turn(request, made, size=num_ids + len(rows))
 
     async def pause_generation(self, request: Request) -> Response:
         """POST /pause_generation {"mode": "abort" or "in_place"}: no step is begun from here on.
@@ -182,3 +204,41 @@ class ControlEndpoints:
         """GET or POST /freeze_gc: as at the start, for what has been made since; SGLang's name."""
         settle_heap()
         return PlainTextResponse("Garbage collection frozen.\n")
+
+
+def _tokenize_fields(body: object) -> JsonObject:
+    """The fields of /tokenize, checked: "prompt" if there are no "messages"."""
+    values = without_neutral(
+        BODY,
+        as_object(body, BODY),
+        read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
+        neutral={"return_token_strs": (None, False)},
+        hints={"text": "'prompt'"},
+    )
+    if values.get("messages") is None:
+        prompt: Any = values.get("prompt")
+        is_list = isinstance(prompt, list) and prompt != []
+        if is_list:
+            check_number_of_prompts("prompt", prompt)
+        for text in prompt if is_list else [prompt]:
+            check_text("prompt", text)
+    return values
+
+
+def _detokenize_fields(body: object) -> tuple[list[tuple[int, ...]], bool, bool]:
+    """The ids of /detokenize, whether they came as lists, and whether special ones are skipped."""
+    values = without_neutral(
+        BODY,
+        as_object(body, BODY),
+        read=frozenset({"tokens", "skip_special_tokens", "model"}),
+        neutral={},
+    )
+    tokens: Any = values.get("tokens")
+    is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
+    rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
+    skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
+    return rows, is_list, skips
+
+
+async def _awaited(making: asyncio.Future[Response]) -> Response:
+    return await making
