@@ -43,7 +43,7 @@ from jspec.scheduler.engine_calls import EngineCalls
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.loop_thread import LoopThread
 from jspec.scheduler.request_trace import RequestTrace
-from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
@@ -312,10 +312,12 @@ class Engine(EngineCalls):
         """Ends one request; its stream gets a last chunk. False if there is no such request."""
         return await self._loop_thread.ask(lambda: self._loop.abort(request_id))
 
-    async def abort_all(self) -> int:
-        """Ends every request; returns how many."""
+    async def abort_all(self, *, why: str = ABORTED) -> int:
+        """Ends every request; returns how many. why: the message of their finish reason."""
         loop = self._loop
-        return await self._loop_thread.ask(lambda: sum(map(loop.abort, loop.request_ids)))
+        return await self._loop_thread.ask(
+            lambda: sum(loop.abort(name, why=why) for name in loop.request_ids)
+        )
 
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plans no further step until `continue_generation`; requests are taken, and wait.

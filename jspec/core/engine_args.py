@@ -271,7 +271,7 @@ class EngineArgs:
     )
     compile_at_start: str = argument(
         "auto",
-        "all, first (what serves everything; the rest while serving), or auto: all if few (10)",
+        "all, first (what serves everything; the rest while serving), or auto: all if few (11)",
         _MEMORY,
         choices=("auto", "first", "all"),
     )

@@ -37,7 +37,7 @@ from jspec.scheduler.mailbox import Mailbox, Waiting, wake
 from jspec.scheduler.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.scheduler.request_trace import FirstTokens, RequestTrace
 from jspec.scheduler.runner_calls import RunnerCalls
-from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.stats import SchedulerStats
 from jspec.scheduler.trace import BusyClock
 from jspec.scheduler.trace import TraceEvent as TraceEvent
@@ -193,9 +193,9 @@ class EngineLoop:
         self._scheduler.set_weight_version(version, renames=renames)
         self._weight_version = version
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, *, why: str = ABORTED) -> bool:
         """Ends a request; its stream gets a last chunk with ABORT. False if it is not there."""
-        piece = self._scheduler.end(request_id)
+        piece = self._scheduler.end(request_id, why=why)
         if piece is None:
             return False
         self._unpublished.append(piece)  # after what was committed before it

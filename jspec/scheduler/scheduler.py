@@ -43,6 +43,8 @@ from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
 from jspec.scheduler.windows import WindowPages
 
+ABORTED = "aborted by request"
+
 
 class Scheduler:
     """Plans steps within `limits`; `make_stream` gives each request its text, `shapes` each decode
@@ -138,9 +140,7 @@ class Scheduler:
         piece = self.end(request_id)
         return None if piece is None else piece.chunk()
 
-    def end(
-        self, request_id: str, *, why: str = "aborted by request", is_slow: bool = False
-    ) -> Piece | None:
+    def end(self, request_id: str, *, why: str = ABORTED, is_slow: bool = False) -> Piece | None:
         """Aborts a request now; its last piece has the text held back. None if it is not there.
 
         is_slow: because nobody reads its chunks.

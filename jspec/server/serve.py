@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from jspec.api import Engine
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
+from jspec.core.errors import ConfigError, JspecError
 from jspec.core.resolved_config import ResolvedConfig
 from jspec.engine.compilation import Progress
 from jspec.engine.heap import settle_heap
@@ -43,6 +43,7 @@ from jspec.server.service import Service
 LOGGER = logging.getLogger("jspec.server")
 GRACE_SECONDS = 5
 DRAIN_POLL_SECONDS = 0.05
+END_SECONDS = 1.0  # until aborted requests have said so
 KEY_VARIABLE = "JSPEC_API_KEY"
 
 
@@ -83,6 +84,7 @@ class EngineServer(uvicorn.Server):
             await self._drain()
         for server in self.servers:
             server.close()
+        await self._end_requests()
         await self._service.engine.close()
         # Who does not read its answer's end is gone; uvicorn would cancel it, with a traceback.
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
@@ -105,6 +107,14 @@ class EngineServer(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if tasks:
             LOGGER.info("shutting down: %d requests are ended", len(tasks))
+
+    async def _end_requests(self) -> None:
+        """Aborts what is there, so that each stream says so itself and ends with [DONE]."""
+        with contextlib.suppress(JspecError, TimeoutError):  # of an engine that failed, or stands
+            async with asyncio.timeout(END_SECONDS):
+                await self._service.engine.abort_all(why="the server is shutting down")
+                while self.server_state.tasks:
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
 def bind(args: ServerArgs) -> socket.socket:

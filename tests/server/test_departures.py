@@ -8,12 +8,14 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,7 +180,43 @@ def test_a_second_signal_ends_a_drain_at_once(
         rest = [line for line in lines if line.startswith("data: ")]
         assert time.monotonic() - asked < 5.0  # of 25
         assert rest[-1] == "data: [DONE]"
-        assert "error" in json.loads(rest[-2].removeprefix("data: "))
+        ended = json.loads(rest[-2].removeprefix("data: "))["meta_info"]["finish_reason"]
+        assert ended == {"type": "abort", "message": "the server is shutting down"}
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_what_outlasts_a_drain_is_aborted_whether_it_runs_or_waits(
+    engine_arguments: dict[str, Any], subprocess_env: dict[str, str]
+) -> None:
+    flags = ("--drain-seconds", "0.5", "--max-running-requests", "1")
+    arguments = {k: v for k, v in engine_arguments.items() if k != "max_running_requests"}
+    body = {"text": "x", "sampling_params": ENDLESS}
+    of_openai = {"prompt": "x", "max_tokens": ENDLESS["max_new_tokens"], "stream": True}
+    calls = [
+        ("generate", {**body, "stream": True}),
+        ("generate", body),
+        ("v1/completions", {**of_openai, "model": "default", "ignore_eos": True}),
+    ]
+    with (
+        ThreadPoolExecutor(len(calls)) as pool,  # ends last: without the server its calls do
+        httpx.Client(timeout=60, trust_env=False) as client,
+        served(arguments, subprocess_env, *flags) as (process, url),
+    ):
+        answers = [pool.submit(client.post, f"{url}/{path}", json=sent) for path, sent in calls]
+        deadline = time.monotonic() + 30
+        while not re.search(r"num_queue_reqs\S* 2\.0", client.get(f"{url}/metrics").text):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        stream, whole, of_openai_stream = (answer.result() for answer in answers)
+        expected = {"type": "abort", "message": "the server is shutting down"}
+        assert whole.json()["meta_info"]["finish_reason"] == expected
+        for answer, reason in ((stream, expected), (of_openai_stream, "abort")):
+            *_, last, done = (line for line in answer.text.splitlines() if line)
+            assert done == "data: [DONE]"
+            found = json.loads(last.removeprefix("data: "))
+            assert (found.get("meta_info") or found["choices"][0])["finish_reason"] == reason
         process.wait(timeout=30)
 
 

@@ -327,7 +327,8 @@ def test_sigterm_lets_what_runs_end(
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
         last = json.loads(rest[-2].removeprefix("data: "))
-        assert ("error" not in last) == is_finished
+        ended = last["meta_info"]["finish_reason"]
+        assert ended["type"] == ("length" if is_finished else "abort")
         if is_finished:
             assert last["meta_info"]["completion_tokens"] == 500
         ended = time.monotonic()
