@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,14 @@ from jspec.core.seeds import MAX_SEED
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 DEFAULT_VERSION = "default"  # of the weights, SGLang's name
 MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
-# The device masks stop tokens while fewer than min_new_tokens are out; one row holds this many.
-MAX_MASKED_STOP_IDS = 16
+MAX_MASKED_STOP_IDS = 16  # of a row, while fewer than min_new_tokens are out
 # What one request may carry: matching costs nothing beyond, but building what matches does.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
 MAX_STOP_IDS = 4096
 MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
-MAX_GRAMMAR_CHARS = 262144
+GRAMMAR = Source(262144)
+SCHEMA, TAG = replace(GRAMMAR, as_json=("object", "boolean")), replace(GRAMMAR, as_json=("object",))
 MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
 # What of log-probabilities a step's output has room for, for each token.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -191,10 +191,10 @@ class SamplingParams:
     )
     return_hidden_states: bool = sampled(False, Flag(), needs=Feature.HIDDEN)
     return_draft_trees: bool = sampled(False, Flag(), needs=Feature.GRAMMAR)
-    json_schema: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
-    regex: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
-    ebnf: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
-    structural_tag: str | None = sampled(None, Source(MAX_GRAMMAR_CHARS), needs=Feature.GRAMMAR)
+    json_schema: str | None = sampled(None, SCHEMA, needs=Feature.GRAMMAR)
+    regex: str | None = sampled(None, GRAMMAR, needs=Feature.GRAMMAR)
+    ebnf: str | None = sampled(None, GRAMMAR, needs=Feature.GRAMMAR)
+    structural_tag: str | None = sampled(None, TAG, needs=Feature.GRAMMAR)
     speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())

@@ -125,21 +125,25 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One text, not empty, of at most `most_chars`."""
+    """One text, not empty, of at most `most_chars`. as_json: JSON's names of the types whose text
+    is taken for a value of theirs, as a schema's may be."""
 
     most_chars: int
+    as_json: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty")
+            also = "".join(f", or JSON's {kind}" for kind in self.as_json)
+            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty{also}")
         if len(value) > self.most_chars:
             raise RequestError(
                 f"{name} has {len(value)} characters; expected at most {self.most_chars}"
             )
 
     def read(self, name: str, value: Any) -> Any:
-        """A JSON object as its text. Raises RequestError for what no JSON text can hold."""
-        if not isinstance(value, Mapping | bool):
+        """A value of `as_json` as its text. Raises RequestError for what no JSON text can hold."""
+        kind = "boolean" if isinstance(value, bool) else "object"
+        if not isinstance(value, Mapping | bool) or kind not in self.as_json:
             return value
         try:
             return json.dumps(value)

@@ -36,7 +36,7 @@ from jspec.server.fields import (
     without_neutral,
 )
 from jspec.server.response_formats import GRAMMAR_FIELDS, grammar_parameters
-from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall, check_grammars, common_fields
+from jspec.server.schemas import NEUTRAL_SAMPLING, PromptCall, common_fields
 
 DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
@@ -192,7 +192,6 @@ def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingPara
         if given.get(name) is not None:
             raise RequestError(f"{name} is given twice; expected one grammar at most")
         given[name] = grammar
-    check_grammars(given)
     with openai_names():
         return SamplingParams.from_mapping(given, defaults=defaults)
 

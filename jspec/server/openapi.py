@@ -136,9 +136,9 @@ def value_schema(accepts: Accepts) -> Schema:
             return {"anyOf": [{"type": "boolean"}, {"enum": ["on", "off"]}]}
         case Flag():
             return {"type": "boolean"}
-        case Source(most_chars=most):  # a schema may come as an object
+        case Source(most_chars=most, as_json=kinds):
             text = {"type": "string", "minLength": 1, "maxLength": most}
-            return {"anyOf": [text, {"type": ["object", "boolean"]}]}
+            return {"anyOf": [text, {"type": list(kinds)}]} if kinds else text
         case Texts(most=most):
             each = {"type": "string", "minLength": 1}
             return {"anyOf": [each, {"type": "array", "items": each, "maxItems": most}]}

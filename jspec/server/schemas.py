@@ -256,22 +256,7 @@ def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         neutral=NEUTRAL_SAMPLING,
         hints=SAMPLING_HINTS,
     )
-    check_grammars(values)
     return SamplingParams.from_mapping(values, defaults=defaults)
-
-
-def check_grammars(values: JsonObject) -> None:
-    """Raises RequestError for true, false or an object as a grammar that only text can be.
-
-    A JSON schema may be any of them, and a structural tag an object.
-    """
-    for name in ("regex", "ebnf", "structural_tag"):
-        value = values.get(name)
-        if isinstance(value, bool) or (isinstance(value, dict) and name != "structural_tag"):
-            also = ", or a JSON object" if name == "structural_tag" else ""
-            raise RequestError(
-                f"{name} is {shorten(value)}; expected a text that is not empty{also}"
-            )
 
 
 def _rids(value: object, num_prompts: int, *, is_list: bool) -> list[str | None]:

@@ -232,6 +232,7 @@ def test_a_grammar_that_is_no_text_is_refused(name: str, value: Any) -> None:
     true is too."""
     bodies: list[tuple[Callable[[Any], object], dict[str, Any]]] = [
         (sampling_params, {name: value}),
+        (SamplingParams.from_mapping, {name: value}),
         (parse_generate, {"text": "x", "sampling_params": {name: value}}),
         (parse_completion, {"prompt": "x", name: value}),
     ]
