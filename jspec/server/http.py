@@ -13,7 +13,6 @@ import hmac
 import json
 import logging
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
@@ -32,6 +31,7 @@ from jspec.core.errors import (
     RequestFailedError,
     shown,
 )
+from jspec.server.json_bounds import check_structure
 from jspec.server.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -42,9 +42,6 @@ DRAIN_SECONDS = 10.0
 NEAR_PATH = 0.8  # least likeness of a path that is suggested
 INLINE_BYTES = 16_384  # of a body that is parsed without leaving the event loop
 MAX_LOGGED = 300  # characters of a path, or of a refusal's message
-# In a body: more than any batch has (one list or object a prompt, one for how it is sampled).
-MAX_CONTAINERS = 262_144
-_JSON_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
 
@@ -171,7 +168,7 @@ async def read_call(
 
 
 def _loaded(body: bytes) -> object:
-    _check_containers(body)
+    check_structure(body)
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -191,23 +188,6 @@ async def read_bytes(request: Request, args: ServerArgs) -> bytes:
             f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
             {"Connection": "close"},
         ) from None
-
-
-def _check_containers(body: bytes) -> None:
-    """Raises RequestError for a body of which most would become empty lists and objects.
-
-    One of those takes 20 times its length in memory. No request has so many; text may have as many
-    brackets, and is not counted.
-    """
-    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
-        return
-    outside = _JSON_TEXT.sub(b"", body)
-    num_containers = outside.count(b"[") + outside.count(b"{")
-    if num_containers > MAX_CONTAINERS:
-        raise RequestError(
-            f"the request body has {num_containers} lists and objects; expected at most "
-            f"{MAX_CONTAINERS}"
-        )
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -23,7 +23,7 @@ from jspec.api import Engine
 from jspec.core.errors import RequestError
 from jspec.server.app import create_app
 from jspec.server.connections import bounded_protocol, most_connections
-from jspec.server.http import MAX_CONTAINERS
+from jspec.server.json_bounds import MAX_CONTAINERS
 from jspec.server.serve import GRACE_SECONDS
 from jspec.server.server_args import ServerArgs
 from jspec.text.tokenizer import Tokenizer
