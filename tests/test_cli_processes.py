@@ -73,7 +73,7 @@ def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
                 process.send_signal(signal.SIGINT)
                 rest = [line for line in lines if line]
                 process.send_signal(signal.SIGINT)
-        assert '"code": 503' in rest[-2]
+        assert '"type": "abort"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
         errors = process.communicate(timeout=120)[1]
         assert errors.endswith("stopped\n")
