@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,6 +15,18 @@ from starlette.applications import Starlette
 from jspec.api import Engine
 
 ENDLESS = {"max_new_tokens": 16000, "ignore_eos": True}
+
+
+def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that this thread stood still at most while another did the work, and all of it."""
+    worst, last = 0.0, (began := time.monotonic())
+    working = threading.Thread(target=work)
+    working.start()
+    while working.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        worst, last = max(worst, now - last), now
+    return worst, last - began
 
 
 def wait_idle(engine: Engine, *, seconds: float = 120.0) -> None:
