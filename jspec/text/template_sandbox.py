@@ -1,4 +1,4 @@
-"""The Jinja in which a chat template is compiled and rendered: nothing it says is without end.
+"""The Jinja in which a chat template is compiled and rendered: no one expression costs much.
 
 The sandbox keeps a template from changing anything and bounds range(). What else can fill the
 memory or compute for hours by one short expression is bounded here: powers, products, and widths
