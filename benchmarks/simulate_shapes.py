@@ -46,6 +46,8 @@ CHANGES = ((0.1, 0.9), (0.9, 0.1))
 POSITIONS = 4096  # of the dial's draws, which then repeat
 NOISE = 0.01  # of a step's time, either way
 COLD_RUNS, COLD_MS = 2, 10.0  # of a program: how many of its first runs are longer, and by how much
+# Seen on an H100's host: now and then some steps in a row are longer, whatever their shape.
+SLOW_EVERY, SLOW_STEPS, SLOW_MS = 200, 6, 20.0  # steps from one on average; how many; up to so much
 SWITCH_MS = 4.0  # of a step after another program's, on top: seen on an H200 (docs/adaptive.md)
 CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
 
@@ -152,6 +154,7 @@ def run(
     noise, owed, now, tokens = random.Random(0), 0, 0.0, 0
     unread: deque[tuple[StepPlan, StepResult, float]] = deque()
     before: SpeculativeConfig | None = None
+    slow = 0  # steps that are left of a slow moment
     for step in range(num_steps):
         shape = chooser.choose(num_rows=rows, features=PLAIN)
         used[str(shape)] = used.get(str(shape), 0) + 1
@@ -171,6 +174,8 @@ def run(
         seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
         seconds += COLD_MS * (used[str(shape)] <= COLD_RUNS)
         seconds += SWITCH_MS * (shape != before)
+        slow = SLOW_STEPS if noise.random() * SLOW_EVERY < 1 else max(slow - 1, 0)
+        seconds += noise.uniform(0, SLOW_MS) * (slow > 0)
         before = shape
         if told:
             seconds += table.catch_up(rows)

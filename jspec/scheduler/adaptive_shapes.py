@@ -33,13 +33,13 @@ from jspec.scheduler.shape_policy import (
 )
 
 LOOK_SHARE = 0.0015  # of all time, for each shape that is looked at
+SOON_SHARE = 0.01  # the same where a cost is measured again for the first time
 # The same for drafts while nothing is drafted, and where depth 1 says that more of them might pay.
 PROBE_SHARE, HOPED_SHARE = 0.0045, 0.01
 PROBE_STEPS, SOON_STEPS = 64, 16  # at most one of so many
 FIRST_STEPS = 8  # one of so many at a bucket tries a shape whose cost is unknown there
 # After so many a known cost is measured again, at first and in the end, if the loss allows.
 FIRST_REFRESH, REFRESH_STEPS = 32, 2048
-CHEAP_STEPS = 512  # of the current shape, between two looks that cost little
 # In a row: the first may tell the drafter what it missed. A program's cold runs come on top.
 TRY_STEPS = ENOUGH_SAMPLES + 1
 
@@ -94,15 +94,18 @@ class AdaptiveShapes:
             self._bucket, self._entered_at, self._num_tries_left = bucket, self._num_chosen, 0
         self._untried[bucket] = self._untried.get(bucket, 0) + 1
         ready = self._ready(num_rows, features)
-        known = {shape: self._costs.known(shape, bucket) for shape in ready}
+        costs = self._costs.all_known(ready, bucket)
+        known = {shape: costs.get(shape) for shape in ready}
         before = self._current
         current = before if before in ready else self._limits.spec
         self._expected = {shape: self.expected_tokens(shape) for shape in ready}
         self._current = best_shape(
             current,
             expected=self._expected,
-            costs={shape: cost for shape, cost in known.items() if cost is not None},
+            costs=costs,
         )
+        if self._current != before:  # if a slow moment was to blame, that is soon seen
+            self._num_refreshes.pop((before, bucket), None)
         probe = self._probe(ready, known, bucket)
         self._count(changed=self._current != before, probed=probe is not None)
         return probe or self._current
@@ -134,19 +137,21 @@ class AdaptiveShapes:
             if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
                 self._measured_at[at] = now
                 self._num_refreshes[at] = self._num_refreshes.get(at, 0) + 1
-                self._costs.forget(shape, bucket)
+                self._costs.fade(shape, bucket)
                 return self._try(shape)
         return None
 
     def _refresh_after(
         self, shape: SpeculativeConfig, bucket: int, known: dict[SpeculativeConfig, float | None]
     ) -> float:
-        """Steps after which a known cost is measured again. The first time soon, if that is cheap:
-        it is the first look that is mistaken."""
+        """Steps after which a known cost is measured again. The first time soon: it is the first
+        look that is mistaken, or the last before a shape was left. So is one that found less to
+        take longer than more."""
         count = self._num_refreshes.get((shape, bucket), 0)
-        least = (self._steps_lost(shape, known, switching=False) or 0.0) / LOOK_SHARE
-        if count or least > CHEAP_STEPS:
-            least = (self._steps_lost(shape, known, num_looks=TRY_STEPS) or 0.0) / LOOK_SHARE
+        lost = self._steps_lost(shape, known, num_looks=TRY_STEPS, switching=count > 0)
+        found, believed = self._costs.known(shape, bucket), known[shape]
+        is_mistaken = found is not None and believed is not None and found > believed
+        least = (lost or 0.0) / (LOOK_SHARE if count and not is_mistaken else SOON_SHARE)
         return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
 
     def _is_due(

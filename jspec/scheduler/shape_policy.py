@@ -23,8 +23,9 @@ HALF_VERIFICATIONS = 128  # after so many what was seen before counts half
 LEAST_DECAY = 0.9  # ... but a step of many rows leaves this much of it
 HALF_STEPS = 256  # what is not observed any more counts half after so many decode steps
 MARGIN = 0.015  # another shape must be worth so much more to be taken
-COST_SAMPLES = 9  # a cost is the median of the last so many steps
+COST_SAMPLES = 33  # a cost is the median of the last so many steps: a slow moment takes ten or so
 ENOUGH_SAMPLES = 3  # and is known from so many on
+SURE_SAMPLES = 9  # so many do not all lie in a slow moment, or hardly ever
 COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in them
 DOUBTS = 2.0  # verifications that a guess counts for beside what was seen
 
@@ -44,6 +45,15 @@ def is_part(shape: SpeculativeConfig, *, of: SpeculativeConfig) -> bool:
     """Whether its nodes are some of the other's, drafted alike: so it never accepts more."""
     shared = shape.total_nodes_per_row
     return shared is not None and shape != of == replace(shape, total_nodes_per_row=None)
+
+
+def does_less(shape: SpeculativeConfig, other: SpeculativeConfig) -> bool:
+    """Than the other one, whatever is drafted: no more levels, candidates or nodes."""
+
+    def work(of: SpeculativeConfig) -> tuple[float, ...]:
+        return of.num_steps, of.topk, of.total_nodes_per_row or of.num_draft_tokens
+
+    return shape != other and all(a <= b for a, b in zip(work(shape), work(other), strict=True))
 
 
 @dataclass(slots=True)
@@ -127,18 +137,35 @@ class Costs:
         enough = len(found) >= ENOUGH_SAMPLES
         return max(statistics.fmean(found), 0.0) if enough else 0.0
 
-    def forget(self, shape: SpeculativeConfig, bucket: int) -> None:
-        """It is about to be measured again."""
+    def fade(self, shape: SpeculativeConfig, bucket: int) -> None:
+        """It is about to be measured again: what was seen last counts as much as what will be. Of
+        the two the lower half is believed, so one slow moment does no harm."""
         for kept in (self.samples, self.steady):
-            kept.pop((shape, bucket), None)
+            found = kept.get((shape, bucket), deque())
+            while len(found) > ENOUGH_SAMPLES:
+                found.popleft()
 
     def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
         """The median; None while there is too little to say."""
+        found = self._kept(shape, bucket)
+        return statistics.median_low(found) if found else None
+
+    def all_known(
+        self, shapes: Sequence[SpeculativeConfig], bucket: int
+    ) -> dict[SpeculativeConfig, float]:
+        """Of those of which something is known. Few samples may all be of a slow moment: by them a
+        shape takes no longer than one that does more."""
+        known = {s: cost for s in shapes if (cost := self.known(s, bucket)) is not None}
+        unsure = [s for s in known if len(self._kept(s, bucket)) < SURE_SAMPLES]
+        capped = {s: min(c for o, c in known.items() if o == s or does_less(s, o)) for s in unsure}
+        return known | capped
+
+    def _kept(self, shape: SpeculativeConfig, bucket: int) -> Sequence[float]:
         for kept in (self.steady, self.samples):
             found = kept.get((shape, bucket), ())
             if len(found) >= ENOUGH_SAMPLES:
-                return statistics.median(found)
-        return None
+                return found
+        return ()
 
 
 def best_shape(

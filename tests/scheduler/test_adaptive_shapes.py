@@ -33,7 +33,8 @@ def test_never_much_slower_than_the_best_shape_held_fixed(rows: int, dial: float
     found = measured(rows, (dial,))
     assert found["of_best"] >= LEAST, found
     assert found["expected_of_emitted"] == pytest.approx(1, abs=0.03)
-    assert found["expected_of_measured_seconds"] == pytest.approx(1, abs=0.03)
+    # Nobody expects slow moments, which are 3% of a card's time in plain steps of one row.
+    assert 0.9 < found["expected_of_measured_seconds"] < 1.03
 
 
 @pytest.mark.parametrize("dials", [(0.0, 1.0), (1.0, 0.0)])
@@ -97,11 +98,16 @@ Milliseconds = Callable[
 
 
 def chosen(
-    rows: int, emitted: Mapping[str, float], milliseconds: Milliseconds, *, num_steps: int
+    rows: int,
+    emitted: Mapping[str, float],
+    milliseconds: Milliseconds,
+    *,
+    num_steps: int,
+    largest: SpeculativeConfig = TREE,
 ) -> list[str]:
-    """The shapes of so many steps of a tree 3/4/16 and what is named beside it."""
-    others = tuple(shape for shape in shapes_for(TREE)[:-1] if str(shape) in emitted)
-    limits = replace(limits_of(), spec=TREE, other_shapes=others)
+    """The shapes of so many steps of the largest and what is named beside it."""
+    others = tuple(shape for shape in shapes_for(largest)[:-1] if str(shape) in emitted)
+    limits = replace(limits_of(), spec=largest, other_shapes=others)
     chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
     rng, names = np.random.default_rng(0), [""]
     for step in range(num_steps):
@@ -213,7 +219,7 @@ def test_a_tree_is_never_much_slower_than_the_best_shape_held_fixed(
 ) -> None:
     """The first steps, which try all shapes, are a smaller part of a longer run."""
     costs = simulate_trees.TreeCosts.measured()
-    found = simulate_trees.cell(rows, acceptance, num_steps=4000, table=costs)
+    found = simulate_trees.cell(rows, acceptance, num_steps=6000, table=costs)
     assert found["of_best"] >= LEAST, found
 
 
@@ -232,3 +238,32 @@ def test_looks_are_rare_where_the_way_there_and_back_costs_much() -> None:
         return sum(a != b for a, b in itertools.pairwise(names))
 
     assert ways(0.0) > 2 * ways(5.5) > 0
+
+
+# Of 32 rows on an H100, acceptance 0, and of a moment when the host was slow there: steps in a row.
+AT_32_ROWS = {"0/1/1": 6.6, "3/1/4": 8.0}
+NOTHING_ACCEPTED = {"0/1/1": 1.0, "3/1/4": 1.0}
+SLOW_MOMENT = (11.1, 21.9, 28.9, 12.0, 8.4, 9.8)
+
+
+@pytest.mark.parametrize("at", range(600, 632, 4))
+def test_a_slow_moment_does_not_drive_away_from_the_best_shape(at: int) -> None:
+    def cost(step: int, name: str, _: str) -> float:
+        return SLOW_MOMENT[step - at] if 0 <= step - at < len(SLOW_MOMENT) else AT_32_ROWS[name]
+
+    names = chosen(32, NOTHING_ACCEPTED, cost, num_steps=1200, largest=CHAIN)
+    assert names[at:].count("3/1/4") < 30, Counter(names[at:])
+
+
+def test_what_was_left_is_looked_at_again_soon() -> None:
+    """Plain steps are slow for so long that they are left, and then as they were; many times."""
+    slow, every, num_steps = 80, 400, 4000
+
+    def cost(step: int, name: str, _: str) -> float:
+        is_slow = step >= every and step % every < slow
+        return 9.8 if is_slow and name == "0/1/1" else AT_32_ROWS[name]
+
+    names = chosen(32, NOTHING_ACCEPTED, cost, num_steps=num_steps, largest=CHAIN)
+    for start in range(every, num_steps, every):
+        assert "3/1/4" in names[start : start + slow]  # else nothing is tested
+        assert names[start + slow : start + every].count("0/1/1") > 200, start

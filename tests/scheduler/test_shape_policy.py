@@ -13,9 +13,11 @@ from jspec.scheduler.shape_policy import (
     COLD_RUNS,
     ENOUGH_SAMPLES,
     MARGIN,
+    SURE_SAMPLES,
     Costs,
     Survival,
     best_shape,
+    does_less,
     family,
     is_part,
 )
@@ -95,6 +97,48 @@ def test_a_cost_is_a_median_and_unknown_at_first() -> None:
     costs.see(ONE, 8, 0.005, before=ONE)
     assert costs.known(ONE, 8) == 0.005
     assert costs.known(ONE, 4) is None
+
+
+def seen(costs: Costs, shape: SpeculativeConfig, *seconds: float) -> None:
+    for each in seconds:
+        costs.see(shape, 8, each, before=shape)
+
+
+def test_of_two_looks_one_may_have_met_a_slow_moment() -> None:
+    for first, second in ((0.005, 0.020), (0.020, 0.005)):
+        costs = Costs()
+        seen(costs, ONE, *[0.1] * COLD_RUNS, *[first] * 9)
+        costs.fade(ONE, 8)
+        assert costs.known(ONE, 8) == first
+        seen(costs, ONE, *[second] * ENOUGH_SAMPLES)
+        assert costs.known(ONE, 8) == 0.005
+        seen(costs, ONE, *[second] * ENOUGH_SAMPLES)
+        assert costs.known(ONE, 8) == second
+
+
+def test_by_few_samples_a_shape_takes_no_longer_than_one_that_does_more() -> None:
+    costs = Costs()
+    for shape, seconds in ((PLAIN, 0.009), (ONE, 0.007), (THREE, 0.008)):
+        seen(costs, shape, *[0.1] * COLD_RUNS, *[seconds] * (SURE_SAMPLES - 1))
+    believed = {PLAIN: 0.007, ONE: 0.007, THREE: 0.008}
+    assert costs.all_known((PLAIN, ONE, THREE), 8) == believed
+    assert costs.all_known((PLAIN, THREE), 8) == {PLAIN: 0.008, THREE: 0.008}
+    assert costs.all_known((PLAIN, THREE), 4) == {}
+    seen(costs, PLAIN, 0.009)  # enough of them: it is so
+    assert costs.all_known((PLAIN, ONE, THREE), 8) == believed | {PLAIN: 0.009}
+
+
+def test_less_is_fewer_levels_candidates_and_nodes() -> None:
+    tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
+    half = replace(tree, total_nodes_per_row=8.0)
+    wide = replace(tree, num_steps=1, num_draft_tokens=5)
+    ascending = [PLAIN, ONE, THREE, half, tree]
+    for less, more in itertools.combinations(ascending, 2):
+        assert does_less(less, more)
+        assert not does_less(more, less)
+    assert not does_less(tree, tree)
+    assert not does_less(wide, THREE)
+    assert not does_less(THREE, wide)
 
 
 SHAPES = st.sampled_from([PLAIN, ONE, THREE])
