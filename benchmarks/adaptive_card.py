@@ -13,7 +13,8 @@ tokens a second are those of a long run less those of a short one, as in h200_ta
 repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before;
 it has --times as many runs as the others, all of whose time counts: one of a hundred steps has
 looks or has none. All runs are as long, since a step of a longer context takes longer.
-An engine that never drafts is measured first. Every text is compared with what it must be.
+Beside it stands an engine that never drafts, on the same device, which takes its turns, too: a card
+that is warm is slower than a cold one. Every text is compared with what it must be.
 
 --mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
 device chooses by score over all rows: 3/4/16:8 is "3/4/16 of 8 a row". The dial says how often the
@@ -58,6 +59,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTIVE = "adaptive"
 PLAIN_ENGINE = "plain engine"
 PROMPT = 256  # or the workload's, if that is shorter
+SPARE_TOKENS = 192  # of a row, for pages that are not full and for drafts
 LONGEST_BUILD = 300.0  # seconds until all programs are there
 WARM_RUNS = 2  # long ones, which a new chooser has seen before it is measured
 
@@ -241,6 +243,9 @@ def start(
     workload.write_configs(folder)
     arguments = workload.arguments(mode, folder, acceptance=1.0)
     del arguments["max_running_requests"]
+    each = min(PROMPT, workload.prompt_len) + workload.long_run + SPARE_TOKENS
+    # Two engines stand beside each other.
+    arguments["max_total_tokens"] = min(arguments["max_total_tokens"], max(batches) * each)
     if arguments.pop("simulate_acceptance", None) is not None:
         arguments["speculative_adaptive"] = True
     engine = CountingEngine(tuple(sorted(batches)), shapes, **arguments, **more)
@@ -249,20 +254,6 @@ def start(
     seconds, count = time.monotonic() - started, engine.num_programs
     print(f"{mode}: {names}: {count} programs after {seconds:.1f} s", flush=True)
     return engine
-
-
-def plain_rates(
-    workload: Workload, folder: Path, batches: list[int], *, repeats: int
-) -> dict[int, float]:
-    """Tokens a second of an engine that never drafts, by batch."""
-    engine = start(workload, folder, "plain", batches=batches)
-    rates = {}
-    for rows in batches:
-        seconds_of(engine, workload, rows, 0.0, workload.short_run)
-        rates[rows] = statistics.median(rate(engine, workload, rows, 0.0) for _ in range(repeats))
-    engine.shutdown()
-    print(f"plain engine: {rates}", flush=True)
-    return rates
 
 
 def seconds_of(
@@ -306,24 +297,26 @@ def expected_length(acceptance: float, num_steps: int) -> float:
 
 def measured(
     engine: CountingEngine,
+    plain: CountingEngine,
     workload: Workload,
     rows: int,
     acceptance: float,
     *,
     repeats: int,
-    plain_rate: float,
     times: int,
 ) -> dict[str, Any]:
-    """One cell: every fixed shape and the chooser, taking turns; plain_rate: of plain decoding;
+    """One cell: the engine that never drafts, every fixed shape and the chooser, taking turns;
     times: as many runs as theirs the chooser has, in which looks come and go."""
     named: dict[str, SpeculativeConfig | None] = {str(s): s for s in engine.limits.shapes}
     named[ADAPTIVE] = None
     engine.switched.renew()
+    seconds_of(plain, workload, rows, acceptance, workload.short_run)
     for _ in range(WARM_RUNS):
         seconds_of(engine, workload, rows, acceptance, workload.long_run)
-    found: dict[str, list[float]] = {name: [] for name in named}
+    found: dict[str, list[float]] = {name: [] for name in (PLAIN_ENGINE, *named)}
     taken: dict[str, dict[str, Taken]] = {name: {} for name in named}
     for _ in range(repeats):
+        found[PLAIN_ENGINE].append(rate(plain, workload, rows, acceptance))
         for name, shape in named.items():
             engine.switched.use(shape)
             engine.switched.taken()
@@ -333,7 +326,6 @@ def measured(
                 taken[name].setdefault(other, Taken()).add(steps)
     rates = {name: statistics.median(values) for name, values in found.items()}
     rates[ADAPTIVE] = statistics.harmonic_mean(found[ADAPTIVE])  # a median would leave looks out
-    rates[PLAIN_ENGINE] = plain_rate
     best = max((name for name in rates if name != ADAPTIVE), key=lambda name: rates[name])
     totals = engine.switched.adaptive.totals
     return {
@@ -407,21 +399,20 @@ def main(arguments: list[str] | None = None) -> None:
     cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         workload, folder = WORKLOADS[options.model], Path(name)
-        plain = plain_rates(workload, folder, options.batches, repeats=options.repeats)
-        engine = start(
-            workload, folder, options.mode, batches=options.batches, shapes=options.shapes
-        )
-        for rows in options.batches:
+        batches = options.batches
+        plain = start(workload, folder, "plain", batches=batches)
+        engine = start(workload, folder, options.mode, batches=batches, shapes=options.shapes)
+        for rows in batches:
             for acceptance in options.acceptances:
                 if time.monotonic() - started > options.seconds:
                     continue
                 cell = measured(
                     engine,
+                    plain,
                     workload,
                     rows,
                     acceptance,
                     repeats=options.repeats,
-                    plain_rate=plain[rows],
                     times=options.times,
                 )
                 cells.append(cell)
@@ -429,6 +420,7 @@ def main(arguments: list[str] | None = None) -> None:
                 write_result(options.out, result)
                 print(summary(cell, seconds=time.monotonic() - started), flush=True)
         engine.shutdown()
+        plain.shutdown()
     if cells:
         print(f"least of the best: {min(cell['of_best'] for cell in cells)}")
 
