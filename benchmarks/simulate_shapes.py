@@ -48,6 +48,9 @@ NOISE = 0.01  # of a step's time, either way
 COLD_RUNS, COLD_MS = 2, 10.0  # of a program: how many of its first runs are longer, and by how much
 # Seen on an H100's host: now and then some steps in a row are longer, whatever their shape.
 SLOW_EVERY, SLOW_STEPS, SLOW_MS = 200, 6, 20.0  # steps from one on average; how many; up to so much
+# Rows read what they have written: a step is longer by so much once they have made so many tokens;
+# then others take their place (Llama-3.1-8B in bf16: 131 kB a token, at 3 TB/s).
+TEXT_TOKENS, TOKEN_MS = 320, 131072 / 3e9
 SWITCH_MS = 4.0  # of a step after another program's, on top: seen on an H200 (docs/adaptive.md)
 CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
 
@@ -174,6 +177,7 @@ def run(
         seconds = table.step(shape, rows) * noise.uniform(1 - NOISE, 1 + NOISE)
         seconds += COLD_MS * (used[str(shape)] <= COLD_RUNS)
         seconds += SWITCH_MS * (shape != before)
+        seconds += TOKEN_MS * rows * (tokens / rows % TEXT_TOKENS)
         slow = SLOW_STEPS if noise.random() * SLOW_EVERY < 1 else max(slow - 1, 0)
         seconds += noise.uniform(0, SLOW_MS) * (slow > 0)
         before = shape

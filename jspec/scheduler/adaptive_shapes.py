@@ -251,7 +251,8 @@ class AdaptiveShapes:
         if expected is not None:
             self._count(expected_seconds=expected, measured_seconds=seconds)
         ran = before[0] if before is not None and before[1] == bucket else None
-        self._costs.see(shape, bucket, seconds, before=ran)
+        leads = shape == self._current
+        self._costs.see(shape, bucket, seconds, before=ran, leads=leads)
         self._measured_at[shape, bucket] = self._num_chosen
 
     def _count(

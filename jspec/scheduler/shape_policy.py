@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from jspec.core.config import SpeculativeConfig
 
 # Chosen by hand, and checked by benchmarks/simulate_shapes.py (decision 28).
-HALF_VERIFICATIONS = 128  # after so many what was seen before counts half
+HALF_VERIFICATIONS = 256  # after so many what was seen before counts half
 LEAST_DECAY = 0.9  # ... but a step of many rows leaves this much of it
 HALF_STEPS = 256  # what is not observed any more counts half after so many decode steps
 MARGIN = 0.015  # another shape must be worth so much more to be taken
@@ -102,12 +102,17 @@ class Costs:
     steady: of steps after one of the same program. Others, after a prompt's chunk or another shape,
     are up to twice as long or half as long on a GPU's host, and count while there is nothing else.
     switches: what steps after one of another shape took beyond the steady ones, by bucket.
+    led: by bucket the shape that is run now, but for looks, and its steady steps since. drift: what
+    that one's cost has moved by since another was seen last, so that one's has, too: rows whose
+    texts grow have longer steps, whatever is drafted.
     """
 
     samples: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
     steady: dict[tuple[SpeculativeConfig, int], deque[float]] = field(default_factory=dict)
     switches: dict[int, deque[float]] = field(default_factory=dict)
     cold: dict[tuple[SpeculativeConfig, int], int] = field(default_factory=dict)
+    led: dict[int, tuple[SpeculativeConfig, int]] = field(default_factory=dict)
+    drift: dict[tuple[SpeculativeConfig, int], float] = field(default_factory=dict)
 
     def see(
         self,
@@ -116,8 +121,10 @@ class Costs:
         seconds: float,
         *,
         before: SpeculativeConfig | None,
+        leads: bool = False,
     ) -> None:
-        """before: the shape of the step before, at the same bucket; None: it was something else."""
+        """before: the shape of the step before, at the same bucket; None: it was something else.
+        leads: it is the shape that is run, and this no look."""
         key = (shape, bucket)
         left = self.cold.setdefault(key, COLD_RUNS)
         if left:
@@ -127,8 +134,27 @@ class Costs:
         if not is_steady and before is not None and (usual := self.known(shape, bucket)):
             beyond = self.switches.setdefault(bucket, deque(maxlen=COST_SAMPLES))
             beyond.append(seconds - usual)
+        if moved := self.drift.pop(key, 0.0):
+            for kept in (self.samples, self.steady):
+                old = [sample + moved for sample in kept.get(key, ())]
+                kept[key] = deque(old, maxlen=COST_SAMPLES)
+        usual = self.known(shape, bucket)
         for kept in (self.samples, *([self.steady] if is_steady else [])):
             kept.setdefault(key, deque(maxlen=COST_SAMPLES)).append(seconds)
+        now = self.known(shape, bucket)
+        if leads and is_steady and usual is not None and now is not None:
+            self._lead(shape, bucket, now - usual)
+
+    def _lead(self, shape: SpeculativeConfig, bucket: int, moved: float) -> None:
+        """The cost of the shape that is run has moved; once all its samples are of this run, so
+        have those of the others."""
+        led, count = self.led.get(bucket, (shape, 0))
+        count = count + 1 if led == shape else 1
+        self.led[bucket] = shape, count
+        if count > COST_SAMPLES and moved:
+            for other in self.samples:
+                if other[1] == bucket and other[0] != shape:
+                    self.drift[other] = self.drift.get(other, 0.0) + moved
 
     def switch(self, bucket: int) -> float:
         """Seconds that are lost where one shape follows another: on a GPU the host tells a graph
@@ -147,8 +173,8 @@ class Costs:
 
     def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
         """The median; None while there is too little to say."""
-        found = self._kept(shape, bucket)
-        return statistics.median_low(found) if found else None
+        found, moved = self._kept(shape, bucket), self.drift.get((shape, bucket), 0.0)
+        return statistics.median_low(found) + moved if found else None
 
     def all_known(
         self, shapes: Sequence[SpeculativeConfig], bucket: int

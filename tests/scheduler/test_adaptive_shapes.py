@@ -267,3 +267,19 @@ def test_what_was_left_is_looked_at_again_soon() -> None:
     for start in range(every, num_steps, every):
         assert "3/1/4" in names[start : start + slow]  # else nothing is tested
         assert names[start + slow : start + every].count("0/1/1") > 200, start
+
+
+class PaysAlike(CostTable):
+    """Of 64 rows on an H100: at acceptance 0.5 1/1/2 is worth 4% more than 3/1/4."""
+
+    def step(self, shape: SpeculativeConfig, rows: int) -> float:
+        del rows
+        return {0: 7.2, 1: 7.9, 3: 10.42}[shape.num_steps]
+
+
+def test_shapes_that_pay_alike_do_not_alternate_while_texts_grow() -> None:
+    """One is run now, the other was looked at when texts were shorter. On that card: 29 changes in
+    1,300 steps."""
+    found = cell(64, (0.5,), num_steps=2500, table=PaysAlike((), ()))
+    assert found["changes"] <= 3, found
+    assert found["of_best"] > 0.98, found

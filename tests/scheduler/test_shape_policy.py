@@ -11,6 +11,7 @@ from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.shape_sets import shapes_for
 from jspec.scheduler.shape_policy import (
     COLD_RUNS,
+    COST_SAMPLES,
     ENOUGH_SAMPLES,
     MARGIN,
     SURE_SAMPLES,
@@ -126,6 +127,28 @@ def test_by_few_samples_a_shape_takes_no_longer_than_one_that_does_more() -> Non
     assert costs.all_known((PLAIN, THREE), 4) == {}
     seen(costs, PLAIN, 0.009)  # enough of them: it is so
     assert costs.all_known((PLAIN, ONE, THREE), 8) == believed | {PLAIN: 0.009}
+
+
+def test_costs_of_other_shapes_move_with_the_one_that_is_run() -> None:
+    """Rows whose texts grow have longer steps, of whatever shape. Looks and other batches do not
+    tell; nor do its first steps, of which the median moves as there come more of them."""
+    costs, growth = Costs(), 1e-6
+    for shape, bucket in ((ONE, 8), (PLAIN, 4)):
+        for _ in range(COLD_RUNS + ENOUGH_SAMPLES):
+            costs.see(shape, bucket, 0.007, before=shape)
+    for step in range(COLD_RUNS + COST_SAMPLES):
+        costs.see(THREE, 8, 0.008 + growth * step, before=THREE, leads=True)
+    assert costs.known(ONE, 8) == 0.007
+    for step in range(1000):
+        costs.see(THREE, 8, 0.008 + growth * step, before=THREE, leads=True)
+        costs.see(THREE, 4, 0.003 + growth * step, before=THREE)
+    assert costs.known(ONE, 8) == pytest.approx(0.008, abs=4e-5)
+    assert costs.known(PLAIN, 4) == 0.007
+    for _ in range(ENOUGH_SAMPLES):  # as it is measured now, the old ones as they would be
+        costs.see(ONE, 8, 0.0081, before=ONE)
+    assert costs.known(ONE, 8) == pytest.approx(0.008, abs=4e-5)
+    costs.fade(ONE, 8)
+    assert costs.known(ONE, 8) == pytest.approx(0.0081)
 
 
 def test_less_is_fewer_levels_candidates_and_nodes() -> None:
