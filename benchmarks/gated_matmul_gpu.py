@@ -28,8 +28,11 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, sustained_seconds, watched
+from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
+    FEW,
+    MOST_FEW,
     NARROW,
     gated_product,
     large_product,
@@ -63,18 +66,27 @@ FEW_TUNINGS = {
     "pairs share weights": DEFAULT,
     "alone": ALONE,
 }
+FEWEST_TUNINGS = {  # up to MOST_FEW tokens
+    "one tile each": FEW,
+    "steps of 64": replace(FEW, tile_k=64, num_stages=6),
+    "pairs share tokens": replace(FEW, cluster=2, shared=Shared.TOKENS),
+    "tiles of 64": replace(FEW, tile_n=64, num_stages=4),
+    "tiles of 64, by rows": replace(FEW, tile_n=64, num_stages=4, layout=Layout.IN_OUT),
+    "late start": replace(FEW, early_start=False, early_release=False),
+}
 EVERYWHERE, FEW_TOKENS = 3, 512
 PLAIN = DEFAULT
 
 
 @dataclass(frozen=True)
 class Case:
-    """One program at one shape: XLA's where tuning is None."""
+    """One program at one shape: XLA's where tuning is None. by_columns: how XLA's weights lie."""
 
     m: int
     shape: str
     name: str
     tuning: GatedTuning | None = None
+    by_columns: bool = False
 
     @property
     def key(self) -> str:
@@ -83,7 +95,9 @@ class Case:
     @property
     def place(self) -> Format:
         """Of the weights: as the kernel reads them."""
-        turned = self.tuning is not None and self.tuning.layout is Layout.OUT_IN
+        turned = self.by_columns
+        if self.tuning is not None:
+            turned = self.tuning.layout is Layout.OUT_IN
         device = SingleDeviceSharding(jax.devices()[0])
         return Format(Order(major_to_minor=(1, 0) if turned else (0, 1)), device)
 
@@ -109,11 +123,14 @@ def cases(tokens: list[int]) -> list[Case]:
     found = [Case(m, GATE_UP, "XLA") for m in tokens]
     for m in tokens:
         programs = FEW_TUNINGS if m <= FEW_TOKENS else TUNINGS
+        if m <= MOST_FEW:
+            programs = FEWEST_TUNINGS
+            found.append(Case(m, GATE_UP, "XLA, by columns", by_columns=True))
         for rank, (name, tuning) in enumerate(programs.items()):
             if m <= FEW_TOKENS or rank < EVERYWHERE or m == largest:
                 found.append(Case(m, GATE_UP, name, tuning))
     found += [Case(m, GATE_UP, "XLA, again") for m in tokens]
-    for shape in ("qkv", "o", "down"):
+    for shape in ("qkv", "o", "down") if largest > FEW_TOKENS else ():
         found += [Case(largest, shape, "XLA"), Case(largest, shape, "kernel", PLAIN)]
     return found
 
@@ -147,7 +164,8 @@ def compiled(case: Case) -> Any:
     def all_calls(xs: list[jax.Array], ws: list[jax.Array]) -> list[jax.Array]:
         return [one(x, w) for x, w in zip(xs, ws, strict=True)]
 
-    return jax.jit(all_calls).lower(xs, ws).compile()
+    options = OPS["gpu"].compiler_options(decode_tokens=case.m)  # what a step of them has
+    return jax.jit(all_calls).lower(xs, ws).compile(compiler_options=options)
 
 
 def measure(case: Case, program: Callable[[], Any]) -> dict[str, Any]:
@@ -236,7 +254,7 @@ def main() -> None:
     rows = watched("benchmarks.gated_matmul_gpu", passed, seconds=arguments.seconds)
     best = summary(rows)
     report(rows, best)
-    every = {**TUNINGS, **FEW_TUNINGS}
+    every = {**TUNINGS, **FEW_TUNINGS, **FEWEST_TUNINGS}
     names = {name: str(asdict(tuning)) for name, tuning in every.items()}
     write_result(arguments.out, {"tunings": names, "rows": rows, "best": best})
 

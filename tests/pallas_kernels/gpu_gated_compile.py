@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
-from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, NARROW, gated_product
+from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_product
 from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Shared
 from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
 from tests.pallas_kernels.gpu_kernel_compile import H200
@@ -30,6 +30,8 @@ PROGRAMS = (
     (8192, DEFAULT),
     (1024, replace(DEFAULT, cluster=1)),
     (256, NARROW),
+    (64, FEW),
+    (16, FEW),
     (2048, replace(DEFAULT, cluster=2, shared=Shared.TOKENS)),
 )
 

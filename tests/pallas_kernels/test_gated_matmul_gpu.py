@@ -19,8 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
+    FEW,
+    LEAST_FEW,
     LEAST_TOKENS,
-    LEAST_TOKENS_BY_COLUMNS,
+    MOST_FEW,
     NARROW,
     choose_gated,
     gated_product,
@@ -49,9 +51,17 @@ SMALL_PROGRAMS = {
     "one consumer": (128, 128, 256, replace(SMALL, tile_m=64, num_consumers=1)),
     "by columns": (300, 128, 192, replace(PAIRS, tile_n=48, piece=16, layout=Layout.OUT_IN)),
     "by columns, alone": (128, 192, 256, replace(SMALL, layout=Layout.OUT_IN)),
+    "few tokens": (16, 256, 192, replace(FEW, tile_n=48)),
+    "tokens that fill no eight": (21, 256, 96, replace(FEW, tile_n=48)),
     "deep ring": (256, 128, 128, replace(SMALL, num_stages=5, num_blocks=1)),
 }
-FAST = ("a ragged M, three steps of K", "pairs share weights", "pieces of 64", "by columns")
+FAST = (
+    "a ragged M, three steps of K",
+    "pairs share weights",
+    "pieces of 64",
+    "by columns",
+    "few tokens",
+)
 K, N = 4096, 14336  # Llama-3.1-8B
 
 
@@ -176,7 +186,7 @@ def test_lowers_for_cuda(m: int, gated: bool) -> None:
 def test_compiles_ahead_of_time_for_an_h200_and_spills_no_register() -> None:
     """XLA's compiler and ptxas for sm_90a, in a process of its own, on a machine without a GPU."""
     output = output_of("tests.pallas_kernels.gpu_gated_compile")
-    assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 4
+    assert len(re.findall(r"^compiled", output, re.MULTILINE)) == 6
 
 
 def chosen(
@@ -196,7 +206,10 @@ def chosen(
 def test_a_layer_gets_the_program_for_its_tokens() -> None:
     turned = replace(DEFAULT, layout=Layout.OUT_IN)
     expected = {
-        LEAST_TOKENS_BY_COLUMNS // 2: [None, None],
+        LEAST_FEW - 1: [None, None],
+        LEAST_FEW: [None, FEW],
+        MOST_FEW: [None, FEW],
+        MOST_FEW + 1: [None, None],
         128: [None, replace(NARROW, cluster=1)],
         192: [None, None],  # no whole tile
         256: [None, NARROW],
@@ -218,6 +231,7 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         assert chosen(m, of_prompts=True) == (programs if has_mosaic_gpu() else [None, None]), m
     of_eight_shards = chosen(8192, n2=2 * N // 8)
     assert of_eight_shards == ([DEFAULT, turned] if has_mosaic_gpu() else [None, None])
+    assert chosen(32, n2=N) == [None, None]  # 64 tiles are too few
     assert chosen(8192, dtype=jnp.float32) == [None, None]
     assert chosen(8192, k=K + 32) == [None, None]
     assert chosen(8192, n2=2 * N + 128) == [None, None]
@@ -272,7 +286,7 @@ def test_runs_on_chip(name: str, gated: bool) -> None:
 
 @needs_hopper
 @needs_mosaic_gpu
-@pytest.mark.parametrize("m", [128, 256, 1024, 1000, 8192])
+@pytest.mark.parametrize("m", [1, 8, 21, 64, 128, 256, 1024, 1000, 8192])
 def test_runs_on_chip_at_model_shapes(m: int) -> None:
     x, w = operands(m, K, 2 * N)
     expected = jax.jit(reference)(x, w)
@@ -280,7 +294,7 @@ def test_runs_on_chip_at_model_shapes(m: int) -> None:
     alone = replace(DEFAULT, cluster=1)
     first = gated_product(x, w, tuning=DEFAULT)
     assert_close(first, expected)
-    for tuning in (DEFAULT, alone, replace(DEFAULT, overlaps=False), turned, NARROW):
+    for tuning in (DEFAULT, alone, replace(DEFAULT, overlaps=False), turned, NARROW, FEW):
         run = jax.jit(lambda x, w, tuning=tuning: gated_product(x, w, tuning=tuning))
         for _ in range(6):  # nothing depends on who comes first, nor on how the weights lie
             assert jnp.array_equal(first, run(x, w)), tuning

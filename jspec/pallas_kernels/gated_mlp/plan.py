@@ -74,6 +74,11 @@ class GatedTuning:
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
         return ring + 2 * self.tile_m * self.piece * 2
 
+    def busy_share(self, columns: int) -> float:
+        """Of the multiprocessors over all turns, where one row of tiles is the whole work."""
+        tiles = columns // (2 * self.tile_n)
+        return tiles / (-(-tiles // self.num_blocks) * self.num_blocks)
+
     def problem(self, m: int, k: int, columns: int) -> str | None:
         """Why this program cannot compute [m, k] @ [k, columns], or None."""
         across = 2 * self.tile_n * self.cluster_tiles[1]
