@@ -9,12 +9,13 @@ made such that the next token is the last one plus 1 (jspec/testing/counting_dia
 knows what is right, and a draft of each depth is accepted with the probability that a request's
 seed names. The head runs whole. All that differs between two runs is who chooses the shape: the
 engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
-tokens a second are those of a long run less those of a short one, as in h200_table, medians over
-repeats, which take turns. The chooser is a new one in each cell, and has seen two long runs before;
-it has --times as many runs as the others, all of whose time counts: one of a hundred steps has
-looks or has none. All runs are as long, since a step of a longer context takes longer.
-Beside it stands an engine that never drafts, on the same device, which takes its turns, too: a card
-that is warm is slower than a cold one. Every text is compared with what it must be.
+tokens a second are those of a long run less those of a short one, as in h200_table, harmonic means
+over repeats, which take turns: all their time counts, looks and slow moments included. The chooser
+is a new one in each cell, and has seen WARM_STEPS before; it has --times as many runs as the
+others: one of a hundred steps has looks or has none. All runs are as long, since a step of a longer
+context takes longer. Beside it stands an engine that never drafts, on the same device, which takes
+its turns, too: a card that is warm is slower than a cold one. Every text is compared with what it
+must be.
 
 --mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
 device chooses by score over all rows: 3/4/16:8 is "3/4/16 of 8 a row". The dial says how often the
@@ -61,7 +62,7 @@ PLAIN_ENGINE = "plain engine"
 PROMPT = 256  # or the workload's, if that is shorter
 SPARE_TOKENS = 192  # of a row, for pages that are not full and for drafts
 LONGEST_BUILD = 300.0  # seconds until all programs are there
-WARM_RUNS = 2  # long ones, which a new chooser has seen before it is measured
+WARM_STEPS = 500  # or more, of long runs, which a new chooser has seen before it is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,10 +312,13 @@ def measured(
     named[ADAPTIVE] = None
     engine.switched.renew()
     seconds_of(plain, workload, rows, acceptance, workload.short_run)
-    for _ in range(WARM_RUNS):
+    engine.switched.taken()
+    num_steps = 0
+    while num_steps < WARM_STEPS:
         seconds_of(engine, workload, rows, acceptance, workload.long_run)
+        num_steps += sum(taken.steps for taken in engine.switched.taken().values())
     found: dict[str, list[float]] = {name: [] for name in (PLAIN_ENGINE, *named)}
-    taken: dict[str, dict[str, Taken]] = {name: {} for name in named}
+    used: dict[str, dict[str, Taken]] = {name: {} for name in named}
     for _ in range(repeats):
         found[PLAIN_ENGINE].append(rate(plain, workload, rows, acceptance))
         for name, shape in named.items():
@@ -323,9 +327,8 @@ def measured(
             for _ in range(times if shape is None else 1):
                 found[name].append(rate(engine, workload, rows, acceptance))
             for other, steps in engine.switched.taken().items():
-                taken[name].setdefault(other, Taken()).add(steps)
-    rates = {name: statistics.median(values) for name, values in found.items()}
-    rates[ADAPTIVE] = statistics.harmonic_mean(found[ADAPTIVE])  # a median would leave looks out
+                used[name].setdefault(other, Taken()).add(steps)
+    rates = {name: statistics.harmonic_mean(values) for name, values in found.items()}
     best = max((name for name in rates if name != ADAPTIVE), key=lambda name: rates[name])
     totals = engine.switched.adaptive.totals
     return {
@@ -339,11 +342,11 @@ def measured(
         "best": best,
         "of_best": round(rates[ADAPTIVE] / rates[best], 4),
         "tokens_a_step": {
-            name: taken[name][name].tokens_a_step for name in named if name != ADAPTIVE
+            name: used[name][name].tokens_a_step for name in named if name != ADAPTIVE
         },
         "chosen": {
             name: {"steps": steps.steps, "tokens_a_step": steps.tokens_a_step}
-            for name, steps in taken[ADAPTIVE].items()
+            for name, steps in used[ADAPTIVE].items()
         },
         "emitted_of_expected": _ratio(totals.emitted_tokens, totals.expected_tokens),
         "seconds_of_expected": _ratio(totals.measured_seconds, totals.expected_seconds),
