@@ -9,13 +9,12 @@ made such that the next token is the last one plus 1 (jspec/testing/counting_dia
 knows what is right, and a draft of each depth is accepted with the probability that a request's
 seed names. The head runs whole. All that differs between two runs is who chooses the shape: the
 engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
-tokens a second are those of a long run less those of a short one, as in h200_table, harmonic means
-over repeats, which take turns: all their time counts, looks and slow moments included. The chooser
-is a new one in each cell, and has seen WARM_STEPS before; it has --times as many runs as the
-others: one of a hundred steps has looks or has none. All runs are as long, since a step of a longer
-context takes longer. Beside it stands an engine that never drafts, on the same device, which takes
-its turns, too: a card that is warm is slower than a cold one. Every text is compared with what it
-must be.
+tokens a second are those of a long run less those of a short one, as in h200_table, medians
+over repeats, which take turns: a long run has looks in it, and a short one that meets a slow moment
+would spoil a mean. The chooser is a new one in each cell, and has seen WARM_STEPS before; it has
+--times as many runs as the others. All runs are as long, since a step of a longer context takes
+longer. Beside it stands an engine that never drafts, on the same device, which takes its turns,
+too: a card that is warm is slower than a cold one. Every text is compared with what it must be.
 
 --mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
 device chooses by score over all rows: 3/4/16:8 is "3/4/16 of 8 a row". The dial says how often the
@@ -328,7 +327,7 @@ def measured(
                 found[name].append(rate(engine, workload, rows, acceptance))
             for other, steps in engine.switched.taken().items():
                 used[name].setdefault(other, Taken()).add(steps)
-    rates = {name: statistics.harmonic_mean(values) for name, values in found.items()}
+    rates = {name: statistics.median(values) for name, values in found.items()}
     best = max((name for name in rates if name != ADAPTIVE), key=lambda name: rates[name])
     totals = engine.switched.adaptive.totals
     return {
