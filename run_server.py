@@ -2,7 +2,7 @@
 
 import sys
 
-from jspec.cli import run
+from jspec.__main__ import run
 
 if __name__ == "__main__":
     run(["serve", *sys.argv[1:]])

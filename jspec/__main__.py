@@ -1,6 +1,23 @@
-"""`python -m jspec`, the same as the command `jspec`."""
+"""`python -m jspec`, `jspec` and `run_server.py` begin here."""
 
-from jspec.cli import run
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """`jspec.cli.run`, whose imports take a moment in which Ctrl-C is to end us as quietly as
+    later."""
+    try:
+        from jspec import cli
+    except KeyboardInterrupt:
+        print("jspec: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+    cli.run(argv)
+
 
 if __name__ == "__main__":
     run()

@@ -55,6 +55,22 @@ def read_until(stream: IO[str] | None, text: str) -> str:
     raise AssertionError("".join(seen))
 
 
+def test_an_interrupt_while_the_commands_are_imported_is_one_line() -> None:
+    code = """
+import sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "jspec.cli_bench":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+from jspec.__main__ import run
+run(["version"])
+"""
+    process = start("-c", code)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", "jspec: interrupted\n")
+
+
 def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
     process = start("run_server.py", *flags, "--port", "0", "--enable-metrics")
     try:
