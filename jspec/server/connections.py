@@ -7,6 +7,7 @@ that takes nothing of its answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import itertools
 import logging
@@ -16,6 +17,7 @@ import socket
 import struct
 import sys
 import termios
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,12 +51,48 @@ def most_connections(most_files: int | None = None) -> int:
     return max(min(soft - own, MAX_CONNECTIONS), 1)
 
 
+class Handshakes:
+    """Connections that are accepted and not made yet, oldest first: with TLS somebody may never go
+    on. With those that are made they are at most max_connections; the oldest makes room."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.num_made = 0
+        self._max_connections = max_connections
+        self._open: dict[int, weakref.ref[socket.socket]] = {}
+
+    def begin(self, connection: socket.socket) -> None:
+        """It was accepted."""
+        for number, known in list(self._open.items()):
+            found = known()
+            if found is None or found.fileno() != number:  # it was closed before it was made
+                del self._open[number]
+        while self._open and len(self._open) + self.num_made >= self._max_connections:
+            LOGGER.warning("more than %d connections: one was closed", self._max_connections)
+            oldest = self._open.pop(next(iter(self._open)))()
+            if oldest is not None:
+                with contextlib.suppress(OSError):  # the client has gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # asyncio, whose it is, then closes it
+        self._open[connection.fileno()] = weakref.ref(connection)
+
+    def end(self, number: int) -> None:
+        """The connection of this file descriptor was made."""
+        self._open.pop(number, None)
+
+
 class Listener(socket.socket):
     """A socket whose backlog, which asyncio also takes for how many it accepts in one turn, does
-    not bound how many may wait to be accepted."""
+    not bound how many may wait to be accepted. handshakes: told of each that is accepted."""
+
+    handshakes: Handshakes | None = None
 
     def listen(self, backlog: int = MAX_WAITING) -> None:
         super().listen(max(backlog, MAX_WAITING))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if self.handshakes is not None:
+            self.handshakes.begin(connection)
+        return connection, address
 
 
 def refuse_half_sent(connections: Iterable[asyncio.Protocol]) -> None:
@@ -76,6 +114,7 @@ class BoundedProtocol(H11Protocol):
 
     head_seconds: float
     max_connections: int
+    handshakes: Handshakes
     places: Iterator[int]  # of those that began to wait for a head: clocks may stand still
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -87,6 +126,8 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.handshakes.end(transport.get_extra_info("socket").fileno())
+        self.handshakes.num_made = len(self.connections)
         if len(self.connections) > self.max_connections:
             LOGGER.warning("more than %d connections: one was closed", self.max_connections)
             if not self._make_room():
@@ -131,6 +172,7 @@ class BoundedProtocol(H11Protocol):
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)
+        self.handshakes.num_made = len(self.connections)
 
     def resume_writing(self) -> None:
         self._num_unsent = 0
@@ -189,10 +231,13 @@ class BoundedProtocol(H11Protocol):
         return num_unsent
 
 
-def bounded_protocol(*, head_seconds: float, max_connections: int) -> type[BoundedProtocol]:
+def bounded_protocol(
+    *, head_seconds: float, max_connections: int, handshakes: Handshakes | None = None
+) -> type[BoundedProtocol]:
     """uvicorn's protocol for a server that waits head_seconds for the whole head of a request,
     from the connection's start or from the first byte after the answer before, that closes
     connections whose client takes nothing of an answer for as long, and those beyond
-    max_connections."""
-    own = {"head_seconds": head_seconds, "max_connections": max_connections}
+    max_connections. handshakes: of the server's listener."""
+    own: dict[str, Any] = {"head_seconds": head_seconds, "max_connections": max_connections}
+    own["handshakes"] = handshakes or Handshakes(max_connections)
     return type("BoundedProtocol", (BoundedProtocol,), {**own, "places": itertools.count()})

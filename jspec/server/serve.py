@@ -31,6 +31,7 @@ from jspec.engine.interrupts import interruptible
 from jspec.server.app import create_app
 from jspec.server.connections import (
     ACCEPTS_IN_A_TURN,
+    Handshakes,
     Listener,
     bounded_protocol,
     most_connections,
@@ -117,7 +118,7 @@ class EngineServer(uvicorn.Server):
                     await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
-def bind(args: ServerArgs) -> socket.socket:
+def bind(args: ServerArgs) -> Listener:
     """A bound socket that does not listen yet. Raises ConfigError if the address is no free one."""
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     # asyncio turns Nagle off where the protocol is named: else each event waits for an ACK, 40 ms.
@@ -239,6 +240,7 @@ def serve(settings: Settings) -> None:
             server = _server(
                 engine,
                 args,
+                bound,
                 on_ready=lambda: LOGGER.info(
                     "ready: %s after %.1f s",
                     url_of(bound, scheme="https" if args.ssl_certfile else "http"),
@@ -252,17 +254,22 @@ def serve(settings: Settings) -> None:
         LOGGER.info("stopped")
 
 
-def _server(engine: Engine, args: ServerArgs, *, on_ready: Callable[[], None]) -> EngineServer:
+def _server(
+    engine: Engine, args: ServerArgs, bound: Listener, *, on_ready: Callable[[], None]
+) -> EngineServer:
     app = create_app(engine, args)
-    return EngineServer(server_config(app, args), service=app.state.service, on_ready=on_ready)
+    config = server_config(app, args, bound)
+    return EngineServer(config, service=app.state.service, on_ready=on_ready)
 
 
-def server_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    """How uvicorn serves an application on a socket of `bind`."""
+def server_config(app: ASGIApp, args: ServerArgs, bound: Listener) -> uvicorn.Config:
+    """How uvicorn serves an application on `bind`'s socket."""
+    most = most_connections()
+    bound.handshakes = Handshakes(most)
     return uvicorn.Config(
         app,
         http=bounded_protocol(
-            head_seconds=args.request_timeout, max_connections=most_connections()
+            head_seconds=args.request_timeout, max_connections=most, handshakes=bound.handshakes
         ),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,

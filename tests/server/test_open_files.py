@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from jspec.server.connections import Handshakes
 
 MAX_FILES = 128
 HALF = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
@@ -43,7 +47,7 @@ async def answer(request: Request) -> Response:
 
 routes = [Route("/health", answer), Route("/generate", answer, methods=["POST"])]
 app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
-args = ServerArgs(port=0, request_timeout=60)
+args = ServerArgs(port=0, request_timeout=60, ssl_certfile=sys.argv[2] or None)
 with bind(args) as bound:
 
     class Server(uvicorn.Server):
@@ -51,14 +55,17 @@ with bind(args) as bound:
             await super().startup(sockets=sockets)
             print(bound.getsockname()[1], flush=True)
 
-    Server(server_config(app, args)).run(sockets=[bound])
+    Server(server_config(app, args, bound)).run(sockets=[bound])
 """
 
 
 @contextmanager
-def serving(subprocess_env: dict[str, str], log_path: Path) -> Iterator[int]:
-    """A server in a process of its own; its port. What it writes is at log_path in the end."""
-    command = [sys.executable, "-c", SERVER, str(MAX_FILES)]
+def serving(
+    subprocess_env: dict[str, str], log_path: Path, *, certificate: Path | None = None
+) -> Iterator[int]:
+    """A server in a process of its own; its port. What it writes is at log_path in the end.
+    certificate: with its key, for TLS."""
+    command = [sys.executable, "-c", SERVER, str(MAX_FILES), str(certificate or "")]
     with log_path.open("w") as log:  # no pipe, which a server that writes much would wait for
         server = subprocess.Popen(
             command, env=subprocess_env, stdout=subprocess.PIPE, stderr=log, text=True
@@ -72,9 +79,12 @@ def serving(subprocess_env: dict[str, str], log_path: Path) -> Iterator[int]:
             server.wait(timeout=30)
 
 
-@pytest.mark.skipif(
+needs_files = pytest.mark.skipif(
     -1 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 512, reason="opens 400 files itself"
 )
+
+
+@needs_files
 def test_more_connections_than_open_files_are_answered(
     subprocess_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -95,3 +105,74 @@ def test_more_connections_than_open_files_are_answered(
     assert "Traceback" not in log
     assert "Errno" not in log
     assert "connections: one was closed" in log
+
+
+@needs_files
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_handshakes_that_nobody_goes_on_with_make_room(
+    subprocess_env: dict[str, str], tmp_path: Path
+) -> None:
+    """They are no connections yet, but open files."""
+    certificate, log_path = tmp_path / "both.pem", tmp_path / "log"
+    words = "req -x509 -newkey rsa:2048 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    subprocess.run(["openssl", *words.split(), *files], check=True, capture_output=True)
+    parts = [(tmp_path / f"{name}.pem").read_text() for name in ("key", "certificate")]
+    certificate.write_text("".join(parts))
+    context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
+    with (
+        serving(subprocess_env, log_path, certificate=certificate) as port,
+        ExitStack() as stack,
+    ):
+        held = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            for _ in range(3 * MAX_FILES)
+        ]
+        for _ in range(3):
+            with context.wrap_socket(
+                socket.create_connection(("127.0.0.1", port), 10), server_hostname="127.0.0.1"
+            ) as connection:
+                connection.sendall(HEALTH)
+                assert connection.recv(12) == b"HTTP/1.1 200"
+        assert held[0].recv(12) == b""
+    log = log_path.read_text()
+    assert "Traceback" not in log
+    assert "Errno" not in log
+    assert "connections: one was closed" in log
+
+
+def test_the_oldest_handshake_makes_room_where_all_connections_are_too_many() -> None:
+    handshakes = Handshakes(3)
+    with ExitStack() as stack:
+        clients, accepted = [], []
+
+        def begin() -> None:
+            for sockets, each in zip((clients, accepted), socket.socketpair(), strict=True):
+                sockets.append(stack.enter_context(each))
+            clients[-1].settimeout(0.01)
+            handshakes.begin(accepted[-1])
+
+        def ended() -> list[int]:
+            return [i for i, each in enumerate(clients) if _is_ended(each)]
+
+        for _ in range(3):
+            begin()
+        assert ended() == []
+        handshakes.end(accepted[0].fileno())
+        handshakes.num_made = 1
+        accepted[1].close()  # which frees its file descriptor
+        begin()
+        assert ended() == [1]
+        begin()
+        assert ended() == [1, 2]
+        handshakes.num_made = 3  # no handshake but the new one is left
+        begin()
+        begin()
+        assert ended() == [1, 2, 3, 4, 5]
+
+
+def _is_ended(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
