@@ -1,4 +1,4 @@
-"""The gated half of Llama-3.1-8B's MLP for many tokens on a Hopper GPU: XLA's against the kernel's.
+"""The gated half of Llama-3.1-8B's MLP on a Hopper GPU, XLA's against the kernel's.
 
     python -m benchmarks.gated_matmul_gpu [--seconds 110] [--tokens 128 256 512 1024 2048 8192]
 

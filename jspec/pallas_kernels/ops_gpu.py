@@ -45,8 +45,8 @@ WITHOUT_TRITON, WITHOUT_SPLITS = range(48, 129), range(129, 513)
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
     """columns: how weights marked `by_columns` lie. A verification multiplies many tokens at
-    once, which the gated kernel does best when it reads along the inputs; decoding one token a row
-    is slower so by 1% (docs/kernels.md), and plain decoding stays with [in, out].
+    once, which the gated kernel does best when it reads along the inputs; few tokens are multiplied
+    more slowly so (docs/kernels.md), and plain decoding stays with [in, out].
     """
 
     interpret: bool = False

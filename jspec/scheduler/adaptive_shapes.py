@@ -90,7 +90,8 @@ class AdaptiveShapes:
         """See ShapeChooser."""
         self._num_chosen += 1
         bucket = core_shapes.bucket(num_rows, self._limits.decode_buckets)
-        if bucket != self._bucket:  # what is tried here says nothing of there
+        is_elsewhere = bucket != self._bucket
+        if is_elsewhere:  # what is tried here says nothing of there
             self._bucket, self._entered_at, self._num_tries_left = bucket, self._num_chosen, 0
         self._untried[bucket] = self._untried.get(bucket, 0) + 1
         ready = self._ready(num_rows, features)
@@ -104,7 +105,8 @@ class AdaptiveShapes:
             expected=self._expected,
             costs=costs,
         )
-        if self._current != before:  # if a slow moment was to blame, that is soon seen
+        # If a slow moment was to blame, that is soon seen.
+        if self._current != before and not is_elsewhere:
             self._num_refreshes.pop((before, bucket), None)
         probe = self._probe(ready, known, bucket)
         self._count(changed=self._current != before, probed=probe is not None)
@@ -146,8 +148,10 @@ class AdaptiveShapes:
     ) -> float:
         """Steps after which a known cost is measured again. The first time soon: it is the first
         look that is mistaken, or the last before a shape was left. So is one that found less to
-        take longer than more."""
+        take longer than more, or that was made when another shape cost much more or less."""
         count = self._num_refreshes.get((shape, bucket), 0)
+        if self._costs.has_strayed(shape, bucket):
+            count = 0
         lost = self._steps_lost(shape, known, num_looks=TRY_STEPS, switching=count > 0)
         found, believed = self._costs.known(shape, bucket), known[shape]
         is_mistaken = found is not None and believed is not None and found > believed

@@ -25,6 +25,7 @@ HALF_STEPS = 256  # what is not observed any more counts half after so many deco
 MARGIN = 0.015  # another shape must be worth so much more to be taken
 COST_SAMPLES = 33  # a cost is the median of the last so many steps: a slow moment takes ten or so
 ENOUGH_SAMPLES = 3  # and is known from so many on
+MOST_DRIFT = 0.25  # of a cost: what moved further with another shape's is to be measured again
 SURE_SAMPLES = 9  # so many do not all lie in a slow moment, or hardly ever
 COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in them
 DOUBTS = 2.0  # verifications that a guess counts for beside what was seen
@@ -134,9 +135,10 @@ class Costs:
         if not is_steady and before is not None and (usual := self.known(shape, bucket)):
             beyond = self.switches.setdefault(bucket, deque(maxlen=COST_SAMPLES))
             beyond.append(seconds - usual)
-        if moved := self.drift.pop(key, 0.0):
+        has_strayed, moved = self.has_strayed(shape, bucket), self.drift.pop(key, 0.0)
+        if moved and not has_strayed:
             for kept in (self.samples, self.steady):
-                old = [sample + moved for sample in kept.get(key, ())]
+                old = [_drifted(sample, by=moved) for sample in kept.get(key, ())]
                 kept[key] = deque(old, maxlen=COST_SAMPLES)
         usual = self.known(shape, bucket)
         for kept in (self.samples, *([self.steady] if is_steady else [])):
@@ -173,8 +175,15 @@ class Costs:
 
     def known(self, shape: SpeculativeConfig, bucket: int) -> float | None:
         """The median; None while there is too little to say."""
+        found = self._kept(shape, bucket)
+        moved = self.drift.get((shape, bucket), 0.0)
+        return _drifted(statistics.median_low(found), by=moved) if found else None
+
+    def has_strayed(self, shape: SpeculativeConfig, bucket: int) -> bool:
+        """Whether another shape's cost has moved so far that it says nothing of this one's: it is
+        that shape alone, or the whole device."""
         found, moved = self._kept(shape, bucket), self.drift.get((shape, bucket), 0.0)
-        return statistics.median_low(found) + moved if found else None
+        return bool(found) and abs(moved) > MOST_DRIFT * statistics.median_low(found)
 
     def all_known(
         self, shapes: Sequence[SpeculativeConfig], bucket: int
@@ -192,6 +201,12 @@ class Costs:
             if len(found) >= ENOUGH_SAMPLES:
                 return found
         return ()
+
+
+def _drifted(seconds: float, *, by: float) -> float:
+    """Never to 0, nor far."""
+    most = MOST_DRIFT * seconds
+    return seconds + min(max(by, -most), most)
 
 
 def best_shape(

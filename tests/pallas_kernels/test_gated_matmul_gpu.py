@@ -169,6 +169,17 @@ def test_every_tile_is_computed_once(
     assert sorted(zip(*places, strict=True)) == expected
 
 
+@pytest.mark.parametrize(("m", "on_chip"), [(1, 8), (16, 16), (21, 24), (64, 64), (100, 104)])
+def test_a_chip_writes_whole_eights_and_nothing_beyond(m: int, on_chip: int) -> None:
+    """The interpreter cannot leave rows out, so it writes whole tiles."""
+    tuning = replace(SMALL, tile_m=64, num_consumers=1)
+    plans = [
+        gated_matmul_gpu._Plan(tuning, 2, m, 64, 128, interpreted=interpreted)
+        for interpreted in (False, True)
+    ]
+    assert [plan.written for plan in plans] == [on_chip, -(-m // 64) * 64]
+
+
 @needs_mosaic_gpu
 @pytest.mark.parametrize("m", [1024, pytest.param(8192, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -231,7 +242,9 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         assert chosen(m, of_prompts=True) == (programs if has_mosaic_gpu() else [None, None]), m
     of_eight_shards = chosen(8192, n2=2 * N // 8)
     assert of_eight_shards == ([DEFAULT, turned] if has_mosaic_gpu() else [None, None])
+    assert chosen(20) == [None, None]  # no whole eights: two copies more
     assert chosen(32, n2=N) == [None, None]  # 64 tiles are too few
+    assert chosen(32, k=8192, n2=4 * N) == [None, None]  # 256 are two turns
     assert chosen(8192, dtype=jnp.float32) == [None, None]
     assert chosen(8192, k=K + 32) == [None, None]
     assert chosen(8192, n2=2 * N + 128) == [None, None]

@@ -151,6 +151,48 @@ def test_costs_of_other_shapes_move_with_the_one_that_is_run() -> None:
     assert costs.known(ONE, 8) == pytest.approx(0.0081)
 
 
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from([PLAIN, ONE, THREE]),
+            st.sampled_from([1e-4, 0.005, 0.006, 0.02, 1.0]),  # seconds
+            st.integers(1, COST_SAMPLES + 3),  # steps of it in a row
+            st.booleans(),  # whether it leads
+            st.booleans(),  # whether another one's cost is to be measured anew
+        ),
+        max_size=20,
+    )
+)
+def test_a_cost_is_never_0_and_near_what_was_measured_last(
+    steps: list[tuple[SpeculativeConfig, float, int, bool, bool]],
+) -> None:
+    """However far another shape's cost moves."""
+    costs = Costs()
+    for shape, seconds, count, leads, fades in steps:
+        if fades:
+            costs.fade(ONE, 8)
+        for _ in range(count):
+            costs.see(shape, 8, seconds, before=shape, leads=leads)
+        assert all(cost > 0 for cost in costs.all_known((PLAIN, ONE, THREE), 8).values())
+        if count > COST_SAMPLES + COLD_RUNS:
+            assert costs.known(shape, 8) == seconds
+
+
+def test_what_moved_far_is_not_believed_and_measured_again() -> None:
+    """The whole device was slow, or the shape that is run alone: nobody can say."""
+    costs = Costs()
+    seen(costs, PLAIN, *[0.0066] * (COLD_RUNS + ENOUGH_SAMPLES))
+    for seconds, is_far in ((0.008, False), (0.009, False), (0.020, True)):
+        for _ in range(COLD_RUNS + 2 * COST_SAMPLES):
+            costs.see(THREE, 8, seconds, before=THREE, leads=True)
+        assert costs.has_strayed(PLAIN, 8) is is_far
+    assert costs.known(PLAIN, 8) == pytest.approx(1.25 * 0.0066)
+    costs.fade(PLAIN, 8)
+    seen(costs, PLAIN, 0.0066)
+    assert costs.known(PLAIN, 8) == 0.0066
+    assert not costs.has_strayed(PLAIN, 8)
+
+
 def test_less_is_fewer_levels_candidates_and_nodes() -> None:
     tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
     half = replace(tree, total_nodes_per_row=8.0)

@@ -1,4 +1,4 @@
-"""The first half of a gated MLP for many tokens on Hopper GPUs: silu(x @ gate) * (x @ up).
+"""The first half of a gated MLP on Hopper GPUs, for many tokens and few: silu(x @ gate) * (x @ up).
 
 XLA writes both halves of the product to memory and reads them back in a second kernel. Here a tile
 of the result is made from the same columns of gate and of up, side by side in one accumulator, so
@@ -65,7 +65,6 @@ FEW = GatedTuning(
 # one order, so that engines that draft and others do not keep two roundings of its K and V.
 LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
 LEAST_FEW, MOST_FEW, MOST_NARROW = 16, 64, 512
-LEAST_BUSY = 0.95  # of the multiprocessors, so that few tokens are worth a program of our own
 
 
 def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16[Array, "M N"]:
@@ -85,7 +84,7 @@ def choose_gated(
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
     if by_columns and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
-        fits = FEW.problem(m, k, n2) is None and FEW.busy_share(n2) >= LEAST_BUSY
+        fits = m % 8 == 0 and FEW.problem(m, k, n2) is None and FEW.fills_one_turn(n2)
         return FEW if fits else None
     least = LEAST_TOKENS_BY_COLUMNS if by_columns else LEAST_TOKENS
     if m < (LEAST_TOKENS_OF_PROMPTS if of_prompts else least):
@@ -106,9 +105,10 @@ def gated_product(
     tuning: GatedTuning = DEFAULT,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """silu(x @ w[:, :N]) * (x @ w[:, N:]), for M from 128 on.
+    """silu(x @ w[:, :N]) * (x @ w[:, N:]).
 
-    M need not fill the last tiles, but then the result is copied once more. tuning: static; with
+    M need not fill the last tiles. If it is no multiple of 8, tokens and result are copied once
+    more. tuning: static; with
     Layout.OUT_IN w is read as w.T, which costs nothing where its memory is ordered so. interpret:
     parameters of the GPU interpreter. Raises ValueError where `tuning` does not fit.
     """

@@ -14,6 +14,7 @@ SHARED_BYTES = 232_448 - 1_024
 LANES = 64  # rows of a warpgroup's matrix instruction, and columns of a 128-byte swizzled tile
 ACCUMULATED = 64 * 256  # float32 sums that one warpgroup holds in half of its registers
 NUM_BLOCKS = 132  # multiprocessors of an H100 or H200
+LEAST_BUSY = 0.95  # of them, so that few tokens are worth a program of our own
 
 
 class Layout(Enum):
@@ -74,10 +75,9 @@ class GatedTuning:
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
         return ring + 2 * self.tile_m * self.piece * 2
 
-    def busy_share(self, columns: int) -> float:
-        """Of the multiprocessors over all turns, where one row of tiles is the whole work."""
-        tiles = columns // (2 * self.tile_n)
-        return tiles / (-(-tiles // self.num_blocks) * self.num_blocks)
+    def fills_one_turn(self, columns: int) -> bool:
+        """Whether one row of tiles gives nearly every multiprocessor one tile, and none two."""
+        return LEAST_BUSY * self.num_blocks <= columns // (2 * self.tile_n) <= self.num_blocks
 
     def problem(self, m: int, k: int, columns: int) -> str | None:
         """Why this program cannot compute [m, k] @ [k, columns], or None."""
