@@ -59,9 +59,10 @@ def does_less(shape: SpeculativeConfig, other: SpeculativeConfig) -> bool:
 
 @dataclass(slots=True)
 class Survival:
-    """How far verifications got, decayed. tried[d], got[d]: weight of those that could get to depth
-    d + 1, and that did. guess: of something alike, at least as deep; what is accepted where little
-    was tried. None: half of all drafts at first."""
+    """How far verifications got, decayed. tried[d], got[d]: weight of those that got to depth d and
+    were to get to d + 1, and that did: where no draft gets to d, nothing is known of deeper ones.
+    guess: of something alike, at least as deep; what is accepted where little was tried. None: half
+    of the drafts that are reached at first."""
 
     tried: list[float]
     got: list[float]
@@ -69,28 +70,29 @@ class Survival:
 
     @classmethod
     def of(cls, num_steps: int, *, guess: Survival | None = None) -> Survival:
-        if guess is not None:
-            return cls(tried=[0.0] * num_steps, got=[0.0] * num_steps, guess=guess)
-        got = [DOUBTS * 0.5 ** (d + 1) for d in range(num_steps)]
-        return cls(tried=[DOUBTS] * num_steps, got=got)
+        doubts = DOUBTS if guess is None else 0.0
+        return cls(tried=[doubts] * num_steps, got=[doubts / 2] * num_steps, guess=guess)
 
     def see(self, counts: Sequence[int], *, num_steps: int, age: int) -> None:
         """counts[i]: verifications of a step that accepted i drafts, of S at most num_steps. age:
         decode steps since it saw something."""
-        total = sum(counts)
-        kept = max(0.5 ** (total / HALF_VERIFICATIONS), LEAST_DECAY) * 0.5 ** (age / HALF_STEPS)
-        reached = total
+        reached, aged = sum(counts), 0.5 ** (age / HALF_STEPS)
         for d in range(num_steps):
+            kept = max(0.5 ** (reached / HALF_VERIFICATIONS), LEAST_DECAY) * aged
+            self.tried[d] = kept * self.tried[d] + reached
             reached -= counts[d] if d < len(counts) else 0
-            self.tried[d] = kept * self.tried[d] + total
             self.got[d] = kept * self.got[d] + reached
 
     def expected(self, num_steps: int) -> float:
         """Tokens of a verification with so many levels, bonus included."""
-        return 1.0 + sum(self._rate(d) for d in range(num_steps))
+        expected = share = 1.0
+        for d in range(num_steps):
+            share *= self._rate(d)
+            expected += share
+        return expected
 
     def _rate(self, d: int) -> float:
-        """The share that gets to depth d + 1."""
+        """The share of those at depth d that gets to d + 1."""
         if self.guess is None:
             return self.got[d] / self.tried[d]
         return (self.got[d] + DOUBTS * self.guess._rate(d)) / (self.tried[d] + DOUBTS)
