@@ -50,6 +50,13 @@ def tree_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CountingEn
     found.shutdown()
 
 
+@pytest.fixture(scope="module")
+def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CountingEngine]:
+    found = start(TINY, tmp_path_factory.mktemp("configs"), "plain", batches=[2])
+    yield found
+    found.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_the_dial_says_what_is_accepted(engine: CountingEngine, acceptance: float) -> None:
@@ -69,11 +76,11 @@ def test_the_dial_says_what_is_accepted(engine: CountingEngine, acceptance: floa
 
 @pytest.mark.slow
 def test_trees_accept_more_than_chains_and_less_with_fewer_nodes(
-    tree_engine: CountingEngine,
+    tree_engine: CountingEngine, plain_engine: CountingEngine
 ) -> None:
     workload = replace(TINY, long_run=90)
     cells = [
-        measured(tree_engine, workload, 2, acceptance, repeats=1, plain_rate=1.0, times=1)
+        measured(tree_engine, plain_engine, workload, 2, acceptance, repeats=1, times=1)
         for acceptance in (0.55, 0.6, 0.65)
     ]
     names = [str(shape) for shape in tree_engine.limits.shapes]
@@ -82,6 +89,7 @@ def test_trees_accept_more_than_chains_and_less_with_fewer_nodes(
     assert lengths[0] == 1.0
     assert all(less + 0.1 < more for less, more in pairwise(lengths)), lengths
     for cell in cells:
+        assert cell["all"]["plain engine"] != cell["all"]["0/1/1"]
         assert sum(shape["steps"] for shape in cell["chosen"].values()) > 0
         assert set(cell["chosen"]) <= set(names)
         assert all(name in summary(cell, seconds=1.0) for name in names)
