@@ -29,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.environment import write_result
 from benchmarks.gpu_timing import MATRIX_TFLOP_S, measured_rows, sustained_seconds, watched
 from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.gated_mlp.few_gpu import ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
     FEW,
@@ -38,7 +39,7 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
     large_product,
     reference,
 )
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.gated_mlp.plan import FEWEST_LANES, FewTuning, GatedTuning, Layout, Shared
 
 GATE_UP = "gate_up"
 SHAPES = {GATE_UP: (4096, 28672), "qkv": (4096, 6144), "o": (4096, 4096), "down": (14336, 4096)}
@@ -74,6 +75,13 @@ FEWEST_TUNINGS = {  # up to MOST_FEW tokens
     "tiles of 64, by rows": replace(FEW, tile_n=64, num_stages=4, layout=Layout.IN_OUT),
     "late start": replace(FEW, early_start=False, early_release=False),
 }
+TRITON_TUNINGS = {  # by columns, too; those that do not fit M are left out
+    "lanes, 4 columns": ONE,
+    "lanes, 2 columns": replace(ONE, tile_n=2),
+    "64 columns, four stages": SEVERAL,
+    "32 columns of 256": replace(SEVERAL, tile_n=32, tile_k=256, num_stages=3),
+    "32 columns, six stages": replace(SEVERAL, tile_n=32, num_stages=6),
+}
 EVERYWHERE, FEW_TOKENS = 3, 512
 PLAIN = DEFAULT
 
@@ -85,7 +93,7 @@ class Case:
     m: int
     shape: str
     name: str
-    tuning: GatedTuning | None = None
+    tuning: GatedTuning | FewTuning | None = None
     by_columns: bool = False
 
     @property
@@ -95,8 +103,8 @@ class Case:
     @property
     def place(self) -> Format:
         """Of the weights: as the kernel reads them."""
-        turned = self.by_columns
-        if self.tuning is not None:
+        turned = self.by_columns or isinstance(self.tuning, FewTuning)
+        if isinstance(self.tuning, GatedTuning):
             turned = self.tuning.layout is Layout.OUT_IN
         device = SingleDeviceSharding(jax.devices()[0])
         return Format(Order(major_to_minor=(1, 0) if turned else (0, 1)), device)
@@ -108,6 +116,8 @@ class Case:
 
     def one(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """What is timed, for one call."""
+        if isinstance(self.tuning, FewTuning):
+            return few_gated_product(x, w, tuning=self.tuning)
         if self.tuning is not None:
             product = gated_product if self.shape == GATE_UP else large_product
             return product(x, w, tuning=self.tuning)
@@ -122,9 +132,13 @@ def cases(tokens: list[int]) -> list[Case]:
     largest = max(tokens)
     found = [Case(m, GATE_UP, "XLA") for m in tokens]
     for m in tokens:
-        programs = FEW_TUNINGS if m <= FEW_TOKENS else TUNINGS
+        programs: dict[str, Any] = FEW_TUNINGS if m <= FEW_TOKENS else TUNINGS
         if m <= MOST_FEW:
             programs = FEWEST_TUNINGS
+            if m <= FEWEST_LANES:
+                k, n = SHAPES[GATE_UP]
+                few = {name: t for name, t in TRITON_TUNINGS.items() if not t.problem(m, k, n)}
+                programs = few | {"one tile each": FEW}
             found.append(Case(m, GATE_UP, "XLA, by columns", by_columns=True))
         for rank, (name, tuning) in enumerate(programs.items()):
             if m <= FEW_TOKENS or rank < EVERYWHERE or m == largest:

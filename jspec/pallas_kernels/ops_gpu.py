@@ -30,6 +30,7 @@ from jspec.pallas_kernels.experts.plan import (
     choose_few,
 )
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
+from jspec.pallas_kernels.gated_mlp.few_gpu import choose_few_gated, few_gated_product
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
@@ -150,17 +151,14 @@ class GpuOps(Ops):
     def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
         """One kernel where there is a faster one for so many tokens. Interpreted it takes minutes
         at the sizes that it serves: XLA's there."""
-        tuning = None
-        if not self.interpret:
-            size, width = kernel.shape
-            tuning = gated_matmul_gpu.choose_gated(
-                x.shape[0],
-                size,
-                width,
-                dtype=kernel.dtype,
-                by_columns=self.columns,
-                of_prompts=of_prompts,
-            )
+        if self.interpret:
+            return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
+        shape = (x.shape[0], *kernel.shape)
+        how: dict[str, Any] = {"dtype": kernel.dtype, "by_columns": self.columns}
+        few = None if of_prompts else choose_few_gated(*shape, **how)
+        if few is not None:
+            return few_gated_product(x, kernel, tuning=few)
+        tuning = gated_matmul_gpu.choose_gated(*shape, **how, of_prompts=of_prompts)
         if tuning is None:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         return gated_matmul_gpu.gated_product(x, kernel, tuning=tuning)

@@ -1,4 +1,4 @@
-"""Compiles the gated Hopper kernel, and the XLA program around it, for an H200 that is not there.
+"""Compiles the gated Hopper kernels, and the XLA programs around them, for an absent H200.
 
 Run by test_gated_matmul_gpu.py in a process of its own, see gpu_kernel_compile.py. ptxas is run a
 second time, on what Mosaic leaves in a folder, to say what spills. Prints one line a tuning.
@@ -12,17 +12,22 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspec.pallas_kernels.gated_mlp.few_gpu import ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_product
-from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Shared
 from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
+from jspec.pallas_kernels.gated_mlp.plan import Shared
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 K, N = 4096, 14336  # Llama-3.1-8B
@@ -34,6 +39,7 @@ PROGRAMS = (
     (16, FEW),
     (2048, replace(DEFAULT, cluster=2, shared=Shared.TOKENS)),
 )
+FEW_PROGRAMS = ((1, ONE), (1, SEVERAL), (4, SEVERAL), (15, SEVERAL))
 
 
 def assembler() -> str:
@@ -63,32 +69,44 @@ def spilled_bytes(folder: Path) -> int:
     return sum(map(int, counts))
 
 
-def main() -> None:
-    """Each tuning at another M."""
+def compiled(m: int, product: Callable[..., jax.Array], *, by_columns: bool) -> str:
+    """The program for so many tokens, which must be the kernel alone: nothing copies weights."""
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    mesh, everywhere = Mesh(np.array([device]), ("tensor",)), PartitionSpec()
+    sharding = NamedSharding(mesh, everywhere)
     w = jax.ShapeDtypeStruct((K, 2 * N), jnp.bfloat16, sharding=sharding)
+    x = jax.ShapeDtypeStruct((m, K), jnp.bfloat16, sharding=sharding)
+    order = (1, 0) if by_columns else (0, 1)
+    placed = (sharding, Format(Layout(major_to_minor=order), sharding))
+    program = jax.shard_map(  # which tells Triton the device
+        product, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    text = jax.jit(program, in_shardings=placed).lower(x, w).compile().as_text() or ""
+    if re.search(r"= \S+ (copy|fusion|transpose)\(", text):
+        raise SystemExit("the compiled program has more than the kernel")
+    return text
+
+
+def main() -> None:
+    """Each tuning at another M."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
         for m, tuning in PROGRAMS:
-            x = jax.ShapeDtypeStruct((m, K), jnp.bfloat16, sharding=sharding)
-
-            def run(x: jax.Array, w: jax.Array, tuning: GatedTuning = tuning) -> jax.Array:
-                return gated_product(x, w, tuning=tuning)
-
-            order = (1, 0) if tuning.layout is WeightLayout.OUT_IN else (0, 1)
-            placed = (sharding, Format(Layout(major_to_minor=order), sharding))
-            text = jax.jit(run, in_shardings=placed).lower(x, w).compile().as_text() or ""
+            by_columns = tuning.layout is WeightLayout.OUT_IN
+            text = compiled(m, partial(gated_product, tuning=tuning), by_columns=by_columns)
             if "mosaic_gpu" not in text:
                 raise SystemExit("the compiled program has no Mosaic GPU kernel")
-            if re.search(r"= \S+ (copy|fusion|transpose)\(", text):
-                raise SystemExit("the compiled program has more than the kernel")
             spilled = spilled_bytes(Path(folder))
             if spilled:
                 raise SystemExit(f"{tuning} spills {spilled} bytes")
             print("compiled", m, tuning)
+    for m, few in FEW_PROGRAMS:
+        text = compiled(m, partial(few_gated_product, tuning=few), by_columns=True)
+        if "few_gated_product" not in text:
+            raise SystemExit("the compiled program has no Triton kernel")
+        print("compiled", m, few)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ SHARED_BYTES = 232_448 - 1_024
 LANES = 64  # rows of a warpgroup's matrix instruction, and columns of a 128-byte swizzled tile
 ACCUMULATED = 64 * 256  # float32 sums that one warpgroup holds in half of its registers
 NUM_BLOCKS = 132  # multiprocessors of an H100 or H200
+FEWEST_LANES = 16  # columns of the least product of Triton's on the tensor cores
 LEAST_BUSY = 0.95  # of them, so that few tokens are worth a program of our own
+LEAST_FILLED = 0.7  # of the turns that tiles of a few tokens' program take: 0.73 pays, 0.69 not
 
 
 class Layout(Enum):
@@ -100,5 +102,40 @@ class GatedTuning:
             f"{self.shared_bytes} bytes of shared memory, at most {SHARED_BYTES}": (
                 self.shared_bytes > SHARED_BYTES
             ),
+        }
+        return next((reason for reason, wrong in checks.items() if wrong), None)
+
+
+@dataclass(frozen=True, slots=True)
+class FewTuning:
+    """The static shape of few_gpu's program for a few tokens. Sizes are elements, powers of two.
+
+    tile_n: columns of the result that one program makes, from as many gate and up columns; tile_k:
+    inputs of one round. num_stages: rounds on their way, where the tensor cores multiply; by_lanes:
+    they do not, for one token.
+    """
+
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int = 1
+    by_lanes: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        return 1 if self.by_lanes else FEWEST_LANES
+
+    def fills_turns(self, columns: int) -> bool:
+        """Whether nearly all multiprocessors, one program each at a time, are busy to the end."""
+        tiles = columns // (2 * self.tile_n)
+        turns = -(-tiles // NUM_BLOCKS)
+        return tiles >= LEAST_FILLED * turns * NUM_BLOCKS
+
+    def problem(self, m: int, k: int, columns: int) -> str | None:
+        """Why this program cannot compute [m, k] @ [k, columns], or None."""
+        checks = {
+            f"M {m} is not 1 to {self.most_tokens}": not 1 <= m <= self.most_tokens,
+            f"{2 * self.tile_n} columns do not divide {columns}": columns % (2 * self.tile_n),
+            f"tile_k {self.tile_k} does not divide K {k}": k % self.tile_k,
         }
         return next((reason for reason, wrong in checks.items() if wrong), None)

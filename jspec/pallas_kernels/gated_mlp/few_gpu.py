@@ -1,0 +1,118 @@
+"""The first half of a gated MLP for at most 15 tokens, from weights by columns, on a GPU (Triton).
+
+At so few tokens all time is that of reading the weights once. An engine that drafts keeps them by
+columns (models.placement), where XLA's products are slower than by rows. Here a program reads whole
+pieces of columns of gate and of the same columns of up, so that the gated result needs no second
+launch. Several tokens are one side of the tensor cores' 16 columns, those that are not there 0. One
+token needs no tensor cores: products are added up lane by lane and summed once, at the end, so that
+all of a program's reads are on their way at once.
+
+Rounded as `reference` in gated_mlp/gpu.py rounds. Infinity and NaN of a token stay its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16
+
+from jspec.pallas_kernels.gated_mlp.plan import FEWEST_LANES, FewTuning
+from jspec.pallas_kernels.hopper import has_mosaic_gpu
+
+# On an H100, 4,096 -> 14,336, microseconds: 80.4 for one token, 82.3 for 2 to 8, where XLA takes
+# 84.3 and 83.4 to 85.0, and by rows 78.9 and 80.2 to 81.5 (benchmarks/results/gated_few_gpu.json).
+ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
+SEVERAL = FewTuning(tile_n=64, tile_k=128, num_warps=4, num_stages=4)
+MOST_TOKENS = FEWEST_LANES - 1  # gated_mlp/gpu.py multiplies 16 as fast
+
+
+def choose_few_gated(
+    m: int, k: int, columns: int, *, dtype: DTypeLike, by_columns: bool
+) -> FewTuning | None:
+    """The program for [m, k] @ [k, columns] of a decode step, or None: another's.
+
+    by_columns: the memory of the weights holds [columns, k].
+    """
+    if not by_columns or m > MOST_TOKENS or jnp.dtype(dtype) != jnp.bfloat16:
+        return None
+    if not has_mosaic_gpu():  # so that one jax has all kernels of this product, or none
+        return None
+    if ONE.problem(m, k, columns) is None and k % (2 * ONE.tile_k) == 0:
+        return ONE
+    fits = SEVERAL.problem(m, k, columns) is None and SEVERAL.fills_turns(columns)
+    return SEVERAL if fits else None
+
+
+def few_gated_product(
+    x: BFloat16[Array, "M K"],
+    w: BFloat16[Array, "K N2"],
+    *,
+    tuning: FewTuning,
+    interpret: bool = False,
+) -> BFloat16[Array, "M N"]:
+    """silu(x @ w[:, :N]) * (x @ w[:, N:]). w is read as w.T, which costs nothing where its memory
+    is ordered so. tuning: static. Raises ValueError where it does not fit."""
+    (m, k), columns = x.shape, w.shape[1]
+    if problem := tuning.problem(m, k, columns):
+        raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
+    width = columns // 2
+    out: jax.Array = pl.pallas_call(
+        partial(_one_token if tuning.by_lanes else _few_tokens, tuning=tuning),
+        grid=(width // tuning.tile_n,),
+        out_shape=jax.ShapeDtypeStruct((m, width), x.dtype),
+        compiler_params=plt.CompilerParams(
+            num_warps=tuning.num_warps, num_stages=tuning.num_stages
+        ),
+        interpret=interpret,
+        name="few_gated_product",
+    )(x, w.T.reshape(2, width, k))
+    return out
+
+
+def _one_token(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> None:
+    """tile_n columns of the result; a loop that Python unrolls, so that loads come first."""
+    block = pl.program_id(0)
+    only = block * 0  # the token; jax 0.10 interprets no store at a constant index
+    column = block * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
+    sums = [jnp.zeros((tuning.tile_n, tuning.tile_k), jnp.float32)] * 2
+    for step in range(x_ref.shape[1] // tuning.tile_k):
+        at = step * tuning.tile_k + jnp.arange(tuning.tile_k, dtype=jnp.int32)
+        x = plt.load(x_ref.at[only, at]).astype(jnp.float32)
+        for half in range(2):
+            w = plt.load(w_ref.at[half, column[:, None], at[None]])
+            sums[half] = sums[half] + w.astype(jnp.float32) * x[None]
+    gate, up = (jnp.sum(of_half, axis=1) for of_half in sums)
+    plt.store(out_ref.at[only, column], _gated(gate, up, out_ref.dtype))
+
+
+def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> None:
+    """tile_n columns of all tokens; the weights are the left side, as their memory has them."""
+    num_tokens, size = x_ref.shape
+    column = pl.program_id(0) * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
+    token = jnp.arange(FEWEST_LANES, dtype=jnp.int32)
+    exists = (token < num_tokens)[None]
+
+    def add(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = step * tuning.tile_k + jnp.arange(tuning.tile_k, dtype=jnp.int32)
+        x = plt.load(x_ref.at[token[None], at[:, None]], mask=exists, other=0.0)
+        halves = (plt.load(w_ref.at[half, column[:, None], at[None]]) for half in range(2))
+        parts = (jnp.dot(w, x, preferred_element_type=jnp.float32) for w in halves)
+        return tuple(total + part for total, part in zip(sums, parts, strict=True))
+
+    zeros = jnp.zeros((tuning.tile_n, FEWEST_LANES), jnp.float32)
+    gate, up = lax.fori_loop(0, size // tuning.tile_k, add, (zeros, zeros))
+    result = _gated(gate, up, out_ref.dtype)
+    plt.store(out_ref.at[token[None], column[:, None]], result, mask=exists)
+
+
+def _gated(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+    """Both products rounded to dtype, the rest in float32."""
+    gate, up = (half.astype(dtype).astype(jnp.float32) for half in (gate, up))
+    return (gate * jax.nn.sigmoid(gate) * up).astype(dtype)
