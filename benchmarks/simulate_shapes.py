@@ -52,7 +52,9 @@ SLOW_EVERY, SLOW_STEPS, SLOW_MS = 200, 6, 20.0  # steps from one on average; how
 # then others take their place (Llama-3.1-8B in bf16: 131 kB a token, at 3 TB/s).
 TEXT_TOKENS, TOKEN_MS = 320, 131072 / 3e9
 SWITCH_MS = 4.0  # of a step after another program's, on top: seen on an H200 (docs/adaptive.md)
-CATCH_UP = 0.1  # of what 3/1/4 costs beside plain: one advance of a chain's three draft forwards
+# Of telling the drafter: its weights are read, and every row multiplies a page of tokens by them.
+# So much it takes at 64 rows by what 0/1/1 held fixed loses to an engine that never drafts.
+CATCH_UP_MS, CATCH_UP_ROW_MS = 0.25, 0.0625
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ class CostTable:
         return plain + (chain - plain) * (shape.num_draft_tokens - 1) / 3
 
     def catch_up(self, rows: int) -> float:
-        return CATCH_UP * (self.step(CHAIN, rows) - self.step(SpeculativeConfig.plain(), rows))
+        return catch_up_ms(rows)
+
+
+def catch_up_ms(rows: int) -> float:
+    return max(CATCH_UP_MS, CATCH_UP_ROW_MS * rows)
 
 
 def at(points: tuple[tuple[int, float], ...], x: int) -> float:

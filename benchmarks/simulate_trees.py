@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulate_shapes import limits_of, parsed, put, run
+from benchmarks.simulate_shapes import catch_up_ms, limits_of, parsed, put, run
 from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
 from jspec.scheduler.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
@@ -38,7 +38,6 @@ TABLE = Path(__file__).parent / "results" / "adaptive_card_tree.json"
 BATCHES = (1, 8, 32, 64)
 DIALS = (0.0, 0.3, 0.6, 0.85, 1.0)
 DRAWN_STEPS = 400  # which then are dealt in any order
-CATCH_UP_MS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,7 @@ class TreeCosts:
         return self.milliseconds[rows, str(shape)]
 
     def catch_up(self, rows: int) -> float:
-        del rows
-        return CATCH_UP_MS
+        return catch_up_ms(rows)
 
 
 def shares(sure: np.ndarray, topk: int) -> np.ndarray:

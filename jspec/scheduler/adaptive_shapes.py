@@ -249,12 +249,14 @@ class AdaptiveShapes:
         shape = plan.spec(self._limits)
         bucket = core_shapes.bucket(len(plan.rows), self._limits.decode_buckets)
         self._ran_before = shape, bucket
+        ran = before[0] if before is not None and before[1] == bucket else None
+        if plan.owed and not plan.constraints:
+            self._costs.see_change(shape, bucket, seconds, before=ran)
         if plan.constraints or plan.owed:
             return
         expected = self._costs.known(shape, bucket)
         if expected is not None:
             self._count(expected_seconds=expected, measured_seconds=seconds)
-        ran = before[0] if before is not None and before[1] == bucket else None
         leads = shape == self._current
         self._costs.see(shape, bucket, seconds, before=ran, leads=leads)
         self._measured_at[shape, bucket] = self._num_chosen

@@ -134,9 +134,7 @@ class Costs:
             self.cold[key] = left - 1
             return
         is_steady = before == shape
-        if not is_steady and before is not None and (usual := self.known(shape, bucket)):
-            beyond = self.switches.setdefault(bucket, deque(maxlen=COST_SAMPLES))
-            beyond.append(seconds - usual)
+        self.see_change(shape, bucket, seconds, before=before)
         has_strayed, moved = self.has_strayed(shape, bucket), self.drift.pop(key, 0.0)
         if moved and not has_strayed:
             for kept in (self.samples, self.steady):
@@ -148,6 +146,20 @@ class Costs:
         now = self.known(shape, bucket)
         if leads and is_steady and usual is not None and now is not None:
             self._lead(shape, bucket, now - usual)
+
+    def see_change(
+        self,
+        shape: SpeculativeConfig,
+        bucket: int,
+        seconds: float,
+        *,
+        before: SpeculativeConfig | None,
+    ) -> None:
+        """A step after another shape's, which may have told the drafter of tokens before."""
+        usual = self.known(shape, bucket)
+        if before not in (None, shape) and usual is not None:
+            beyond = self.switches.setdefault(bucket, deque(maxlen=COST_SAMPLES))
+            beyond.append(seconds - usual)
 
     def _lead(self, shape: SpeculativeConfig, bucket: int, moved: float) -> None:
         """The cost of the shape that is run has moved; once all its samples are of this run, so

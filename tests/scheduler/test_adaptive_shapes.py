@@ -104,22 +104,35 @@ def chosen(
     *,
     num_steps: int,
     largest: SpeculativeConfig = TREE,
+    telling: float = 0.0,
 ) -> list[str]:
-    """The shapes of so many steps of the largest and what is named beside it."""
+    """The shapes of so many steps of the largest and what is named beside it. telling: what steps
+    take longer that tell the drafter of plain ones."""
     others = tuple(shape for shape in shapes_for(largest)[:-1] if str(shape) in emitted)
     limits = replace(limits_of(), spec=largest, other_shapes=others)
     chooser = AdaptiveShapes(limits, ready=lambda *_: limits.shapes)
-    rng, names = np.random.default_rng(0), [""]
+    rng, names, owed = np.random.default_rng(0), [""], 0
     for step in range(num_steps):
         count = rows if isinstance(rows, int) else rows(step)
         refs = tuple(RowRef(slot, 1) for slot in range(1, count + 1))
         shape = chooser.choose(num_rows=count, features=PLAIN)
         names.append(str(shape))
-        plan = StepPlan(step=step, kind=StepKind.DECODE, features=PLAIN, rows=refs, shape=shape)
+        room = limits.deferred_tokens - 1 if shape.is_plain else 0
+        told, owed = (owed, 0) if owed > room else (0, owed)
+        owed += shape.is_plain
+        plan = StepPlan(
+            step=step,
+            kind=StepKind.DECODE,
+            features=PLAIN,
+            rows=refs,
+            shape=shape,
+            owed=(told,) * count if told else (),
+        )
+        took = milliseconds(step, names[-1], names[-2]) + telling * (told > 0)
         mean = emitted[str(shape)]  # whole tokens, right on average
         counts = (int(mean) + (rng.random(count) < mean % 1)).astype(np.int32)
         result = RoundResult(num_emitted=counts, ids=np.zeros((count, 1), np.int32))
-        chooser.timed(plan, milliseconds(step, names[-1], names[-2]) / 1e3)
+        chooser.timed(plan, took / 1e3)
         chooser.read(plan, StepResult(step=step, rounds=(result,)))
     return names[1:]
 
@@ -173,8 +186,8 @@ def test_rows_that_go_to_and_fro_between_two_batch_sizes_are_decided_for() -> No
     def rows(step: int) -> int:
         return 32 + step // 3 % 2
 
-    names = chosen(rows, FEW_ACCEPTED, lambda _, name, __: AT_64_ROWS[name], num_steps=1500)
-    assert names[500:].count("0/1/1") > 900, Counter(names[500:])
+    names = chosen(rows, FEW_ACCEPTED, lambda _, name, __: AT_64_ROWS[name], num_steps=2500)
+    assert names[1500:].count("0/1/1") > 900, Counter(names[1500:])
 
 
 def test_a_step_after_another_program_is_no_measure_where_there_are_others() -> None:
@@ -238,6 +251,23 @@ def test_looks_are_rare_where_the_way_there_and_back_costs_much() -> None:
         return sum(a != b for a, b in itertools.pairwise(names))
 
     assert ways(0.0) > 2 * ways(5.5) > 0
+
+
+def test_looks_are_rare_where_telling_the_drafter_costs_much() -> None:
+    """What plain steps left untold is told before a look at drafts: a part of the way there."""
+    costs = {"0/1/1": 5.5, "3/1/4": 5.7, "3/4/16": 5.8}
+
+    def looks(telling: float) -> int:
+        steps = chosen(
+            64,
+            dict.fromkeys(costs, 1.0),
+            lambda _, name, __: costs[name],
+            num_steps=4000,
+            telling=telling,
+        )
+        return sum(name != "0/1/1" for name in steps[500:])
+
+    assert looks(0.0) > 2 * looks(11.0) > 0
 
 
 # Of 32 rows on an H100, acceptance 0, and of a moment when the host was slow there: steps in a row.
