@@ -12,7 +12,10 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     """`jspec.cli.run`, whose imports take a moment in which Ctrl-C is to end us as quietly as
     later."""
     try:
-        from jspec import cli
+        from jspec.engine.interrupts import interruptible
+
+        with interruptible():
+            from jspec import cli
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr, flush=True)
         os._exit(130)

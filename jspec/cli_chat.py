@@ -21,6 +21,7 @@ from jspec.cli_terminal import (
     stream_answer,
 )
 from jspec.core.errors import ConfigError, RequestError
+from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ def run_chat(argv: Sequence[str]) -> int:
 
 def check_template(settings: Settings) -> None:
     """Raises ConfigError for a model without a chat template, before its weights are read."""
-    from jspec.engine.loading import resolve_paths
-    from jspec.text.chat_template import ChatTemplate
+    with interruptible():
+        from jspec.engine.loading import resolve_paths
+        from jspec.text.chat_template import ChatTemplate
 
     args = settings.engine_args
     directory: Path = resolve_paths(args).tokenizer

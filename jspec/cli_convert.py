@@ -6,12 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser
 
 
 def run_convert(argv: Sequence[str]) -> int:
     """Loads jax only where orbax is read or written."""
-    from jspec.models.convert import Format, convert
+    with interruptible():
+        from jspec.models.convert import Format, convert
 
     parser = FlagParser(
         prog="jspec convert",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jspec.core.errors import ConfigError
+from jspec.engine.interrupts import interruptible
 from jspec.server.flags import FlagParser
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def run_info(argv: Sequence[str]) -> int:
     parser.add_argument("--memory", metavar="SIZE", help="of a device, as 80GB or 24GiB")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
-    from jspec.engine.checkpoint_info import describe
-    from jspec.engine.loading import BUNDLED
+    with interruptible():
+        from jspec.engine.checkpoint_info import describe
+        from jspec.engine.loading import BUNDLED
 
     info = describe(
         BUNDLED / "target" if options.directory is None else Path(options.directory),
@@ -70,7 +72,7 @@ def lines_of(info: CheckpointInfo) -> Iterator[str]:
     yield f"  parameters: {info.parameters:,} in {info.num_tensors} tensors"
     stored = ", ".join(f"{kind} {gib(size)}" for kind, size in info.stored_bytes.items())
     yield f"  stored: {stored or 'nothing'}"
-    yield f"  served in {info.dtype}: {gib(info.weight_bytes)} of weights"
+    yield f"  weights as {info.dtype} (--dtype): {gib(info.weight_bytes)}"
     if info.cache_bytes_per_token:
         yield f"  cache: {info.cache_bytes_per_token:,} bytes a token"
     if info.algorithm is not None:

@@ -3,7 +3,8 @@
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage
 collector, of a weak reference, or in `__del__`, an exception is only printed, and a start goes on
 as if nothing had been said. So while something starts, the handler also remembers the interrupt,
-and the start asks between its stages.
+and the start asks between its stages. While a module is imported it only remembers: an exception
+in the midst of a native module's initialisation can end the process by a fault (jaxlib's does).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+_IMPORTER = "<frozen importlib._bootstrap>"
 
 
 class InterruptGuard:
@@ -29,7 +32,8 @@ class InterruptGuard:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """The signal handler."""
         self.is_interrupted = True
-        signal.default_int_handler(signum, frame)
+        if not _is_importing(frame):
+            signal.default_int_handler(signum, frame)
 
     def on_unraisable(self, unraisable: sys.UnraisableHookArgs, /) -> None:
         """Says nothing about the interrupt that is raised again later, and passes on the rest."""
@@ -53,6 +57,15 @@ class InterruptGuard:
             sys.unraisablehook = self._unraisablehook
         if self.is_interrupted:
             raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether the code that this frame runs is a part of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

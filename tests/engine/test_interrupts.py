@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -176,3 +177,15 @@ def test_a_start_that_loses_its_interrupt_stops(tmp_path: Path) -> None:
     assert done.stdout == "interrupted\n"
     assert "Exception ignored" not in done.stderr
     assert not list(tmp_path.glob("steps/*"))  # nothing was compiled after it
+
+
+def test_an_interrupt_of_an_import_comes_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a native module's initialisation it can end the process by a fault."""
+    source = "import signal\nsignal.raise_signal(signal.SIGINT)\nis_whole = True\n"
+    (tmp_path / "interrupted_module.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(KeyboardInterrupt), interrupts.interruptible():
+        importlib.import_module("interrupted_module")
+    assert sys.modules.pop("interrupted_module").is_whole
