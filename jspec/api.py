@@ -47,7 +47,7 @@ from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
-from jspec.text.grammars import Grammars
+from jspec.text.grammars import Grammars, check_package
 from jspec.text.intake import NO_TOKENIZER, Intake, Params
 from jspec.text.stream import stream_of
 from jspec.text.token_texts import TokenTexts
@@ -91,6 +91,7 @@ class Engine(EngineCalls):
         self.startup_seconds = time.monotonic() - started
 
     def _start(self, progress: Progress | None) -> None:
+        check_package(self.args.grammar_backend)
         paths = resolve_paths(self.args)
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:

@@ -201,10 +201,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
-            if isinstance(parameter.accepts, Source):  # a schema may come as an object
-                value = parameter.read(getattr(self, parameter.name))
-                object.__setattr__(self, parameter.name, value)
-            parameter.check(getattr(self, parameter.name))
+            value = parameter.read(getattr(self, parameter.name))  # one stop string, an object
+            object.__setattr__(self, parameter.name, value)
+            parameter.check(value)
         check_grammar(self, ignore_eos=self.ignore_eos)
         if self.min_new_tokens > self.wanted_tokens:
             raise RequestError(

@@ -244,7 +244,8 @@ class SamplingField:
     row: Row | None
 
     def read(self, value: Any) -> Any:
-        """A JSON value as the parameter's own: a list as a tuple, one text as a list of it.
+        """A JSON value as the parameter's own: a list as a tuple, one text as a list of it, null
+        as none of either.
 
         Raises RequestError for what is no list where one is expected.
         """
@@ -257,8 +258,12 @@ class SamplingField:
             return value if given_pairs else self.accepts.read(self.name, value)
         if isinstance(value, str) and isinstance(self.accepts, Texts):
             return (value,)
+        if value is None:
+            return self.default
         if not isinstance(value, list | tuple):
-            raise RequestError(f"{self.name} is {shown(value)}; expected a list")
+            of_texts = isinstance(self.accepts, Texts)
+            expected = "a string or a list of strings" if of_texts else "a list of integers"
+            raise RequestError(f"{self.name} is {shown(value)}; expected {expected}")
         return tuple(value)
 
     def check(self, value: Any) -> None:

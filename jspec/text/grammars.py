@@ -6,12 +6,13 @@ sequence's tokens do not depend on which drafts were asked about.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from jspec.core.errors import RequestError, shown
+from jspec.core.errors import ConfigError, RequestError, shown
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks
 from jspec.text.grammar_state import CompiledGrammar
 from jspec.text.grammar_vocabulary import Vocabulary
@@ -40,7 +41,20 @@ BACKENDS: Mapping[str, Callable[[Vocabulary], Backend]] = {
     "llguidance": LlguidanceGrammars,
     "xgrammar": XgrammarGrammars,
 }
+DEFAULT_BACKEND = "llguidance"
 EXTRAS: Mapping[str, str] = {"llguidance": "grammar", "xgrammar": "xgrammar"}
+
+
+def check_package(backend: str) -> None:
+    """Raises ConfigError where one that was asked for is not installed. The default one may lack
+    until a grammar needs it: it is an extra, and most requests have no grammar."""
+    extra = EXTRAS.get(backend)
+    if extra is None or backend == DEFAULT_BACKEND or importlib.util.find_spec(backend):
+        return
+    raise ConfigError(
+        f"grammar_backend is {backend!r}, and that package is not installed; expected it "
+        f"(pip install 'jspec[{extra}]'), {DEFAULT_BACKEND} or none"
+    )
 
 
 class Grammars:
@@ -56,7 +70,7 @@ class Grammars:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        backend: str = "llguidance",
+        backend: str = DEFAULT_BACKEND,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -117,19 +131,19 @@ class Grammars:
             return self._backend
         if self._tokenizer is None:
             raise RequestError(
-                f"{name} is given and the engine has no tokenizer (skip_tokenizer_init); expected "
-                f"one, since a grammar speaks of text"
+                f"a grammar is asked for ({name}) and the engine has no tokenizer "
+                f"(skip_tokenizer_init); expected one, since a grammar speaks of text"
             )
         if not self._eos_token_ids:
             raise RequestError(
-                f"{name} is given and the model names no end of sequence; expected eos_token_id in "
-                f"its config, since nothing else can end the text of a grammar"
+                f"a grammar is asked for ({name}) and the model names no end of sequence; expected "
+                f"eos_token_id in its config, since nothing else can end the text of a grammar"
             )
         package = self._backend_name
         if package not in BACKENDS:
             raise RequestError(
-                f"{name} is given and grammar_backend is {package!r}; expected an engine with one "
-                f"of {', '.join(BACKENDS)}"
+                f"a grammar is asked for ({name}) and grammar_backend is {package!r}; expected an "
+                f"engine with one of {', '.join(BACKENDS)}"
             )
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
@@ -137,7 +151,7 @@ class Grammars:
             self._backend = BACKENDS[package](self._vocabulary)
         except ImportError:
             raise RequestError(
-                f"{name} is given and needs the package {package}, which is not installed: "
-                f"pip install 'jspec[{EXTRAS[package]}]'"
+                f"a grammar is asked for ({name}), which needs the package {package}, and that is "
+                f"not installed: pip install 'jspec[{EXTRAS[package]}]'"
             ) from None
         return self._backend

@@ -23,6 +23,17 @@ from jspec.core.seeds import MAX_SEED, choice_seed
 NAN, INF = float("nan"), float("inf")
 
 
+def test_parameters_that_python_gives_are_read_as_json_s_are() -> None:
+    """SGLang's SamplingParams takes one stop string, a list of them, or None."""
+    loose: dict[str, Any] = {"stop": "end", "stop_regex": None, "stop_token_ids": [1, 2]}
+    params = SamplingParams(**loose)
+    assert (params.stop, params.stop_regex, params.stop_token_ids) == (("end",), (), (1, 2))
+    assert params == SamplingParams(stop=("end",), stop_token_ids=(1, 2))
+    wrong: dict[str, Any] = {"stop": 5}
+    with pytest.raises(RequestError, match="stop is 5; expected a string or a list of strings"):
+        SamplingParams(**wrong)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -53,8 +64,8 @@ NAN, INF = float("nan"), float("inf")
         ({"stop": [""]}, "stop holds ''; expected non-empty strings"),
         ({"stop": [7]}, "stop holds 7"),
         ({"stop": ["a", "\ud800"]}, "stop holds a lone surrogate; expected Unicode text"),
-        ({"stop": 7}, "stop is 7; expected a list"),
-        ({"stop_token_ids": "12"}, "stop_token_ids is '12'; expected a list"),
+        ({"stop": 7}, "stop is 7; expected a string or a list of strings"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'; expected a list of integers"),
         ({"stop_token_ids": [-1]}, "stop_token_ids is -1"),
         ({"stop_token_ids": [2**31]}, "stop_token_ids is 2147483648"),
         ({"max_new_tokens": 2**31, "min_new_tokens": 2**31}, "max_new_tokens is 2147483648"),

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.errors import RequestError
+from jspec.core.errors import ConfigError, RequestError
 from jspec.core.grammar import GrammarKind, GrammarSource, num_words
 from jspec.core.request import SamplingParams
 from jspec.testing.tiny_models import tiny_tokenizer
 from jspec.text.grammar_state import CompiledGrammar
-from jspec.text.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars
+from jspec.text.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars, check_package
 from jspec.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -198,8 +198,16 @@ def test_xgrammar_refuses_what_it_would_leave_out(
 
 def test_an_engine_without_a_package_says_so(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, vocab_size=400, eos_token_ids=(1,), backend="none")
-    with pytest.raises(RequestError, match="regex is given and grammar_backend is 'none'"):
+    with pytest.raises(RequestError, match=r"\(regex\) and grammar_backend is 'none'"):
         grammars.compile(source(regex="a"))
+
+
+def test_a_package_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    check_package("none")
+    check_package("llguidance")  # the default: an extra that most requests do not need
+    with pytest.raises(ConfigError, match=r"'xgrammar', and .*pip install 'jspec\[xgrammar\]'"):
+        check_package("xgrammar")
 
 
 def test_a_grammar_needs_a_tokenizer_and_an_end(tokenizer: Tokenizer) -> None:
