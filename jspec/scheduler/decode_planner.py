@@ -1,7 +1,7 @@
 """Which rows decode next, and the pages that they get for it.
 
 Where pages suffice all rows are decided together, on the columns of the row table; where they do
-not, one by one, oldest first, because each may make another one wait or give way.
+not, one by one, the first claim first, because each may make another one wait or give way.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class DecodePlanner:
         """Who decodes where not all can, and the pages they get; others wait or give way."""
         chosen: list[Tenancy] = []
         grants: list[PageGrant] = []
-        for sequence in tuple(self._running.values()):  # oldest first; victims drop out on the way
+        # Victims drop out on the way: always after the row that they give way for, or that row.
+        for sequence in policy.by_claim(self._limits, self._running.values()):
             if not policy.may_decode(sequence):
                 continue
             num_missing = self._make_room(sequence)
@@ -156,7 +157,7 @@ class DecodePlanner:
                     f"the only running sequence misses {num_missing} pages and "
                     f"{self._pages.num_free} are free; expected submit to have bounded it"
                 )
-            self._retract(policy.choose_victim(self._limits, tuple(self._running.values())))
+            self._retract(policy.choose_victim(self._limits, self._running.values()))
         return num_missing
 
     def _grant(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:

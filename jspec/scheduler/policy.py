@@ -21,6 +21,7 @@ The rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -177,7 +178,13 @@ def may_decode(sequence: Sequence) -> bool:
     return tenancy.emitting_in_flight < sequence.num_tokens_left
 
 
-def choose_victim(limits: ServeLimits, running: Ordered[Sequence]) -> Sequence:
+def by_claim(limits: ServeLimits, running: Iterable[Sequence]) -> list[Sequence]:
+    """In the order in which rows get pages: by rank, then by arrival. Who gives way is the last, so
+    never one that got its pages before."""
+    return sorted(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))
+
+
+def choose_victim(limits: ServeLimits, running: Iterable[Sequence]) -> Sequence:
     """Whom to retract: the newest arrival of the lowest rank. The caller never asks about the last
     sequence."""
-    return max(running, key=lambda sequence: (-rank_of(limits, sequence), sequence.arrival))
+    return by_claim(limits, running)[-1]

@@ -23,6 +23,7 @@ from jspec.testing.failing_runner import FailingRunner
 from jspec.testing.fake_runner import hash_token, random_acceptance, small_limits
 from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
 from jspec.testing.random_shapes import RandomShapes
+from tests.scheduler.test_scheduler import check_rows_are_held
 
 SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 
@@ -163,10 +164,13 @@ class Interleavings(RuleBasedStateMachine):
             self.chunks[name] = []
             self.live.add(name)
 
-    @rule(count=st.integers(1, 4), prompt_len=st.integers(1, 8))
-    def submit_long(self, count: int, prompt_len: int) -> None:
+    @rule(
+        priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=4),
+        prompt_len=st.integers(1, 8),
+    )
+    def submit_long(self, priorities: list[int], prompt_len: int) -> None:
         """Requests that only the length ends: together they outgrow the pool."""
-        for _ in range(count):
+        for priority in priorities:
             self.submit(
                 prompt_len=prompt_len,
                 max_new_tokens=90,
@@ -174,6 +178,7 @@ class Interleavings(RuleBasedStateMachine):
                 stop=[],
                 eos=[],
                 seed=len(self.requests),
+                priority=priority,
             )
 
     @precondition(lambda self: self.chunks)
@@ -210,6 +215,7 @@ class Interleavings(RuleBasedStateMachine):
         for _ in range(count):
             plan = self.scheduler.plan()
             if plan is not None:
+                check_rows_are_held(self.scheduler, plan)
                 self.runner.dispatch(plan)
                 self.in_flight.append(plan)
 

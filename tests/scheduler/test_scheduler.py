@@ -31,6 +31,12 @@ def hash_seed(name: str) -> int:
     return int.from_bytes(name.encode(), "little")
 
 
+def check_rows_are_held(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A row of a step has its slot and its pages: nobody retracted it while the step was planned."""
+    for row in plan.rows:
+        assert not scheduler._tenancies[row].ended, row
+
+
 class Bench:
     """A scheduler and a fake runner, driven by hand."""
 
@@ -47,6 +53,7 @@ class Bench:
     def dispatch(self) -> StepPlan | None:
         plan = self.scheduler.plan()
         if plan is not None:
+            check_rows_are_held(self.scheduler, plan)
             self.runner.dispatch(plan)
             self.in_flight.append(plan)
         return plan

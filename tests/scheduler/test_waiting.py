@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,40 @@ def test_of_two_rows_the_lower_rank_gives_way() -> None:
     retracted = {name: chunks[-1].num_retractions for name, chunks in bench.chunks.items()}
     assert retracted["a"] > 0
     assert retracted["b"] == 0
+
+
+@pytest.mark.parametrize("num_pages", [24, 30])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_step_has_a_row_that_gave_way_for_another_of_it(num_pages: int, depth: int) -> None:
+    """The less urgent row came first, so it is older; the other one misses a page while both
+    decode. The bench looks at each plan's rows."""
+    limits = replace(
+        small_limits(
+            num_pages=num_pages,
+            page_size=4,
+            num_slots=4,
+            context_length=100,
+            overlap_depth=depth,
+        ),
+        priority_order=PriorityOrder.HIGH_FIRST,
+    )
+    num_retractions = 0
+    for num_steps, num_tokens, seed in itertools.product((0, 3, 8), (40, 60), range(4)):
+        bench = Bench(limits)
+        low = replace(urgent("a", 0, prompt_len=4, max_new_tokens=60), seed=2 * seed)
+        high = urgent("b", 1, prompt_len=4, max_new_tokens=num_tokens)
+        high = replace(high, seed=2 * seed + 1)
+        bench.submit(low)
+        for _ in range(num_steps):
+            if bench.dispatch() is None or len(bench.in_flight) > depth:
+                bench.collect()
+        bench.submit(high)
+        bench.run_all()
+        num_retractions += bench.scheduler.stats.num_retractions
+        assert bench.output("a") == expected_ids(low, 60)
+        assert bench.output("b") == expected_ids(high, num_tokens)
+        assert bench.scheduler.stats.num_leaked_pages == 0
+    assert num_retractions > 0
 
 
 def test_a_priority_needs_an_order() -> None:
