@@ -46,7 +46,7 @@ class Recovery:
         self._limits = limits or RestartLimits()
         self._clock = clock
         self._num_in_row = 0
-        self._well_since = clock()
+        self._well_since: float | None = clock()  # None: it does not work
         self.is_running = False
 
     async def run(
@@ -82,16 +82,16 @@ class Recovery:
                     clear_frames(failure)
                     LOGGER.error("%s", error)
                 else:
-                    self._well_since = self._clock()
-                    LOGGER.warning("the runner works again after %.1f s", self._well_since - began)
+                    now = self._well_since = self._clock()
+                    LOGGER.warning("the runner works again after %.1f s", now - began)
                     return
         finally:
             self.is_running = False
 
     def _next_pause(self, error: RunnerError) -> float:
-        if self._clock() - self._well_since >= self._limits.well_seconds:
+        since, self._well_since = self._well_since, None
+        if since is not None and self._clock() - since >= self._limits.well_seconds:
             self._num_in_row = 0
-        self._well_since = self._clock()
         if self._num_in_row >= self._limits.most:
             raise RunnerError(
                 f"the runner failed again after {self._num_in_row} restarts: {error}"

@@ -15,6 +15,7 @@ import numpy as np
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
 from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.core.request import Request
 from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
@@ -234,7 +235,12 @@ class RoundReader:
         return sequence.piece(cut, num_emitted=num_emitted, num_proposed=num_proposed, ids=ids)
 
     def _end_broken(self, sequence: Sequence, error: Exception) -> Piece:
-        LOGGER.error("request %s was ended", sequence.request.request_id, exc_info=error)
         self._totals.num_aborted += 1
         self._finish(sequence)
-        return sequence.broken(f"its text could not be made: {type(error).__name__}: {error}")
+        return sequence.broken(text_failure(sequence.request, error))
+
+
+def text_failure(request: Request, error: Exception) -> str:
+    """What a request is told whose text raised; the log has where."""
+    LOGGER.error("request %s was ended", request.request_id, exc_info=error)
+    return f"its text could not be made: {type(error).__name__}: {error}"

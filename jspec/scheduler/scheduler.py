@@ -34,7 +34,7 @@ from jspec.scheduler import budget, policy
 from jspec.scheduler.decode_planner import DecodePlanner
 from jspec.scheduler.pages import FullPages, Hit
 from jspec.scheduler.prefilling import Prefilling
-from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result
+from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result, text_failure
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
 from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
@@ -153,7 +153,10 @@ class Scheduler:
         self._totals.num_aborted += 1
         self._totals.num_slow_readers += is_slow
         self._finish(sequence)
-        return sequence.abort(why)
+        try:
+            return sequence.abort(why)
+        except Exception as error:  # a text may raise anything, and this request alone ends of it
+            return sequence.broken(f"{why}; {text_failure(sequence.request, error)}")
 
     def expire(self, request_id: str) -> bool:
         """Ends a request that still waits and never ran; whether it did."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,58 @@ def test_pauses_grow_and_are_forgotten_after_a_good_time() -> None:
         assert num_restarts == 4
         with pytest.raises(RunnerError, match="failed again after 2 restarts: x"):
             await fail()
+
+    run(main())
+
+
+def test_attempts_that_take_long_to_fail_are_counted_too() -> None:
+    now, num_attempts = 0.0, 0
+    recovery = Recovery(RestartLimits(most=3, first_pause=0.0), clock=lambda: now)
+
+    async def restart() -> None:
+        nonlocal now, num_attempts
+        num_attempts += 1
+        now += 61.0
+        raise RuntimeError("no memory")
+
+    async def main() -> None:
+        with pytest.raises(RunnerError, match="failed again after 3 restarts"):
+            await recovery.run(RunnerError("x"), restart, is_closing=lambda: num_attempts > 9)
+
+    run(main())
+    assert num_attempts == 3
+
+
+class BrokenText(FakeTextStream):
+    """What is held back cannot be made text of."""
+
+    def watch(self) -> None:
+        return None
+
+    def flush(self) -> str:
+        raise ValueError("no such bytes")
+
+
+def test_who_is_aborted_ends_even_if_its_text_cannot() -> None:
+    limits = small_limits(num_slots=4)
+    bad, good = make_request("bad"), make_request("good")
+    bad = replace(bad, sampling=replace(bad.sampling, stop=("@@",)))  # so the loop makes its text
+
+    def stream_of(request: Request) -> FakeTextStream:
+        return BrokenText(()) if request is bad else FakeTextStream.for_request(request)
+
+    async def main() -> None:
+        loop = EngineLoop(Scheduler(limits, make_stream=stream_of), FailingRunner(limits))
+        streams = loop.submit(bad), loop.submit(good)
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        loop.abort("bad")
+        (*_, last), chunks = await asyncio.gather(*reading)
+        assert last.finish is not None
+        assert last.finish.kind is FinishKind.ABORT
+        assert "its text could not be made: ValueError: no such bytes" in str(last.finish.message)
+        check_output(good, chunks)
+        await loop.close()
 
     run(main())
 

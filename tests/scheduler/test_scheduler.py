@@ -32,7 +32,7 @@ def hash_seed(name: str) -> int:
 
 
 def check_rows_are_held(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A row of a step has its slot and its pages: nobody retracted it while the step was planned."""
+    """Of a step's rows each has its slot and pages: none gave way while the step was planned."""
     for row in plan.rows:
         assert not scheduler._tenancies[row].ended, row
 
