@@ -223,7 +223,7 @@ class Endpoints:
         """POST /abort_request {rid | abort_all}; an id matches whole, not by its beginning."""
         call = await read_call(request, self._args, parse_abort)
         if call.rid is None:
-            num_aborted = await self.service.engine.abort_all()
+            num_aborted = await self.service.aborts.abort_all()
         else:
             num_aborted = await self.service.abort(call.rid)
         return JSONResponse({"num_aborted": num_aborted})

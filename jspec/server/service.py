@@ -26,6 +26,7 @@ from jspec.scheduler.request_trace import Border, RequestTrace
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.background_checks import BackgroundChecks
 from jspec.server.chat_schemas import ChatCall
+from jspec.server.early_aborts import EarlyAborts
 from jspec.server.http import unless_gone
 from jspec.server.metric_table import token_usage
 from jspec.server.metrics import RateMeter, ServerMetrics
@@ -121,6 +122,7 @@ class Service:
             engine.trace_requests(self._trace)
         self.is_shutting_down = False
         self._groups: dict[str, tuple[str, ...]] = {}
+        self.aborts = EarlyAborts(engine)
         self._is_cut_said = False
 
     @property
@@ -221,7 +223,7 @@ class Service:
                 raise RequestError(f"rid is {name!r}; expected one that is not in use")
         self._groups |= names  # before the await, so that nobody else takes a name meanwhile
         try:
-            return await self.engine.submit(requests, max_unread=self.args.max_unread_events)
+            return await self.aborts.submit(requests, max_unread=self.args.max_unread_events)
         except QueueFullError as error:
             self.forget(names)
             seconds = self._retry_after(len(requests))
@@ -289,7 +291,7 @@ class Service:
     async def abort(self, rid: str) -> int:
         """Aborts the sequences of one call, of one prompt, or one by its own name."""
         names = self._groups.get(rid, (rid,))
-        return sum([await self.engine.abort(name) for name in names])
+        return sum([await self.aborts.abort(name) for name in names])
 
     async def probe(self) -> bool:
         """Whether the engine makes progress: on running requests, else on one token of its own.
