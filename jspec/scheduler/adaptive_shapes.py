@@ -37,7 +37,7 @@ SOON_SHARE = 0.01  # the same where a cost is measured again for the first time
 # The same for drafts while nothing is drafted, and where depth 1 says that more of them might pay.
 PROBE_SHARE, HOPED_SHARE = 0.0045, 0.01
 PROBE_STEPS, SOON_STEPS = 64, 16  # at most one of so many
-FIRST_STEPS = 8  # one of so many at a bucket tries a shape whose cost is unknown there
+FIRST_STEPS = 8  # or more at a bucket until a shape whose cost is unknown there is tried
 # After so many a known cost is measured again, at first and in the end, if the loss allows.
 FIRST_REFRESH, REFRESH_STEPS = 32, 2048
 # In a row: the first may tell the drafter what it missed. A program's cold runs come on top.
@@ -99,6 +99,9 @@ class AdaptiveShapes:
         known = {shape: costs.get(shape) for shape in ready}
         before = self._current
         current = before if before in ready else self._limits.spec
+        if costs and current not in costs:  # what little is known here need not be better
+            guess = self._costs.guess(current, bucket, beside=next(iter(costs)))
+            costs |= {} if guess is None else {current: guess}
         self._expected = {shape: self.expected_tokens(shape) for shape in ready}
         self._current = best_shape(
             current,
@@ -123,9 +126,10 @@ class AdaptiveShapes:
         if self._num_tries_left and self._trying in ready:
             self._num_tries_left -= 1
             return self._trying
-        unknown = [shape for shape in others if known[shape] is None]
-        if known[self._current] is not None and unknown and self._untried[bucket] > FIRST_STEPS:
-            return self._try(unknown[0], extra=COLD_RUNS)
+        is_known = known[self._current] is not None
+        for shape in others if is_known else ():
+            if known[shape] is None and self._untried[bucket] > self._first_after(shape, known):
+                return self._try(shape, extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         own = family(self._current)
         for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
@@ -134,7 +138,7 @@ class AdaptiveShapes:
                 self._probed_at[key] = now
                 is_far = self._switch_steps(known) > 1  # there and back: then for several looks
                 return self._try(shape) if is_far and self._might_pay(shape, known) else shape
-        for shape in others:
+        for shape in others if is_known else ():
             at = (shape, bucket)
             if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
                 self._measured_at[at] = now
@@ -142,6 +146,17 @@ class AdaptiveShapes:
                 self._costs.fade(shape, bucket)
                 return self._try(shape)
         return None
+
+    def _first_after(
+        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    ) -> float:
+        """Steps at the bucket after which a shape whose cost is unknown there is tried: as rarely
+        as if what is known of other buckets held here."""
+        guess = self._costs.guess(shape, self._bucket, beside=self._current)
+        lost = self._steps_lost(
+            shape, {**known, shape: guess}, num_looks=TRY_STEPS + COLD_RUNS, switching=False
+        )
+        return max(FIRST_STEPS, (lost or 0.0) / SOON_SHARE)
 
     def _refresh_after(
         self, shape: SpeculativeConfig, bucket: int, known: dict[SpeculativeConfig, float | None]

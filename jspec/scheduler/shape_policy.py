@@ -11,6 +11,7 @@ here knows a plan, a queue or a clock: numbers in, a shape out.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -208,6 +209,23 @@ class Costs:
         unsure = [s for s in known if len(self._kept(s, bucket)) < SURE_SAMPLES]
         capped = {s: min(c for o, c in known.items() if o == s or does_less(s, o)) for s in unsure}
         return known | capped
+
+    def guess(
+        self, shape: SpeculativeConfig, bucket: int, *, beside: SpeculativeConfig
+    ) -> float | None:
+        """A cost that is not known here, by the nearest bucket where it is, and hopefully: that of
+        fewer rows, or as much more than `beside`, which is known here, as rows are fewer than where
+        both are known. None: nowhere."""
+        here = self.known(beside, bucket)
+        others = {of for _, of in self.samples if of != bucket}
+        for other in sorted(others, key=lambda of: abs(math.log(of / bucket))):
+            cost, there = self.known(shape, other), self.known(beside, other)
+            if cost is not None and other < bucket:
+                return cost
+            if cost is not None and here is not None and there is not None:
+                fewer = bucket / other
+                return max(here + fewer * (cost - there), fewer * cost)
+        return None
 
     def _kept(self, shape: SpeculativeConfig, bucket: int) -> Sequence[float]:
         for kept in (self.steady, self.samples):
