@@ -78,9 +78,30 @@ FEWEST_TUNINGS = {  # up to MOST_FEW tokens
 TRITON_TUNINGS = {  # by columns, too; those that do not fit M are left out
     "lanes, 4 columns": ONE,
     "lanes, 2 columns": replace(ONE, tile_n=2),
+    "lanes, 4 columns of 1,024": replace(ONE, tile_k=1024, num_warps=4),
+    "lanes, 4 columns of 4,096": replace(ONE, tile_k=4096),
+    "lanes, 8 columns of 1,024": replace(ONE, tile_n=8, tile_k=1024),
     "64 columns, four stages": SEVERAL,
     "32 columns of 256": replace(SEVERAL, tile_n=32, tile_k=256, num_stages=3),
+    "64 columns of 64, eight stages": replace(SEVERAL, tile_k=64, num_stages=8),
     "32 columns, six stages": replace(SEVERAL, tile_n=32, num_stages=6),
+}
+WIDE_TUNINGS = {  # the same for more tokens than FEWEST_LANES
+    f"Triton, {lanes} lanes, {name}": replace(SEVERAL, num_lanes=lanes, **tuning)
+    for lanes, tunings in {
+        32: {
+            "four stages": {},
+            "steps of 64": {"tile_k": 64, "num_stages": 7},
+            "eight warps": {"num_warps": 8},
+        },
+        64: {
+            "four stages": {},
+            "three stages": {"num_stages": 3},
+            "steps of 64": {"tile_k": 64, "num_stages": 6},
+            "eight warps": {"num_warps": 8},
+        },
+    }.items()
+    for name, tuning in tunings.items()
 }
 EVERYWHERE, FEW_TOKENS = 3, 512
 PLAIN = DEFAULT
@@ -139,6 +160,9 @@ def cases(tokens: list[int]) -> list[Case]:
                 k, n = SHAPES[GATE_UP]
                 few = {name: t for name, t in TRITON_TUNINGS.items() if not t.problem(m, k, n)}
                 programs = few | {"one tile each": FEW}
+            else:
+                wide = {n: t for n, t in WIDE_TUNINGS.items() if m <= t.num_lanes < 2 * m}
+                programs = wide | {"one tile each": FEW}
             found.append(Case(m, GATE_UP, "XLA, by columns", by_columns=True))
         for rank, (name, tuning) in enumerate(programs.items()):
             if m <= FEW_TOKENS or rank < EVERYWHERE or m == largest:

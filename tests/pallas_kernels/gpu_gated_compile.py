@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.gated_mlp.few_gpu import ONE, SEVERAL, few_gated_product
+from jspec.pallas_kernels.gated_mlp.few_gpu import MORE, ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_product
 from jspec.pallas_kernels.gated_mlp.plan import Layout as WeightLayout
 from jspec.pallas_kernels.gated_mlp.plan import Shared
@@ -39,7 +39,7 @@ PROGRAMS = (
     (16, FEW),
     (2048, replace(DEFAULT, cluster=2, shared=Shared.TOKENS)),
 )
-FEW_PROGRAMS = ((1, ONE), (1, SEVERAL), (4, SEVERAL), (15, SEVERAL))
+FEW_PROGRAMS = ((1, ONE), (1, SEVERAL), (4, SEVERAL), (16, SEVERAL), (32, MORE))
 
 
 def assembler() -> str:

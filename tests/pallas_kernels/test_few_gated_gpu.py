@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.gated_mlp.few_gpu import (
+    MORE,
     MOST_TOKENS,
     ONE,
     SEVERAL,
@@ -38,6 +40,7 @@ PRODUCT = "few_gated_product"
         (2, 128, 32, SMALL),
         (15, 192, 48, SMALL),
         (16, 64, 16, SMALL),
+        (17, 128, 32, replace(SMALL, num_lanes=32)),
     ],
 )
 def test_interpreted_product_equals_the_reference(
@@ -65,9 +68,10 @@ def chosen(m: int, k: int = K, n: int = N, **more: Any) -> FewTuning | None:
 
 
 def test_a_layer_gets_the_program_for_its_tokens() -> None:
-    one, several = (ONE, SEVERAL) if has_mosaic_gpu() else (None, None)
+    one, several, more = (ONE, SEVERAL, MORE) if has_mosaic_gpu() else (None, None, None)
     assert chosen(1) == one
-    assert chosen(2) == chosen(MOST_TOKENS) == several
+    assert chosen(2) == chosen(16) == several
+    assert chosen(17) == chosen(MOST_TOKENS) == more
     assert chosen(MOST_TOKENS + 1) is None
     assert chosen(1, by_columns=False) is None
     assert chosen(1, dtype=jnp.float32) is None
@@ -79,7 +83,7 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (8, 1), (MOST_TOKENS + 1, 0)])
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (8, 1), (32, 1), (MOST_TOKENS + 1, 0)])
 def test_a_drafting_engine_multiplies_few_tokens_by_it(num_tokens: int, count: int) -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((num_tokens, K), (K, 2 * N))]
     drafting = OPS["gpu"].with_columns(True)
@@ -113,7 +117,7 @@ def test_shapes_that_do_not_fit_are_refused(
 
 @needs_hopper
 @needs_mosaic_gpu
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 15])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 17, 32])
 def test_runs_on_chip(m: int) -> None:
     x, w = operands(m, K, 2 * N)
     tuning = chosen(m)

@@ -1,17 +1,18 @@
-"""The first half of a gated MLP for at most 15 tokens, from weights by columns, on a GPU (Triton).
+"""The first half of a gated MLP for at most 32 tokens, from weights by columns, on a GPU (Triton).
 
 At so few tokens all time is that of reading the weights once. An engine that drafts keeps them by
 columns (models.placement), where XLA's products are slower than by rows. Here a program reads whole
 pieces of columns of gate and of the same columns of up, so that the gated result needs no second
-launch. Several tokens are one side of the tensor cores' 16 columns, those that are not there 0. One
-token needs no tensor cores: products are added up lane by lane and summed once, at the end, so that
-all of a program's reads are on their way at once.
+launch. Several tokens are one side of the tensor cores' 16 or 32 columns, those that are not there
+0. One token needs no tensor cores: products are added up lane by lane and summed once, at the end,
+so that all of a program's reads are on their way at once.
 
 Rounded as `reference` in gated_mlp/gpu.py rounds. Infinity and NaN of a token stay its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,17 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16
 
-from jspec.pallas_kernels.gated_mlp.plan import FEWEST_LANES, FewTuning
+from jspec.pallas_kernels.gated_mlp.plan import FewTuning
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 
 # On an H100, 4,096 -> 14,336, microseconds: 80.4 for one token, 82.3 for 2 to 8, where XLA takes
 # 84.3 and 83.4 to 85.0, and by rows 78.9 and 80.2 to 81.5 (benchmarks/results/gated_few_gpu.json).
 ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
 SEVERAL = FewTuning(tile_n=64, tile_k=128, num_warps=4, num_stages=4)
-MOST_TOKENS = FEWEST_LANES - 1  # gated_mlp/gpu.py multiplies 16 as fast
+MORE = replace(SEVERAL, num_lanes=32)
+# gated_mlp/gpu.py multiplies 32 alone as fast, but a Mosaic launch is a CUDA graph of its own: a
+# plain step of 32 rows took 0.8% longer with it. At 64 the tensor cores count.
+MOST_TOKENS = MORE.num_lanes
 
 
 def choose_few_gated(
@@ -46,8 +50,9 @@ def choose_few_gated(
         return None
     if ONE.problem(m, k, columns) is None and k % (2 * ONE.tile_k) == 0:
         return ONE
-    fits = SEVERAL.problem(m, k, columns) is None and SEVERAL.fills_turns(columns)
-    return SEVERAL if fits else None
+    several = SEVERAL if m <= SEVERAL.num_lanes else MORE
+    fits = several.problem(m, k, columns) is None and several.fills_turns(columns)
+    return several if fits else None
 
 
 def few_gated_product(
@@ -96,7 +101,7 @@ def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> N
     """tile_n columns of all tokens; the weights are the left side, as their memory has them."""
     num_tokens, size = x_ref.shape
     column = pl.program_id(0) * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
-    token = jnp.arange(FEWEST_LANES, dtype=jnp.int32)
+    token = jnp.arange(tuning.num_lanes, dtype=jnp.int32)
     exists = (token < num_tokens)[None]
 
     def add(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -106,7 +111,7 @@ def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> N
         parts = (jnp.dot(w, x, preferred_element_type=jnp.float32) for w in halves)
         return tuple(total + part for total, part in zip(sums, parts, strict=True))
 
-    zeros = jnp.zeros((tuning.tile_n, FEWEST_LANES), jnp.float32)
+    zeros = jnp.zeros((tuning.tile_n, tuning.num_lanes), jnp.float32)
     gate, up = lax.fori_loop(0, size // tuning.tile_k, add, (zeros, zeros))
     result = _gated(gate, up, out_ref.dtype)
     plt.store(out_ref.at[token[None], column[:, None]], result, mask=exists)

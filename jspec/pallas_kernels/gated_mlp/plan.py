@@ -111,8 +111,8 @@ class FewTuning:
     """The static shape of few_gpu's program for a few tokens. Sizes are elements, powers of two.
 
     tile_n: columns of the result that one program makes, from as many gate and up columns; tile_k:
-    inputs of one round. num_stages: rounds on their way, where the tensor cores multiply; by_lanes:
-    they do not, for one token.
+    inputs of one round. num_stages: rounds on their way, where the tensor cores multiply, for at
+    most num_lanes tokens; by_lanes: they do not, for one token.
     """
 
     tile_n: int
@@ -120,10 +120,11 @@ class FewTuning:
     num_warps: int
     num_stages: int = 1
     by_lanes: bool = False
+    num_lanes: int = FEWEST_LANES
 
     @property
     def most_tokens(self) -> int:
-        return 1 if self.by_lanes else FEWEST_LANES
+        return 1 if self.by_lanes else self.num_lanes
 
     def fills_turns(self, columns: int) -> bool:
         """Whether nearly all multiprocessors, one program each at a time, are busy to the end."""
