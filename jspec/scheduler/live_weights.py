@@ -10,7 +10,7 @@ It knows no device and no file: `core.protocols.Weights` reads and switches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jspec.core.errors import ConfigError, RequestError, shown
@@ -18,6 +18,7 @@ from jspec.core.protocols import Weights
 from jspec.core.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
 from jspec.scheduler.loop import EngineLoop
 from jspec.scheduler.loop_thread import LoopThread
+from jspec.scheduler.visits import OnEngineThread
 
 SUCCESS = "Succeeded to update model weights."  # SGLang's words
 POLL_SECONDS = 0.005
@@ -45,6 +46,11 @@ class LiveWeights:
     @property
     def weight_version(self) -> str:
         return self._loop.weight_version
+
+    @property
+    def num_weight_changes(self) -> int:
+        """How often other weights came into force, whatever they are called."""
+        return self._loop.num_weight_changes
 
     def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
         """As async_update_weights_from_disk, but waits."""
@@ -172,7 +178,7 @@ class LiveWeights:
         """How many requests go on."""
         loop = self._loop
 
-        async def visit(on_engine_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        async def visit(on_engine_thread: OnEngineThread) -> None:
             await on_engine_thread(lambda: self._weights.switch(prepared))
             if in_flight is InFlight.ABORT:
                 for request_id in loop.request_ids:

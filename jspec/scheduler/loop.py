@@ -16,7 +16,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,13 +42,10 @@ from jspec.scheduler.trace import BusyClock
 from jspec.scheduler.trace import TraceEvent as TraceEvent
 from jspec.scheduler.trace import TraceKind as TraceKind
 from jspec.scheduler.transcript import Piece
+from jspec.scheduler.visits import Visit, Visits
 
 LOGGER = logging.getLogger("jspec.scheduler")
 SLOW_READER = "aborted: its reader left too much unread"
-
-
-# What runs between two steps. It is given what runs a function on the engine thread.
-Visit = Callable[[Callable[[Callable[[], None]], Awaitable[None]]], Awaitable[None]]
 
 
 class EngineLoop:
@@ -86,7 +82,8 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_paused = False
-        self._visits: deque[tuple[Visit, asyncio.Future[None]]] = deque()
+        self._visits = Visits()
+        self._num_weight_changes = 0
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
@@ -170,18 +167,22 @@ class EngineLoop:
         self._wake.set()
 
     async def between_steps(self, visit: Visit) -> None:
-        """Awaits `visit` once no step is in flight; none is planned before it ends. Its error is
-        raised here. Raises EngineClosedError if the engine ends first."""
+        """Awaits `visit` once no step is in flight; none is planned before it ends (Visits.ask).
+        Raises its error, or EngineClosedError if the engine ends first."""
         if self._is_closing:
             raise self._closed_error("nothing runs between its steps")
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._visits.append((visit, done))
+        ended = self._visits.ask(visit)
         self._start()
-        await done
+        await ended
 
     @property
     def weight_version(self) -> str:
         return self._weight_version
+
+    @property
+    def num_weight_changes(self) -> int:
+        """How often other weights came into force, whatever they are called."""
+        return self._num_weight_changes
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
         """Other weights are in force, or (`renames`) the same under another name. In a visit.
@@ -190,6 +191,7 @@ class EngineLoop:
         """
         if not renames:
             self._scheduler.fail()  # which loses nothing here: no step is in flight
+            self._num_weight_changes += 1
         self._scheduler.set_weight_version(version, renames=renames)
         self._weight_version = version
 
@@ -282,7 +284,8 @@ class EngineLoop:
         plan = None if is_held else self._scheduler.plan()
         if self._visits and not self._in_flight:
             self._publish()
-            await self._be_visited(*self._visits.popleft())
+            run = asyncio.get_running_loop().run_in_executor
+            await self._visits.run_next(partial(run, self._engine_thread))
         elif plan is None and not self._in_flight:
             self._publish()
             self._busy.stop()
@@ -296,6 +299,7 @@ class EngineLoop:
         self._loss = None
         self._publish()
         self._in_flight.clear()
+        self._calls.lose_steps()
         LOGGER.error("%s; %d requests wait for it", error, len(self._queues))
         failed = self._scheduler.lose(most=MOST_LOSSES)
         clear_frames(error)
@@ -333,18 +337,6 @@ class EngineLoop:
             if self._calls.first_tokens is not None:
                 self._calls.first_tokens.committed(result.step, time.monotonic())
 
-    async def _be_visited(self, visit: Visit, done: asyncio.Future[None]) -> None:
-        run = partial(asyncio.get_running_loop().run_in_executor, self._engine_thread)
-        try:
-            await visit(run)
-        except Exception as error:
-            if not done.done():
-                done.set_exception(error)
-            if isinstance(error, EngineClosedError):  # what it left cannot run a step
-                raise
-        if not done.done():
-            done.set_result(None)
-
     def _publish(self) -> None:
         """What was committed goes to its readers; the last piece of a request ends its stream."""
         pieces, self._unpublished = self._unpublished, []
@@ -379,10 +371,7 @@ class EngineLoop:
             readers.append(queue.put(error))
         self._queues.clear()
         wake(readers)
-        while self._visits:
-            _, done = self._visits.popleft()
-            if not done.done():
-                done.set_exception(self._closed_error(why))
+        self._visits.refuse(lambda: self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f" because of {self._cause!r}"

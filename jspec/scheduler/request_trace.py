@@ -9,7 +9,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable
 
-from jspec.core.plan import RowRef, StepPlan
+from jspec.core.plan import StepPlan
 
 
 class Border(enum.Enum):
@@ -52,6 +52,11 @@ class RequestTrace:
             if times is not None:
                 times.setdefault(border.value, when)
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """They were refused."""
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+
     def end(self, request_id: str) -> None:
         """Writes the line, if the request passed all borders; it is forgotten."""
         times = self._open.pop(request_id, None)
@@ -65,19 +70,19 @@ class FirstTokens:
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace = trace
-        self._names: dict[RowRef, str] = {}
+        self._names: dict[int, str] = {}  # by slot: whoever was admitted there last
         self._by_step: dict[int, list[str]] = {}  # whose last prefill chunk it has
 
     def submitted(self, request_id: str, now: float) -> None:
         self._trace.mark((request_id,), Border.SUBMITTED, now)
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        names = {each.row: each.request.request_id for each in plan.admissions}
+        names = {each.row.slot: each.request.request_id for each in plan.admissions}
         self._names |= names
         self._trace.mark(names.values(), Border.PLANNED, now)
         final = [chunk.row for chunk in plan.chunks if chunk.is_final]
         if final:
-            self._by_step[plan.step] = [self._names.pop(row, "") for row in final]
+            self._by_step[plan.step] = [self._names.pop(row.slot, "") for row in final]
 
     def dispatched(self, step: int, started: float, ended: float) -> None:
         names = self._by_step.get(step, ())
@@ -86,6 +91,10 @@ class FirstTokens:
 
     def collected(self, step: int, _: float, ended: float) -> None:
         self._trace.mark(self._by_step.get(step, ()), Border.COLLECTED, ended)
+
+    def lose_steps(self) -> None:
+        """Of those that were planned none ends."""
+        self._by_step.clear()
 
     def committed(self, step: int, now: float) -> None:
         self._trace.mark(self._by_step.pop(step, ()), Border.COMMITTED, now)

@@ -35,6 +35,12 @@ class RunnerCalls:
         except Exception as error:
             raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error
 
+    def lose_steps(self) -> None:
+        """The steps in flight were lost with the runner. While nothing runs on its thread."""
+        self.steps.lose_steps()
+        if self.first_tokens is not None:
+            self.first_tokens.lose_steps()
+
     def _run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
         if plan is not None:
             started = time.monotonic()

@@ -38,6 +38,11 @@ class StepClock:
         self._seconds[step] = now - max(self._dispatched.pop(step), self._last)
         self._last = now
 
+    def lose_steps(self) -> None:
+        """Of those that were dispatched none ends."""
+        self._dispatched.clear()
+        self._seconds.clear()
+
     def seconds(self, step: int) -> float:
         return self._seconds.pop(step)
 

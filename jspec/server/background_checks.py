@@ -51,7 +51,7 @@ class _CheckEndedError(Exception):
 class _Finished:
     request: Request
     ids: tuple[int, ...]
-    weight_version: str
+    weights: int
 
 
 class BackgroundChecks:
@@ -65,20 +65,21 @@ class BackgroundChecks:
         self, engine: Engine, fraction: float, *, draw: Callable[[], float] = random.random
     ) -> None:
         self._engine, self._fraction, self._draw = engine, fraction, draw
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, tuple[Request, int]] = {}
         self._waiting: deque[_Finished] = deque()
         self._is_ended = False
         self.counts = CheckCounts()
 
-    def watch(self, requests: Iterable[Request]) -> None:
-        """Chooses among requests that were just taken."""
+    def watch(self, requests: Iterable[Request], weights: int) -> None:
+        """Chooses among requests that were just taken. weights: the engine's num_weight_changes
+        before it had them, so that all that they emit is theirs if it is still the same then."""
         if self._fraction:
             chosen = (each for each in requests if self._draw() < self._fraction)
-            self._running.update((each.request_id, each) for each in chosen)
+            self._running.update((each.request_id, (each, weights)) for each in chosen)
 
     def finish(self, completion: Completion) -> None:
         """A sequence is over; may be told twice. Only whole answers are checked."""
-        request = self._running.pop(completion.request_id, None)
+        request, weights = self._running.pop(completion.request_id, (None, 0))
         is_whole = completion.finish is not None and completion.finish.kind is not FinishKind.ABORT
         if request is None or not is_whole or not completion.output_ids:
             return
@@ -86,11 +87,7 @@ class BackgroundChecks:
             self._count(num_skipped=1)
             return
         self._waiting.append(
-            _Finished(
-                request=request,
-                ids=tuple(completion.output_ids),
-                weight_version=completion.weight_version,
-            )
+            _Finished(request=request, ids=tuple(completion.output_ids), weights=weights)
         )
 
     async def run(self) -> None:
@@ -122,7 +119,7 @@ class BackgroundChecks:
         """None where it cannot be told: not any more, or the text is too long or a grammar's."""
         try:
             return rescorer.score(
-                each.request, each.ids, before_chunk=lambda: self._wait(each.weight_version)
+                each.request, each.ids, before_chunk=lambda: self._wait(each.weights)
             )
         except (_CheckEndedError, RequestError):
             return None
@@ -130,13 +127,13 @@ class BackgroundChecks:
             LOGGER.debug("a check ended: %s", error)
             return None
 
-    def _wait(self, weight_version: str) -> None:
+    def _wait(self, weights: int) -> None:
         """Until the engine has little to do."""
         while not self._has_room:
             if self._is_ended or self._engine.is_closed:
                 raise _CheckEndedError
             time.sleep(POLL_SECONDS)
-        if self._is_ended or self._engine.weight_version != weight_version:
+        if self._is_ended or self._engine.num_weight_changes != weights:
             raise _CheckEndedError
 
     @property

@@ -18,7 +18,7 @@ from starlette.types import Receive
 
 from jspec.api import Engine
 from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
-from jspec.core.request import Request, SamplingParams
+from jspec.core.request import Request
 from jspec.core.response import Completion, LogprobForm
 from jspec.scheduler import budget
 from jspec.scheduler.loop_thread import EngineStream
@@ -30,6 +30,7 @@ from jspec.server.early_aborts import EarlyAborts
 from jspec.server.http import unless_gone
 from jspec.server.metric_table import token_usage
 from jspec.server.metrics import RateMeter, ServerMetrics
+from jspec.server.probe import makes_progress
 from jspec.server.schemas import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.spec_tokens import SpecTokenTracker
@@ -43,8 +44,6 @@ from jspec.server.streaming import (
 from jspec.text.intake import in_list
 
 SAMPLE_SECONDS = 1.0
-PROBE_SECONDS = 20.0
-POLL_SECONDS = 0.02
 # Longer prompts are tokenized, and more stop strings made ready, off the event loop, which would
 # stall every stream meanwhile.
 INLINE_CHARS = 16_384
@@ -170,15 +169,16 @@ class Service:
         token_text = self.engine.token_texts.text if return_text_in_logprobs else None
         node_text = token_text if tokenizer is None else self.engine.token_texts.text
         indexed = await self._tokenized(prompts)
+        requests, names = [request for _, request in indexed], _names(indexed, group)
+        self._take(names)
         if self._trace is not None:
-            now = time.monotonic()
             marks = {Border.RECEIVED: received or started, Border.PARSED: started}
-            _begin(self._trace, indexed, {**marks, Border.TOKENIZED: now})
-        names = _names(indexed, group)
-        streams = await self._queue([request for _, request in indexed], names)
-        for _, request in indexed:
+            _begin(self._trace, requests, {**marks, Border.TOKENIZED: time.monotonic()})
+        weights = self.engine.num_weight_changes
+        streams = await self._queue(requests, names)
+        for request in requests:
             self._say_if_cut(request)
-        self.checks.watch(request for _, request in indexed)
+        self.checks.watch(requests, weights)
         folds = tuple(
             SequenceFold(
                 request.request_id,
@@ -214,23 +214,30 @@ class Service:
             return await asyncio.to_thread(self._requests, prompts)
         return self._requests(prompts)
 
-    async def _queue(
-        self, requests: Sequence[Request], names: Mapping[str, tuple[str, ...]]
-    ) -> tuple[EngineStream, ...]:
-        """Queues all under these names, or none."""
+    def _take(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """They are in use from now on, so that nobody else takes one until all are queued."""
         for name in names:
             if name in self._groups:
                 raise RequestError(f"rid is {name!r}; expected one that is not in use")
-        self._groups |= names  # before the await, so that nobody else takes a name meanwhile
+        self._groups |= names
+
+    async def _queue(
+        self, requests: Sequence[Request], names: Mapping[str, tuple[str, ...]]
+    ) -> tuple[EngineStream, ...]:
+        """Queues all under these names, which were taken, or none and gives them back."""
+        is_queued = False
         try:
-            return await self.aborts.submit(requests, max_unread=self.args.max_unread_events)
+            streams = await self.aborts.submit(requests, max_unread=self.args.max_unread_events)
+            is_queued = True
+            return streams
         except QueueFullError as error:
-            self.forget(names)
             seconds = self._retry_after(len(requests))
             raise QueueFullError(str(error), retry_after_seconds=seconds) from None
-        except BaseException:
-            self.forget(names)
-            raise
+        finally:
+            if not is_queued:
+                self.forget(names)
+                if self._trace is not None:
+                    self._trace.forget(request.request_id for request in requests)
 
     async def chat_prompt(self, call: ChatCall) -> PromptCall:
         """The one prompt of a chat, rendered and tokenized. Raises RequestError."""
@@ -294,43 +301,8 @@ class Service:
         return sum([await self.aborts.abort(name) for name in names])
 
     async def probe(self) -> bool:
-        """Whether the engine makes progress: on running requests, else on one token of its own.
-
-        A busy engine is not asked for a token, which would wait behind all others: it is well if it
-        ends any step within PROBE_SECONDS, of a prompt that emits nothing yet too.
-        """
-        if self.unready:
-            return False
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                if not await self._is_stepping():
-                    await self._emit_one()
-        except (TimeoutError, EngineClosedError):
-            return False
-        return not self.engine.is_closed
-
-    async def _is_stepping(self) -> bool:
-        """Waits until a step of running requests ends; False once none is running."""
-        before = self.engine.stats.num_steps
-        while self.engine.stats.num_running and not self.engine.is_closed:
-            await asyncio.sleep(POLL_SECONDS)
-            if self.engine.stats.num_steps > before:
-                return True
-        return False
-
-    async def _emit_one(self) -> None:
-        request = Request(
-            request_id=f"health-{uuid.uuid4().hex}",
-            prompt_ids=(0,),
-            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
-            seed=0,
-        )
-        (stream,) = await self.engine.submit((request,))
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            await stream.aclose()
+        """Whether it serves: what it takes makes progress (server.probe)."""
+        return not self.unready and await makes_progress(self.engine)
 
     async def watch(self) -> None:
         """Samples the rates and writes the decode log, until cancelled."""
@@ -377,10 +349,8 @@ def open_trace(path: str) -> RequestTrace:
     return RequestTrace(file.write)
 
 
-def _begin(
-    trace: RequestTrace, indexed: Sequence[tuple[int, Request]], marks: Mapping[Border, float]
-) -> None:
-    for _, request in indexed:
+def _begin(trace: RequestTrace, requests: Sequence[Request], marks: Mapping[Border, float]) -> None:
+    for request in requests:
         trace.begin(request.request_id)
         for border, when in marks.items():
             trace.mark((request.request_id,), border, when)

@@ -15,11 +15,10 @@ from jspec.core.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdat
 from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.loop_thread import LoopThread
-from jspec.testing.fake_runner import small_limits
+from jspec.scheduler.visits import OnEngineThread as OnThread
+from jspec.testing.fake_runner import FakeRunner, small_limits
 
 from .test_loop import LONG, check_output, make_loop, make_request, read, run, until_idle
-
-OnThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -99,6 +98,91 @@ def test_a_visit_that_leaves_nothing_to_run_with_ends_the_loop() -> None:
         with pytest.raises(EngineClosedError, match=r"because of .*the weights are gone"):
             await read(stream)
         assert loop.is_closed
+
+    run(main())
+
+
+def test_a_visit_whose_caller_went_away_before_it_began_never_runs() -> None:
+    async def main() -> None:
+        loop, seen = make_loop(small_limits()), []
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def long_visit(_: OnThread) -> None:
+            entered.set()
+            await leave.wait()
+            seen.append("long")
+
+        async def short_visit(_: OnThread) -> None:
+            seen.append("short")
+
+        first = asyncio.ensure_future(loop.between_steps(long_visit))
+        await entered.wait()
+        second = asyncio.ensure_future(loop.between_steps(short_visit))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait({second})
+        leave.set()
+        await first
+        request = make_request("a")
+        check_output(request, await read(loop.submit(request)))
+        assert seen == ["long"]
+        await loop.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_visit_that_has_begun_is_waited_for_by_a_caller_that_was_cancelled(fails: bool) -> None:
+    async def main() -> None:
+        loop = make_loop(small_limits())
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def visit(_: OnThread) -> None:
+            entered.set()
+            await leave.wait()
+            if fails:
+                raise ValueError("nobody hears this")
+
+        caller = asyncio.ensure_future(loop.between_steps(visit))
+        await entered.wait()
+        caller.cancel()
+        await asyncio.sleep(0.01)
+        assert not caller.done()
+        leave.set()
+        await asyncio.wait({caller})
+        assert caller.cancelled()
+        await loop.close()
+
+    run(main())
+
+
+def test_an_update_that_was_cancelled_changes_nothing() -> None:
+    """A client that gives up while steps are in flight: no switch later, and the next may come."""
+
+    async def main() -> None:
+        runner = FakeRunner(small_limits(), step_seconds=0.05)
+        loop, weights = make_loop(small_limits(), runner), FakeWeights()
+        holder = Holder(loop, weights)
+
+        async def ask() -> None:
+            stream = loop.submit(make_request("a", max_new_tokens=30))
+            await anext(stream)
+            update = asyncio.ensure_future(
+                holder.async_update_weights_from_tensor({"A": 1}, weight_version="A")
+            )
+            while not loop._visits:
+                await asyncio.sleep(0.001)
+            update.cancel()
+            await asyncio.wait({update})
+            chunks = await read(stream)
+            assert chunks[-1].num_retractions == 0
+            assert (weights.switched, loop.weight_version) == ([], "default")
+            await holder.async_update_weights_from_tensor({"B": 1}, weight_version="B")
+            assert [each.arrays for each in weights.switched] == [{"B": 1}]
+            assert loop.num_weight_changes == 1
+
+        await holder.on_the_loop(ask)
+        await holder.close()
 
     run(main())
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 
+from jspec.core.plan import StepPlan
+from jspec.scheduler.loop import EngineLoop
+from jspec.scheduler.recovery import RestartLimits
 from jspec.scheduler.request_trace import Border, RequestTrace
+from jspec.scheduler.scheduler import Scheduler
+from jspec.testing.failing_runner import FailingRunner
 from jspec.testing.fake_runner import small_limits
+from jspec.testing.fake_text import FakeTextStream
 
 from .test_loop import make_loop, make_request, read
 
@@ -53,3 +59,39 @@ def test_what_did_not_pass_all_borders_is_forgotten() -> None:
     trace.end("a")
     trace.end("nobody")
     assert lines == []
+
+
+def test_rows_that_end_in_prefill_and_steps_that_are_lost_leave_nothing_behind() -> None:
+    limits = small_limits(chunk_size=4, overlap_depth=2)
+
+    async def main() -> None:
+        prompts_to_fail = 1
+
+        def fails(plan: StepPlan) -> bool:
+            nonlocal prompts_to_fail
+            is_last = any(chunk.is_final for chunk in plan.chunks)
+            prompts_to_fail -= is_last
+            return is_last and prompts_to_fail == 0
+
+        runner = FailingRunner(limits, fails_at_collect=fails)
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        loop = EngineLoop(scheduler, runner, restarts=RestartLimits(first_pause=0.0))
+        loop.trace_requests(RequestTrace(lambda _: None))
+        for i in range(30):
+            stream = loop.submit(make_request(f"r{i}", prompt_len=50))
+            while not loop.stats.num_running:
+                await asyncio.sleep(0)
+            await stream.aclose()
+        await asyncio.gather(*(read(loop.submit(make_request(f"s{i}"))) for i in range(8)))
+        while loop.stats.num_steps_in_flight:
+            await asyncio.sleep(0)
+        calls = loop._calls
+        assert runner.num_restarts == 1
+        assert calls.first_tokens is not None
+        assert len(calls.first_tokens._names) <= limits.num_slots
+        assert not calls.first_tokens._by_step
+        assert not calls.steps._dispatched
+        assert not calls.steps._seconds
+        await loop.close()
+
+    asyncio.run(main())

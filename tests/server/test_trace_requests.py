@@ -1,0 +1,54 @@
+"""--trace-requests: what is refused leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from jspec.api import Engine
+from jspec.core.errors import QueueFullError, RequestError
+from jspec.core.request import SamplingParams
+from jspec.server.schemas import PromptCall
+from jspec.server.server_args import ServerArgs
+from jspec.server.service import Service
+
+from .helpers import wait_idle
+
+
+def test_refused_requests_are_forgotten_and_do_not_disturb_others(
+    engine: Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    service = Service(engine, ServerArgs(trace_requests=str(path)))
+    trace = service._trace
+    assert trace is not None
+
+    def call(rid: str, num_tokens: int = 4) -> PromptCall:
+        sampling = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return PromptCall(sampling=sampling, input_ids=(1, 2, 3), rid=rid)
+
+    async def run() -> None:
+        most = engine.limits.max_queued_requests
+        full = await service.submit([call(f"r{i}", 64) for i in range(most)])
+        with pytest.raises(QueueFullError):
+            await service.submit([call(f"s{i}") for i in range(most)])
+        assert (
+            sorted(trace._open) == sorted(service._groups) == sorted(f"r{i}" for i in range(most))
+        )
+        await full.close()
+        assert not trace._open
+        work = await service.submit([call("a", 64)])
+        with pytest.raises(RequestError, match="rid is 'a'; expected one that is not in use"):
+            await service.submit([call("b"), call("a")])
+        assert list(trace._open) == ["a"]
+        assert "submitted" in trace._open["a"]
+        assert (await service.abort("b")) == 0
+        await work.close()
+        assert not trace._open
+
+    asyncio.run(run())
+    wait_idle(engine)
+    assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == []
