@@ -24,6 +24,7 @@ from jspec.scheduler.chunk_stream import ChunkStream
 from jspec.scheduler.gathering import run_all
 from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop_thread import EngineStream
+from jspec.scheduler.room import Room, Submit
 from jspec.scheduler.stats import SchedulerStats
 from jspec.text.intake import Intake, LogprobOptions, Params, PromptSource, in_list
 from jspec.text.scoring import ScoreCall, label_names, watched_of
@@ -80,17 +81,13 @@ class EngineCalls(LiveWeights, ABC):
         requests = await self._constrained(requests)
         await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
-        await self._check(requests)
+        await self._check(requests, num_queued=self.stats.num_queued)
         return [self._loop.submit(request, max_unread=max_unread) for request in requests]
 
-    async def _check(self, requests: Sequence[Request]) -> None:
+    async def _check(self, requests: Sequence[Request], *, num_queued: int) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""
-        budget.check_batch(
-            self._limits,
-            requests,
-            in_use=self._loop.request_ids,
-            num_queued=self.stats.num_queued,
-        )
+        in_use = self._loop.request_ids
+        budget.check_batch(self._limits, requests, in_use=in_use, num_queued=num_queued)
 
     async def stream_chunks(self, request: Request) -> AsyncGenerator[StreamChunk]:
         """Chunks of one request, one a step. Closing the iterator aborts the request."""
@@ -101,8 +98,10 @@ class EngineCalls(LiveWeights, ABC):
         finally:
             await stream.aclose()
 
-    async def _complete(self, request: Request, text: TokenText | None) -> dict[str, Any]:
-        (stream,) = await self.submit((request,))
+    async def _complete(
+        self, request: Request, text: TokenText | None, submit: Submit
+    ) -> dict[str, Any]:
+        (stream,) = await submit((request,))
         async with aclosing(stream):
             started = time.monotonic()
             completion = Completion.of(request, token_text=text)
@@ -111,11 +110,11 @@ class EngineCalls(LiveWeights, ABC):
             return completion.to_json(e2e_latency=time.monotonic() - started)
 
     async def _stream(
-        self, request: Request, text: TokenText | None
+        self, request: Request, text: TokenText | None, submit: Submit
     ) -> AsyncGenerator[dict[str, Any]]:
         started = time.monotonic()
         completion = Completion.of(request, token_text=text)
-        (stream,) = await self.submit((request,))
+        (stream,) = await submit((request,))
         async with aclosing(stream):
             async for chunk in stream:
                 for each in (chunk, *stream.ready()):  # a slow reader gets fewer, longer ones
@@ -130,10 +129,11 @@ class EngineCalls(LiveWeights, ABC):
         A sequence has one event unread at most, so a slow reader gets fewer, longer ones.
         """
         events: asyncio.Queue[tuple[dict[str, Any], asyncio.Event] | None] = asyncio.Queue()
+        submit = Room(self.submit).submit
 
         async def pump(numbered: tuple[int, Request]) -> None:
             index, request = numbered
-            async with aclosing(self._stream(request, text)) as found:
+            async with aclosing(self._stream(request, text, submit)) as found:
                 async for event in found:
                     taken = asyncio.Event()
                     events.put_nowait(({**event, "index": index}, taken))
@@ -184,7 +184,7 @@ class EngineCalls(LiveWeights, ABC):
             try:
                 if isinstance(request, RequestError):
                     raise request
-                answer: Any = await self._complete(request, text)
+                answer: Any = await self._complete(request, text, submit)
             except (RequestError, RequestFailedError, QueueTimeoutError) as error:
                 if not return_exceptions:
                     raise
@@ -196,7 +196,9 @@ class EngineCalls(LiveWeights, ABC):
 
         if not return_exceptions:
             await self._check_all(calls)
-        most = min(bound, sum(call.num_choices for call in calls))
+        num_sequences = sum(call.num_choices for call in calls)
+        most = min(bound, num_sequences)
+        submit = self.submit if num_sequences == 1 else Room(self.submit).submit
         with closing(screen) if progress else nullcontext():
             await run_all(self._requests_of(calls, left), run, most=most)
         return [[by_choice[i] for i in sorted(by_choice)] for by_choice in found]
@@ -213,7 +215,8 @@ class EngineCalls(LiveWeights, ABC):
             ]
             requests = [request for each in made for request in each]
             for first in range(0, len(requests), bound):
-                await self._loop_thread.call(self._check(requests[first : first + bound]))
+                some_requests = requests[first : first + bound]
+                await self._loop_thread.call(self._check(some_requests, num_queued=0))
 
     async def _requests_of(
         self, calls: Sequence[PromptSource], left: list[int]
@@ -260,9 +263,10 @@ class EngineCalls(LiveWeights, ABC):
         """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
 
         A streamed result is cumulative, as SGLang's: each dict holds all text so far, and of a list
-        (or n > 1) the `index` of its sequence. progress: a line on standard error. A list is
-        refused as a whole; with return_exceptions what is wrong with a prompt (RequestError,
-        QueueTimeoutError) stands in its place instead. logprobs: return_logprob and what belongs
+        (or n > 1) the `index` of its sequence. progress: a line on standard error. A list waits for
+        room in the queue, where one prompt gets QueueFullError. It is refused as a whole; with
+        return_exceptions what is wrong with a prompt (RequestError, QueueTimeoutError) stands in
+        its place instead. logprobs: return_logprob and what belongs
         to it, for all prompts; see `LogprobOptions`.
         """
         if stream:
@@ -308,7 +312,7 @@ class EngineCalls(LiveWeights, ABC):
         requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
         text = self._token_text(**logprobs)
         if is_single:
-            return self._stream(requests[0], text)
+            return self._stream(requests[0], text, self.submit)
         return self._stream_all(requests, text)
 
     def _token_text(self, **logprobs: Unpack[LogprobOptions]) -> TokenText | None:

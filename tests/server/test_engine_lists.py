@@ -4,6 +4,7 @@ and what of it has a route."""
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,24 @@ def test_a_long_list_is_never_there_as_a_whole(
     assert num_made == 150
     assert most <= 40
     assert "150/150 prompts" in capsys.readouterr().err
+    wait_idle(engine)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool) -> None:
+    """The queue holds 32; one prompt beside them may be refused, a list is not."""
+    params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    prompts = [f"x{i}" for i in range(40)]
+
+    def ask_all(_: int) -> list[int]:
+        if not streams:
+            return [r["meta_info"]["completion_tokens"] for r in engine.generate(prompts, params)]
+        events = engine.generate(prompts, params, stream=True)
+        last = {event["index"]: event["meta_info"]["completion_tokens"] for event in events}
+        return [last[i] for i in range(len(prompts))]
+
+    with ThreadPoolExecutor(4) as callers:
+        assert list(callers.map(ask_all, range(4))) == [[2] * len(prompts)] * 4
     wait_idle(engine)
 
 

@@ -127,7 +127,7 @@ class FewTuning:
         return 1 if self.by_lanes else self.num_lanes
 
     def fills_turns(self, columns: int) -> bool:
-        """Whether nearly all multiprocessors, one program each at a time, are busy to the end."""
+        """Whether most multiprocessors, one program each at a time, are busy to the end."""
         tiles = columns // (2 * self.tile_n)
         turns = -(-tiles // NUM_BLOCKS)
         return tiles >= LEAST_FILLED * turns * NUM_BLOCKS
