@@ -66,8 +66,13 @@ def _library(module: str, name: str, value: str, *, extra: str, what: str) -> An
         ) from None
 
 
-def _from_here(_: str, value: str) -> Path:
-    return Path(value)
+def _from_here(name: str, value: str) -> Path:
+    path = Path(value)
+    if name != "tokenizer_path" and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{name} is {value!r}, a directory without config.json; expected one with {LAYOUT}"
+        )
+    return path
 
 
 @functools.cache

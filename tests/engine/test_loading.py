@@ -55,6 +55,7 @@ def test_the_bundled_target_has_a_draft_of_each_kind(
 
 def test_a_draft_that_is_named_stands_before_the_bundled_targets_own(tmp_path: Path) -> None:
     """As `jspec train-draft` without --model-path says at its end."""
+    (tmp_path / "config.json").touch()
     args = EngineArgs(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(tmp_path))
     assert resolve_paths(args).draft == tmp_path
 

@@ -157,6 +157,16 @@ def test_a_directory_wins_over_a_repository_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert local_directories({"model_path": "org/name"}) == {"model_path": Path("org/name")}
+
+
+@pytest.mark.parametrize("name", ["model_path", "speculative_draft_model_path"])
+def test_a_directory_that_is_no_checkpoint_is_said_to_be_none(name: str, tmp_path: Path) -> None:
+    """And not that its tokenizer is missing."""
+    (tmp_path / "page.md").touch()
+    with pytest.raises(CheckpointError, match=f"{name} is .*without config.json; expected one"):
+        local_directories({name: str(tmp_path)})
+    assert local_directories({"tokenizer_path": str(tmp_path)}) == {"tokenizer_path": tmp_path}
