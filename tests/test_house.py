@@ -84,6 +84,11 @@ def dotted(path: Path) -> str:
 
 
 @cache
+def names_of_modules() -> frozenset[str]:
+    return frozenset(dotted(module) for module in modules())
+
+
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -93,7 +98,7 @@ def imported(path: Path) -> Iterator[str]:
 
     What stands under `if TYPE_CHECKING:` counts too; only jspec/__init__ is free to name the top.
     """
-    known = {dotted(module) for module in modules()}
+    known = names_of_modules()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("jspec."))

@@ -34,7 +34,7 @@ KERNEL = jax.jit(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(drawn_mixtures)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:
     mixture, seed, skew = case

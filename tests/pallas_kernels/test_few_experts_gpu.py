@@ -59,7 +59,7 @@ def is_served(case: Case) -> bool:
     return "few_experts_down" in served_by(case)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 2**32 - 1))
 def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None:
     check_against_xla(case, seed)
@@ -114,7 +114,7 @@ def test_equal_logits_go_to_the_lower_expert(routing: Routing) -> None:
     np.testing.assert_allclose(weights, expected[1], rtol=1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(
         st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0]), min_size=8, max_size=8

@@ -245,13 +245,13 @@ def test_an_overflow_in_one_node_changes_no_node_that_does_not_see_it() -> None:
     rows=st.tuples(*[st.tuples(st.integers(0, 284), st.integers(0, 4))] * 4),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_lengths_of_a_chain(rows: tuple[tuple[int, int], ...], seed: int) -> None:
     check(np.random.default_rng(seed), replace(CHAIN, rows=rows))
 
 
 @given(prefixes=st.tuples(*[st.integers(0, 280)] * 2), seed=st.integers(0, 1 << 20))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_tree(prefixes: tuple[int, ...], seed: int) -> None:
     rows = tuple((prefix, TREE.queries) for prefix in prefixes)
     check(np.random.default_rng(seed), replace(TREE, rows=rows))

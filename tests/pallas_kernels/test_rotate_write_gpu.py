@@ -147,7 +147,7 @@ def test_norms_of_q_and_k_are_those_of_a_norm_of_its_own(
         )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_each_token_lands_in_its_own_slot_and_padding_in_the_dummy_page(data: Any) -> None:
     """Any slots, some of them padding: no row but those and page 0 changes by a bit."""

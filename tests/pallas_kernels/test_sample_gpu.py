@@ -75,7 +75,7 @@ _TEMPERATURES = st.sampled_from([0.0, 1e-37, 1e-20, 1e-3, 0.3, 1.0, 1.7, 50.0, 1
 _ODD = st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     key=st.integers(0, 2**32 - 1),
     scale=_SCALES,

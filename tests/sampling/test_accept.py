@@ -70,7 +70,7 @@ def random_tree(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return draw(ids), parents, draw(ids)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(random_tree(), min_size=3, max_size=3))
 def test_the_walk_is_the_plain_one(cases: list[tuple[list[int], list[int], list[int]]]) -> None:
     tokens, parents, target_ids = (list(column) for column in zip(*cases, strict=True))

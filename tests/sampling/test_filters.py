@@ -78,7 +78,7 @@ filter_values = st.tuples(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(logit_values, min_size=V, max_size=V), filter_values)
 def test_keeps_what_the_definition_keeps(logits: list[float], filters: Filters) -> None:
     x = np.array(logits, np.float32)

@@ -53,7 +53,7 @@ def _choose(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.A
     return ids[0, 0]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**64 - 1),
     filters=st.sampled_from(
@@ -78,7 +78,7 @@ def test_the_choice_alone_has_no_margin(
     assert min(value for i, value in enumerate(margins) if i != chosen) > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_a_change_of_the_margin_s_size_makes_it_the_choice(seed: int) -> None:
     """Raised by a little more than its margin a token is chosen, and by a little less it is not."""

@@ -123,7 +123,7 @@ top_ps = two_rows(
 min_ps = two_rows(st.one_of(st.sampled_from([0.0, 0.0, 1.0]), st.floats(0, 1, width=32)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(logits_of_nodes, top_ks, top_ps, min_ps)
 def test_every_way_keeps_what_halving_keeps(
     logits: list[float], top_k: list[int], top_p: list[float], min_p: list[float]

@@ -154,7 +154,7 @@ def test_the_drafter_sees_the_paths_features() -> None:
     assert np.array_equal(seen, np.asarray(verified.node_path))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(mean=st.floats(1.0, 4.0), seed=st.integers(0, 2**32 - 1))
 def test_fractions_are_right_on_average(mean: float, seed: int) -> None:
     """A row's positions, as they come: each step goes on by what it emitted."""
