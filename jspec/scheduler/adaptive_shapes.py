@@ -72,7 +72,7 @@ class AdaptiveShapes:
         self._ran_before: tuple[SpeculativeConfig, int] | None = None
         self._trying, self._num_tries_left = limits.spec, 0
         self._bucket, self._entered_at = 0, 0  # where steps are now, and since which choice
-        self._untried: dict[int, int] = {}  # steps at a bucket since a shape was tried there
+        self._untried: dict[int, int] = {}  # steps at a bucket since an unknown cost was tried
         self._totals = ShapeTotals(num_steps=limits.spec.num_steps)
 
     @property
@@ -129,6 +129,7 @@ class AdaptiveShapes:
         is_known = known[self._current] is not None
         for shape in others if is_known else ():
             if known[shape] is None and self._untried[bucket] > self._first_after(shape, known):
+                self._untried[bucket] = 0
                 return self._try(shape, extra=COLD_RUNS)
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         own = family(self._current)
@@ -218,7 +219,6 @@ class AdaptiveShapes:
         return 2 * self._costs.switch(self._bucket) / own if own else 0.0
 
     def _try(self, shape: SpeculativeConfig, *, extra: int = 0) -> SpeculativeConfig:
-        self._untried[self._bucket] = 0
         self._trying, self._num_tries_left = shape, TRY_STEPS + extra - 1
         return shape
 

@@ -112,9 +112,9 @@ class EngineCalls(LiveWeights, ABC):
     async def _stream(
         self, request: Request, text: TokenText | None, submit: Submit
     ) -> AsyncGenerator[dict[str, Any]]:
-        started = time.monotonic()
         completion = Completion.of(request, token_text=text)
         (stream,) = await submit((request,))
+        started = time.monotonic()
         async with aclosing(stream):
             async for chunk in stream:
                 for each in (chunk, *stream.ready()):  # a slow reader gets fewer, longer ones
@@ -159,6 +159,7 @@ class EngineCalls(LiveWeights, ABC):
         calls: Sequence[PromptSource],
         text: TokenText | None,
         *,
+        is_list: bool = True,
         progress: bool = False,
         return_exceptions: bool = False,
     ) -> list[Answers]:
@@ -196,9 +197,8 @@ class EngineCalls(LiveWeights, ABC):
 
         if not return_exceptions:
             await self._check_all(calls)
-        num_sequences = sum(call.num_choices for call in calls)
-        most = min(bound, num_sequences)
-        submit = self.submit if num_sequences == 1 else Room(self.submit).submit
+        most = min(bound, sum(call.num_choices for call in calls))
+        submit = Room(self.submit).submit if is_list else self.submit
         with closing(screen) if progress else nullcontext():
             await run_all(self._requests_of(calls, left), run, most=most)
         return [[by_choice[i] for i in sorted(by_choice)] for by_choice in found]
@@ -275,6 +275,7 @@ class EngineCalls(LiveWeights, ABC):
         answers = await self._answers(
             calls,
             self._token_text(**logprobs),
+            is_list=is_list or calls[0].num_choices > 1,
             progress=progress,
             return_exceptions=return_exceptions,
         )

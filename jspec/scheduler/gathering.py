@@ -1,12 +1,13 @@
-"""Many of one thing, a bounded number of them at a time."""
+"""Many of one thing, a bounded number of them at a time; and one that is never left half done."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 async def run_all(
@@ -34,3 +35,16 @@ async def run_all(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:
+    """run(*arguments) in a thread. If it is cancelled, it first waits for that thread, which knows
+    nothing of it: a lock that is held around this call is not free while the thread runs."""
+    running = asyncio.ensure_future(asyncio.to_thread(run, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()  # nobody asks any more
+        raise

@@ -16,6 +16,7 @@ from typing import Any
 from jspec.core.errors import ConfigError, RequestError, shown
 from jspec.core.protocols import Weights
 from jspec.core.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
+from jspec.scheduler.gathering import to_its_end
 from jspec.scheduler.loop import EngineLoop
 from jspec.scheduler.loop_thread import LoopThread
 from jspec.scheduler.visits import OnEngineThread
@@ -41,6 +42,7 @@ class LiveWeights:
         self._updating = asyncio.Lock()
         self._may_submit = asyncio.Event()
         self._may_submit.set()
+        self._weights_serial = 0
         self.updated_model_path: str | None = None  # of the last update from disk
 
     @property
@@ -48,9 +50,10 @@ class LiveWeights:
         return self._loop.weight_version
 
     @property
-    def num_weight_changes(self) -> int:
-        """How often other weights came into force, whatever they are called."""
-        return self._loop.num_weight_changes
+    def weights_serial(self) -> int:
+        """Rises before other weights come into force and again after it, whatever they are called:
+        what begins and ends under the same number is of one set of weights. From any thread."""
+        return self._weights_serial
 
     def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
         """As async_update_weights_from_disk, but waits."""
@@ -86,9 +89,7 @@ class LiveWeights:
                 "selector is all, and the draft has a directory of its own; expected "
                 "speculative_draft_model_path beside model_path"
             )
-        result = await self._update(update, **options)
-        self.updated_model_path = update.target or self.updated_model_path
-        return result
+        return await self._update(update, **options)
 
     def _disk_update(
         self, model_path: str, model: Model | None, draft_path: str | None
@@ -166,20 +167,29 @@ class LiveWeights:
 
         async def run() -> int:
             async with self._updating:
-                prepared = await asyncio.to_thread(self._weights.prepare, update)
-                return await self._switch(prepared, weight_version, in_flight, keep_pause)
+                prepared = await to_its_end(self._weights.prepare, update)
+                path = update.target if isinstance(update, DiskUpdate) else None
+                return await self._switch(prepared, path, weight_version, in_flight, keep_pause)
 
         num_paused = await self._loop_thread.call(run())
         return {"success": True, "message": SUCCESS, "num_paused_requests": num_paused}
 
     async def _switch(
-        self, prepared: Any, version: str | None, in_flight: InFlight, keep_pause: bool
+        self,
+        prepared: Any,
+        path: str | None,
+        version: str | None,
+        in_flight: InFlight,
+        keep_pause: bool,
     ) -> int:
-        """How many requests go on."""
+        """How many requests go on. path: of the target's new weights, if they have one."""
         loop = self._loop
 
         async def visit(on_engine_thread: OnEngineThread) -> None:
+            self._weights_serial += 1
             await on_engine_thread(lambda: self._weights.switch(prepared))
+            self._weights_serial += 1
+            self.updated_model_path = path or self.updated_model_path
             if in_flight is InFlight.ABORT:
                 for request_id in loop.request_ids:
                     loop.abort(request_id)
@@ -235,7 +245,7 @@ class LiveWeights:
 
         async def run() -> Any:
             async with self._updating:  # an update may be about to delete what is read
-                return await asyncio.to_thread(self._weights.tensor, name, model)
+                return await to_its_end(self._weights.tensor, name, model)
 
         return await self._loop_thread.call(run())
 

@@ -83,7 +83,6 @@ class EngineLoop:
         self._is_closing = False
         self._is_paused = False
         self._visits = Visits()
-        self._num_weight_changes = 0
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
@@ -179,11 +178,6 @@ class EngineLoop:
     def weight_version(self) -> str:
         return self._weight_version
 
-    @property
-    def num_weight_changes(self) -> int:
-        """How often other weights came into force, whatever they are called."""
-        return self._num_weight_changes
-
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
         """Other weights are in force, or (`renames`) the same under another name. In a visit.
 
@@ -191,7 +185,6 @@ class EngineLoop:
         """
         if not renames:
             self._scheduler.fail()  # which loses nothing here: no step is in flight
-            self._num_weight_changes += 1
         self._scheduler.set_weight_version(version, renames=renames)
         self._weight_version = version
 

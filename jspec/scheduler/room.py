@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from jspec.core.errors import QueueFullError, QueueTimeoutError
+from jspec.core.errors import QueueFullError
 from jspec.core.request import Request
 from jspec.scheduler.loop_thread import EngineStream
 
@@ -15,7 +15,8 @@ POLL_SECONDS = 0.02
 
 class Room:
     """Who submits to a queue that is full waits, and the others behind it: one asks at a time.
-    Belongs to one event loop."""
+    Belongs to one event loop. No time limit of the queue counts while it waits, and whoever does
+    not wait may come before it."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
@@ -27,7 +28,5 @@ class Room:
             while True:
                 try:
                     return await self._submit(requests)
-                except QueueTimeoutError:  # a QueueFullError, too, but of one that has waited
-                    raise
                 except QueueFullError:
                     await asyncio.sleep(POLL_SECONDS)

@@ -26,6 +26,7 @@ class Visits:
         """What ends with the visit, and raises its error. If it is cancelled, a visit that has not
         begun never will, and one that has is waited for: it cannot be undone."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_heard)  # also if nobody waits for it any more
         entry = (visit, done)
         self._waiting.append(entry)
         return self._ended(entry)
@@ -39,8 +40,6 @@ class Visits:
                 self._waiting.remove(entry)
             else:
                 await asyncio.wait({done})
-                if not done.cancelled():
-                    done.exception()  # seen: whoever cancelled does not hear of it
             raise
 
     async def run_next(self, on_engine_thread: OnEngineThread) -> None:
@@ -63,3 +62,9 @@ class Visits:
         """All that wait end with an error of their own."""
         while self._waiting:
             self._waiting.popleft()[1].set_exception(error())
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    """Its error is no news to the garbage collector."""
+    if not done.cancelled():
+        done.exception()

@@ -71,7 +71,7 @@ class BackgroundChecks:
         self.counts = CheckCounts()
 
     def watch(self, requests: Iterable[Request], weights: int) -> None:
-        """Chooses among requests that were just taken. weights: the engine's num_weight_changes
+        """Chooses among requests that were just taken. weights: the engine's weights_serial
         before it had them, so that all that they emit is theirs if it is still the same then."""
         if self._fraction:
             chosen = (each for each in requests if self._draw() < self._fraction)
@@ -102,8 +102,8 @@ class BackgroundChecks:
                     continue
                 each = self._waiting.popleft()
                 rescored = await asyncio.to_thread(self._score, rescorer, each)
-                if rescored is None:
-                    self._count(num_skipped=1)
+                if rescored is None or self._engine.weights_serial != each.weights:
+                    self._count(num_skipped=1)  # others may have come in the midst of it
                 else:
                     self._judge(each, rescored)
         except Exception:
@@ -133,7 +133,7 @@ class BackgroundChecks:
             if self._is_ended or self._engine.is_closed:
                 raise _CheckEndedError
             time.sleep(POLL_SECONDS)
-        if self._is_ended or self._engine.num_weight_changes != weights:
+        if self._is_ended or self._engine.weights_serial != weights:
             raise _CheckEndedError
 
     @property

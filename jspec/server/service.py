@@ -174,7 +174,7 @@ class Service:
         if self._trace is not None:
             marks = {Border.RECEIVED: received or started, Border.PARSED: started}
             _begin(self._trace, requests, {**marks, Border.TOKENIZED: time.monotonic()})
-        weights = self.engine.num_weight_changes
+        weights = self.engine.weights_serial
         streams = await self._queue(requests, names)
         for request in requests:
             self._say_if_cut(request)

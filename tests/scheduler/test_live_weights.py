@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,7 +181,7 @@ def test_an_update_that_was_cancelled_changes_nothing() -> None:
             assert (weights.switched, loop.weight_version) == ([], "default")
             await holder.async_update_weights_from_tensor({"B": 1}, weight_version="B")
             assert [each.arrays for each in weights.switched] == [{"B": 1}]
-            assert loop.num_weight_changes == 1
+            assert holder.weights_serial == 2
 
         await holder.on_the_loop(ask)
         await holder.close()
@@ -328,6 +330,67 @@ def test_which_models_a_directory_updates() -> None:
             await update("t", weight_version="3")
         assert holder.weight_version == "default"
         assert len(weights.switched) == 5
+        await holder.close()
+
+    run(main())
+
+
+class SlowWeights(FakeWeights):
+    """Reads for a moment, and notes when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.reading = threading.Event()
+
+    def prepare(self, update: WeightUpdate) -> Any:
+        assert isinstance(update, ArrayUpdate)
+        (name,) = update.arrays
+        self.events.append(f"begin {name}")
+        self.reading.set()
+        time.sleep(0.1)
+        self.events.append(f"end {name}")
+        return update
+
+
+def test_an_update_that_was_cancelled_while_it_reads_holds_the_next_one_back() -> None:
+    """Its thread cannot be stopped, and would leave its weights where the next one's are."""
+
+    async def main() -> None:
+        weights = SlowWeights()
+        holder = Holder(make_loop(small_limits()), weights)
+        first = asyncio.ensure_future(holder.async_update_weights_from_tensor({"A": 1}))
+        await asyncio.to_thread(weights.reading.wait)
+        first.cancel()
+        await asyncio.wait({first})
+        await holder.async_update_weights_from_tensor({"B": 1})
+        assert weights.events == ["begin A", "end A", "begin B", "end B"]
+        assert [each.arrays for each in weights.switched] == [{"B": 1}]
+        await holder.close()
+
+    run(main())
+
+
+def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits() -> None:
+    async def main() -> None:
+        loop, weights = make_loop(small_limits()), FakeWeights()
+        holder, serials = Holder(loop, weights), []
+
+        def switch(prepared: Any) -> None:
+            serials.append(holder.weights_serial)
+            time.sleep(0.1)
+            weights.switched.append(prepared)
+
+        weights.switch = switch  # type: ignore[method-assign]
+        update = asyncio.ensure_future(holder.async_update_weights_from_disk("m"))
+        while not serials:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        await asyncio.wait({update})
+        while holder.weights_serial != 2:
+            await asyncio.sleep(0.001)
+        assert serials == [1]
+        assert holder.updated_model_path == "m"
         await holder.close()
 
     run(main())

@@ -63,7 +63,7 @@ def test_right_answers_are_counted_and_wrong_ones_are_faults(
         checks = BackgroundChecks(engine, 1.0)
         for i in range(3):
             (request,) = engine.requests("a prompt", None, {**ASKED, "sampling_seed": i})
-            checks.watch([request], engine.num_weight_changes)
+            checks.watch([request], engine.weights_serial)
             completion = await answered(engine, request)
             if i == 1:
                 completion = altered(completion, request)
@@ -88,9 +88,9 @@ def test_what_cannot_be_told_is_skipped_or_forgotten(engine: Engine) -> None:
         aborted.output_ids = whole.output_ids
         aborted.finish = FinishReason(kind=FinishKind.ABORT)
         for completion in (aborted, whole):  # the request is forgotten with its end
-            checks.watch([request] if completion is aborted else [], engine.num_weight_changes)
+            checks.watch([request] if completion is aborted else [], engine.weights_serial)
             checks.finish(completion)
-        checks.watch([request], engine.num_weight_changes)
+        checks.watch([request], engine.weights_serial)
         norm = await engine.weight("model.norm.weight", selector="target")
         await engine.async_update_weights_from_tensor({"model.norm.weight": norm})  # no new version
         assert engine.weight_version == whole.weight_version
@@ -108,7 +108,7 @@ def test_an_answer_under_a_grammar_is_no_fault(engine: Engine) -> None:
         (request,) = engine.requests("a prompt", None, ASKED)
         answer = altered(await answered(engine, request), request)
         tied = dataclasses.replace(request.sampling, ignore_eos=False, regex="[a-f]{20}")
-        checks.watch([dataclasses.replace(request, sampling=tied)], engine.num_weight_changes)
+        checks.watch([dataclasses.replace(request, sampling=tied)], engine.weights_serial)
         checks.finish(answer)
         return await checked(checks, until=1)
 
@@ -123,13 +123,13 @@ def test_a_share_is_chosen(engine: Engine) -> None:
     checks = BackgroundChecks(engine, 0.1, draw=lambda: next(draws))
     (request,) = engine.requests("a prompt", None, ASKED)
     several = [dataclasses.replace(request, request_id=f"r{i}") for i in range(4)]
-    checks.watch(several, engine.num_weight_changes)
+    checks.watch(several, engine.weights_serial)
     assert sorted(checks._running) == ["r0", "r2"]
 
 
 def test_nothing_is_kept_without_the_flag(engine: Engine) -> None:
     checks = BackgroundChecks(engine, 0.0)
-    checks.watch(engine.requests("a prompt", None, ASKED), engine.num_weight_changes)
+    checks.watch(engine.requests("a prompt", None, ASKED), engine.weights_serial)
     assert not checks._running
     asyncio.run(checks.run())  # ends by itself
 

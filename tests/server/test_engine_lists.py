@@ -104,6 +104,27 @@ def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool
     wait_idle(engine)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_list_of_one_is_a_list(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, *, streams: bool
+) -> None:
+    submit, num_full = engine.submit, 3
+
+    async def full_at_first(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_full
+        num_full -= 1
+        if num_full >= 0:
+            raise jspec.QueueFullError("full")
+        return await submit(*arguments, **options)
+
+    monkeypatch.setattr(engine, "submit", full_at_first)
+    (*_, last) = engine.generate(["x"], GREEDY, stream=streams)
+    assert last["meta_info"]["completion_tokens"] == 8
+    num_full = 1
+    with pytest.raises(jspec.QueueFullError):
+        list(engine.generate("x", GREEDY, stream=streams))
+
+
 def test_scores_are_the_next_tokens_probabilities(client: httpx.Client, engine: Engine) -> None:
     labels = list(range(5, 45))  # more than one request has room for
     items = ["x", "yy"]
