@@ -31,6 +31,7 @@ def test_the_floor_is_what_the_tokens_touch() -> None:
     assert seconds == pytest.approx(2048 * 4 * 6 * 2880 * 2880 / 790e12)
 
 
+@pytest.mark.slow
 def test_every_kind_of_case_runs_and_one_that_fails_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

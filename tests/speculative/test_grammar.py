@@ -177,7 +177,7 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
         pytest.param("budget", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_speculative_equals_plain_beside_rows_without_a_grammar(name: str, depth: int) -> None:
     has_dial = name not in ("ngram", "two_shards")
     dial = None if not has_dial else dial_for(list(mixed()), list(expected()))

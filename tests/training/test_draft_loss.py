@@ -91,7 +91,9 @@ def test_the_last_feature_reaches_no_earlier_row() -> None:
         np.testing.assert_array_equal(found[:, : LENGTH - 2], expected[:, : LENGTH - 2])
 
 
-@pytest.mark.parametrize("counted", [slice(None), slice(2, 10)])
+@pytest.mark.parametrize(
+    "counted", [pytest.param(slice(None), marks=pytest.mark.slow), slice(2, 10)]
+)
 def test_the_loss_weighs_depths_and_masks_what_cannot_be_drafted(counted: slice) -> None:
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
