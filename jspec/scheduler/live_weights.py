@@ -10,6 +10,7 @@ It knows no device and no file: `core.protocols.Weights` reads and switches.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from jspec.scheduler.visits import OnEngineThread
 SUCCESS = "Succeeded to update model weights."  # SGLang's words
 POLL_SECONDS = 0.005
 MAX_VERSION_CHARS = 256
+
+LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class LiveWeights:
@@ -194,6 +197,11 @@ class LiveWeights:
                 for request_id in loop.request_ids:
                     loop.abort(request_id)
             loop.set_weight_version(loop.weight_version if version is None else version)
+            LOGGER.info(
+                "other weights are in force: version %r, from %s; %d requests go on",
+                *(loop.weight_version, path or "arrays or a draft's directory"),
+                len(loop.request_ids),
+            )
             if keep_pause:
                 loop.pause()
 

@@ -371,7 +371,11 @@ def test_an_update_that_was_cancelled_while_it_reads_holds_the_next_one_back() -
     run(main())
 
 
-def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits() -> None:
+def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "jspec.scheduler")
+
     async def main() -> None:
         loop, weights = make_loop(small_limits()), FakeWeights()
         holder, serials = Holder(loop, weights), []
@@ -391,6 +395,11 @@ def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits() ->
             await asyncio.sleep(0.001)
         assert serials == [1]
         assert holder.updated_model_path == "m"
+        while not caplog.messages:
+            await asyncio.sleep(0.001)
         await holder.close()
 
     run(main())
+    assert caplog.messages == [
+        "other weights are in force: version 'default', from m; 0 requests go on"
+    ]
