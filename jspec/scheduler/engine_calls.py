@@ -266,8 +266,8 @@ class EngineCalls(LiveWeights, ABC):
         (or n > 1) the `index` of its sequence. progress: a line on standard error. A list waits for
         room in the queue, where one prompt gets QueueFullError. It is refused as a whole; with
         return_exceptions what is wrong with a prompt (RequestError, QueueTimeoutError) stands in
-        its place instead. logprobs: return_logprob and what belongs
-        to it, for all prompts; see `LogprobOptions`.
+        its place instead. logprobs: return_logprob and what belongs to it, for all prompts; see
+        `LogprobOptions`.
         """
         if stream:
             return self._streamed(prompt, sampling_params, input_ids, **logprobs)

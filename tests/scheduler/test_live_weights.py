@@ -371,29 +371,35 @@ def test_an_update_that_was_cancelled_while_it_reads_holds_the_next_one_back() -
     run(main())
 
 
+class SlowToSwitch(FakeWeights):
+    """Switches once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def switch(self, prepared: Any) -> None:
+        self.begun.set()
+        assert self.may_end.wait(timeout=60)
+        super().switch(prepared)
+
+
 def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "jspec.scheduler")
 
     async def main() -> None:
-        loop, weights = make_loop(small_limits()), FakeWeights()
-        holder, serials = Holder(loop, weights), []
-
-        def switch(prepared: Any) -> None:
-            serials.append(holder.weights_serial)
-            time.sleep(0.1)
-            weights.switched.append(prepared)
-
-        weights.switch = switch  # type: ignore[method-assign]
+        weights = SlowToSwitch()
+        holder = Holder(make_loop(small_limits()), weights)
         update = asyncio.ensure_future(holder.async_update_weights_from_disk("m"))
-        while not serials:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(weights.begun.wait)
+        assert holder.weights_serial == 1
         update.cancel()
+        weights.may_end.set()
         await asyncio.wait({update})
         while holder.weights_serial != 2:
             await asyncio.sleep(0.001)
-        assert serials == [1]
         assert holder.updated_model_path == "m"
         while not caplog.messages:
             await asyncio.sleep(0.001)
