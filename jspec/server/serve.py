@@ -64,13 +64,16 @@ class EngineServer(uvicorn.Server):
         self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Remembers which signal it was; from here on no request is taken."""
+        """Remembers which signal it was; from here on no request is taken.
+
+        uvicorn is not told: it raises each signal again once it has shut down, and a SIGTERM would
+        end the process before the engine is closed.
+        """
         self._signals.append(sig)
         self._service.is_shutting_down = True
-        if len(self._signals) == 1:
-            super().handle_exit(sig, frame)
-        else:  # uvicorn passes on each that it was told of, and asyncio's second one is a traceback
-            self.force_exit = self.force_exit or sig == signal.SIGINT
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then calls on_ready."""
@@ -248,9 +251,7 @@ def serve(settings: Settings) -> None:
                 ),
             )
             settle_heap()
-        # uvicorn passes the signal on once it has shut down, where it is not ignored.
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[bound])
+        server.run(sockets=[bound])
         LOGGER.info("stopped")
 
 

@@ -329,7 +329,10 @@ def test_sigterm_lets_what_runs_end(
         ended = time.monotonic()
         server.wait(timeout=30)
         assert time.monotonic() < ended + GRACE_SECONDS, "it waited for a body that does not come"
-        assert "Traceback" not in server.stderr.read()
+        log = server.stderr.read()
+        assert "Traceback" not in log
+        assert log.endswith("] stopped\n"), "the engine was not closed, or nobody was told"
+        assert server.returncode == 0
     finally:
         server.kill()
         server.wait()
