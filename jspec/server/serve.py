@@ -63,7 +63,7 @@ class EngineServer(uvicorn.Server):
         self._on_ready = on_ready
         self._signals: list[int] = []
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - of uvicorn
         """Remembers which signal it was; from here on no request is taken.
 
         uvicorn is not told: it raises each signal again once it has shut down, and a SIGTERM would
