@@ -44,6 +44,7 @@ MAX_STOP_IDS = 4096
 MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 16, 1024  # each costs time for every character
 GRAMMAR = Source(262144)
 SCHEMA, TAG = replace(GRAMMAR, as_json=("object", "boolean")), replace(GRAMMAR, as_json=("object",))
+MAX_CHOICES = 128  # n
 MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for this many a row
 # What of log-probabilities a step's output has room for, for each token.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -176,7 +177,7 @@ class SamplingParams:
     )
     no_stop_trim: bool = sampled(False, Flag())
     skip_special_tokens: bool = sampled(True, Flag())
-    n: int = sampled(1, Integer(1, 128))
+    n: int = sampled(1, Integer(1, MAX_CHOICES))
     return_logprob: bool = sampled(False, Flag(), needs=Feature.LOGPROBS)
     logprob_start_len: int = sampled(
         -1,

@@ -10,18 +10,18 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, closing, nullcontext
 from typing import Any, Unpack
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import QueueTimeoutError, RequestError, RequestFailedError
-from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.core.request import Request, StreamChunk
 from jspec.core.response import Completion, TokenText
 from jspec.scheduler import budget
 from jspec.scheduler.batch_progress import BatchProgress
 from jspec.scheduler.chunk_stream import ChunkStream
-from jspec.scheduler.gathering import run_all
+from jspec.scheduler.gathering import each_of, run_all
 from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop_thread import EngineStream
 from jspec.scheduler.room import Room, Submit
@@ -140,7 +140,7 @@ class EngineCalls(LiveWeights, ABC):
                     await taken.wait()
 
         most = min(len(requests), self._limits.max_queued_requests)
-        pumping = asyncio.ensure_future(run_all(_each(enumerate(requests)), pump, most=most))
+        pumping = asyncio.ensure_future(run_all(each_of(enumerate(requests)), pump, most=most))
         pumping.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (item := await events.get()) is not None:
@@ -228,7 +228,7 @@ class EngineCalls(LiveWeights, ABC):
                     await self._make(call, index, len(calls))
                 )
             except RequestError as error:
-                made = deque([error])
+                made = deque([error] * call.num_choices)  # so that a place tells the prompt
             left[index] = len(made)
             for choice, request in enumerate(made):
                 yield index, choice, request
@@ -262,14 +262,16 @@ class EngineCalls(LiveWeights, ABC):
     ) -> Any:
         """One result for one prompt, a list for a list (or n > 1); an async iterator if `stream`.
 
-        A streamed result is cumulative, as SGLang's: each dict holds all text so far, and of a list
-        (or n > 1) the `index` of its sequence. progress: a line on standard error. A list waits for
-        room in the queue, where one prompt gets QueueFullError. It is refused as a whole; with
-        return_exceptions what is wrong with a prompt (RequestError, QueueTimeoutError) stands in
-        its place instead. logprobs: return_logprob and what belongs to it, for all prompts; see
-        `LogprobOptions`.
+        A list of results is flat: each prompt has n places in a row. A streamed result is
+        cumulative, as SGLang's: each dict holds all text so far, and of a list (or n > 1) the
+        `index` of its place. progress: a line on standard error. A list waits for room in the
+        queue, where one prompt gets QueueFullError. It is refused as a whole; with
+        return_exceptions what is wrong (RequestError, QueueTimeoutError) stands in its place
+        instead: all n of a prompt that is refused. Neither of the two goes with stream. logprobs:
+        return_logprob and what belongs to it, for all prompts; see `LogprobOptions`.
         """
         if stream:
+            _check_whole(return_exceptions=return_exceptions, progress=progress)
             return self._streamed(prompt, sampling_params, input_ids, **logprobs)
         calls, is_list = self._intake.calls(prompt, sampling_params, input_ids, **logprobs)
         answers = await self._answers(
@@ -296,6 +298,7 @@ class EngineCalls(LiveWeights, ABC):
         """As async_generate, but waits; an iterator if `stream`."""
         self._loop_thread.start_thread()
         if stream:
+            _check_whole(return_exceptions=return_exceptions, progress=progress)
             events = self._streamed(prompt, sampling_params, input_ids, **logprobs)
             return self._loop_thread.iterate(events)
         options: Any = {"progress": progress, "return_exceptions": return_exceptions, **logprobs}
@@ -340,7 +343,7 @@ class EngineCalls(LiveWeights, ABC):
         )
         with label_names():
             answers = await self._answers(
-                [_prompt_call(prompt, sampling) for prompt, sampling in call.requests()], None
+                [PromptSource.of(prompt, sampling) for prompt, sampling in call.requests()], None
             )
         return call.scores([watched_of(answer) for (answer,) in answers])
 
@@ -384,12 +387,11 @@ class EngineCalls(LiveWeights, ABC):
         return self._loop_thread.run(self.async_flush_cache())
 
 
-def _prompt_call(prompt: str | tuple[int, ...], sampling: SamplingParams) -> PromptSource:
-    if isinstance(prompt, str):
-        return PromptSource(prompt=prompt, sampling_params=sampling)
-    return PromptSource(input_ids=prompt, sampling_params=sampling)
-
-
-async def _each(items: Iterable[Any]) -> AsyncIterator[Any]:
-    for item in items:
-        yield item
+def _check_whole(**asked: bool) -> None:
+    """Raises RequestError for what only whole results have, where they are streamed."""
+    for name, value in asked.items():
+        if value:
+            raise RequestError(
+                f"{name} is {value!r}, and so is stream; expected one of them: it is for a call "
+                "that waits for whole results"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -35,6 +35,12 @@ async def run_all(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def each_of(items: Iterable[Item]) -> AsyncIterator[Item]:
+    """Items that are there already, as `run_all` takes them."""
+    for item in items:
+        yield item
 
 
 async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 from jspec.core.errors import RequestError
 from jspec.core.grammar import ReasoningMarks
-from jspec.core.request import Request, SamplingParams
+from jspec.core.request import MAX_CHOICES, Request, SamplingParams
 from jspec.core.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.chat_messages import check_messages
 from jspec.text.chat_template import ChatTemplate
@@ -54,14 +54,21 @@ class PromptSource:
     input_ids: Any = None
     sampling_params: Params = None
 
+    @classmethod
+    def of(cls, prompt: str | tuple[int, ...], sampling_params: Params) -> PromptSource:
+        """Of a prompt that is either."""
+        if isinstance(prompt, str):
+            return cls(prompt=prompt, sampling_params=sampling_params)
+        return cls(input_ids=prompt, sampling_params=sampling_params)
+
     @property
     def num_choices(self) -> int:
-        """Its n, as far as it is one."""
+        """Its n; 1 for what is no n that is served."""
         given = self.sampling_params
         if isinstance(given, SamplingParams):
             return given.n
         n = given.get("n") if isinstance(given, Mapping) else None
-        return n if isinstance(n, int) and n > 0 else 1
+        return n if isinstance(n, int) and 0 < n <= MAX_CHOICES else 1
 
 
 class Intake:

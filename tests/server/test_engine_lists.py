@@ -3,6 +3,7 @@ and what of it has a route."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,11 +56,37 @@ def test_errors_may_stand_in_their_place_and_else_refuse_the_list(engine: Engine
         engine.generate(prompts, GREEDY)
     assert engine.stats.num_requests == before
     results = engine.generate(prompts, {**GREEDY, "n": 2}, return_exceptions=True)
-    assert [type(r) for r in results] == [dict, dict, jspec.RequestError, dict, dict]
+    assert [type(r) for r in results] == [dict] * 2 + [jspec.RequestError] * 2 + [dict] * 2
     (alone,) = engine.generate(["c"], GREEDY)
-    assert results[3]["output_ids"] == alone["output_ids"]
+    assert results[4]["output_ids"] == alone["output_ids"]
     one = engine.generate("b" * 20000, GREEDY, return_exceptions=True)
     assert isinstance(one, jspec.RequestError)
+
+
+def test_each_prompt_has_as_many_places_as_its_n(engine: Engine) -> None:
+    """Also one that is refused, so that a place says which prompt it is of."""
+    params: list[Any] = [{**GREEDY, "n": n} for n in (2, 3, 1)]
+    params += [{"n": 0}, {"n": 10**6}, {"n": "x"}]  # none is a number of choices
+    prompts: list[Any] = ["a", "b" * 20000, "c", "d", "e", "f"]
+    results = engine.generate(prompts, params, return_exceptions=True)
+    kinds = [*[dict] * 2, *[jspec.RequestError] * 3, dict, *[jspec.RequestError] * 3]
+    assert [type(r) for r in results] == kinds
+    for place, prompt in ((2, 1), (3, 1), (4, 1), (6, 3), (7, 4), (8, 5)):
+        assert f"prompt {prompt} of 6" in str(results[place])
+    pair = engine.generate("b" * 20000, {**GREEDY, "n": 2}, return_exceptions=True)
+    assert [type(r) for r in pair] == [jspec.RequestError] * 2
+
+
+@pytest.mark.parametrize("name", ["return_exceptions", "progress"])
+def test_a_stream_refuses_what_is_for_whole_results(engine: Engine, name: str) -> None:
+    with pytest.raises(jspec.RequestError, match=f"{name} is True, and so is stream; expected"):
+        engine.generate(["a"], GREEDY, stream=True, **{name: True})
+
+    async def ask_for_both() -> None:
+        await engine.async_generate("a", GREEDY, stream=True, **{name: True})
+
+    with pytest.raises(jspec.RequestError, match=f"{name} is True, and so is stream; expected"):
+        asyncio.run(ask_for_both())
 
 
 def test_a_long_list_is_never_there_as_a_whole(
