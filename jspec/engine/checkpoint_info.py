@@ -14,11 +14,11 @@ from typing import Any
 
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, JspecError
+from jspec.core.errors import JspecError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.engine.memory import kv_bytes_per_token
-from jspec.models.checkpoint import check_target, load_model_spec
+from jspec.models.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.head_files import LAYER, stored_names
 from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
 from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
@@ -83,8 +83,9 @@ def describe(
 
     Raises CheckpointError where there is no directory, or no config.json that can be read.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory; expected one with a checkpoint")
+    check_directory("DIR", path)
+    if target is not None:
+        check_directory("--target", target)
     fields = read_fields(path / "config.json")
     names = fields.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else "(none)"

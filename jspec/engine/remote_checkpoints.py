@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from jspec.core.errors import CheckpointError
+from jspec.models.checkpoint import LAYOUT, check_directory
 
 log = logging.getLogger(__name__)
 GS = "gs://"
-LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
 A_REPOSITORY = "a repository of Hugging Face's hub"
 LISTING = ".listing.json"  # written last: what it lists is there
 _REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -68,10 +68,8 @@ def _library(module: str, name: str, value: str, *, extra: str, what: str) -> An
 
 def _from_here(name: str, value: str) -> Path:
     path = Path(value)
-    if name != "tokenizer_path" and not (path / "config.json").exists():
-        raise CheckpointError(
-            f"{name} is {value!r}, a directory without config.json; expected one with {LAYOUT}"
-        )
+    if name != "tokenizer_path":
+        check_directory(name, path)
     return path
 
 

@@ -40,7 +40,7 @@ from jspec.engine.weight_switch import (
     switch_leaves,
 )
 from jspec.models.array_tensors import LazyTensor, held
-from jspec.models.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.checkpoint import check_directory, check_target, load_model_spec, load_target
 from jspec.models.hf_weights import HostArray
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.params import Path as ParamPath
@@ -256,7 +256,7 @@ class ServedWeights:
 
     def _check_target(self, path: Path) -> None:
         """CheckpointError for config and headers that are not the served target's."""
-        _check_directory("model_path", path)
+        check_directory("model_path", path)
         served, families = self._models.target.spec, self._models.request.families
         spec = load_model_spec(path, families)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
@@ -278,7 +278,7 @@ class ServedWeights:
         found: list[DraftSource] = []
 
         def read() -> None:
-            _check_directory("speculative_draft_model_path", path)
+            check_directory("speculative_draft_model_path", path)
             args = dataclasses.replace(models.request.args, load_format="auto")
             found.append(
                 models.read_source(dataclasses.replace(models.request, args=args, path=path))
@@ -352,8 +352,3 @@ def _fault(run: Callable[[], object]) -> list[str]:
     except JspecError as error:
         return [str(error)]
     return []
-
-
-def _check_directory(name: str, path: Path) -> None:
-    if not path.is_dir():
-        raise CheckpointError(f"{name} is {str(path)!r}; expected a directory with a checkpoint")

@@ -34,8 +34,19 @@ from jspec.models.stored import (
 )
 
 GIB = 1 << 30
+LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
 MOST_EXPERTS = 1 << 17  # of all layers together: above every model there is
 log = logging.getLogger(__name__)
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Raises CheckpointError for what is no directory with a checkpoint. name: of what says so."""
+    if not path.is_dir():
+        raise CheckpointError(f"{name} is {str(path)!r}; expected a directory with {LAYOUT}")
+    if not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{name} is {str(path)!r}, a directory without config.json; expected one with {LAYOUT}"
+        )
 
 
 def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> ModelSpec:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,18 +59,20 @@ class LiveWeights:
         what begins and ends under the same number is of one set of weights. From any thread."""
         return self._weights_serial
 
-    def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
+    def update_weights_from_disk(
+        self, model_path: str | os.PathLike[str], **options: Any
+    ) -> dict[str, Any]:
         """As async_update_weights_from_disk, but waits."""
         self._loop_thread.start_thread()
         return self._loop_thread.run(self.async_update_weights_from_disk(model_path, **options))
 
     async def async_update_weights_from_disk(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str],
         load_format: str | None = None,
         *,
         selector: str | None = None,
-        speculative_draft_model_path: str | None = None,
+        speculative_draft_model_path: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """All weights of a directory of the served architecture; options as those of
@@ -81,6 +84,11 @@ class LiveWeights:
 
         Raises CheckpointError, ConfigError or RequestError, and nothing is changed.
         """
+        model_path = _directory("model_path", model_path)
+        if speculative_draft_model_path is not None:
+            speculative_draft_model_path = _directory(
+                "speculative_draft_model_path", speculative_draft_model_path
+            )
         if load_format not in (None, "auto", "safetensors"):
             raise RequestError(
                 f"load_format is {shown(load_format)}; expected auto or safetensors: what a "
@@ -281,9 +289,19 @@ def _models(selector: str | None) -> Model | None:
     return Model(selector)
 
 
-def check_version(version: str | None) -> None:
+def _directory(name: str, value: Any) -> str:
+    """A path as text; what is there is found by whoever reads it. Raises RequestError."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name} is {shown(value)}; expected a directory with a checkpoint")
+    return text
+
+
+def check_version(version: Any) -> None:
     """Raises ConfigError for what is no name of a version."""
-    if version is not None and not 0 < len(version) <= MAX_VERSION_CHARS:
+    if version is None:
+        return
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS:
         raise ConfigError(
             f"weight_version is {shown(version)}; expected a name of 1 to {MAX_VERSION_CHARS} "
             "characters"

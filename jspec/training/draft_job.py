@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jspec.core.errors import ConfigError
 from jspec.core.json_files import read_object
-from jspec.models.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.checkpoint import check_directory, check_target, load_model_spec, load_target
 from jspec.models.decoder import Params
 from jspec.training.data_parallel import Placement
 from jspec.training.draft_data import (
@@ -58,6 +58,7 @@ class Serving(Sampling, Protocol):
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     """Trains, exports, reports. Raises ConfigError or CheckpointError, naming what does not fit,
     before anything is written; KeyboardInterrupt leaves the last checkpoint."""
+    check_directory("model_path", job.target)
     spec = load_model_spec(job.target)
     check_target(job.target, spec)
     head = make_head(job, spec)

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.cli import main
 from jspec.cli_info import size_of
-from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle1Config
 from jspec.engine.checkpoint_info import describe
 from jspec.models.convert import Format, convert
@@ -103,11 +103,19 @@ def test_what_was_converted_to_orbax_is_the_same(pair: TinyPair, tmp_path: Path)
 def test_what_is_wrong_is_said_in_the_loaders_words(
     pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is no directory; expected one with a check"):
-        describe(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        describe(tmp_path / "empty")
+    empty, nowhere, head = tmp_path / "empty", str(tmp_path / "nowhere"), str(pair.draft_path)
+    empty.mkdir()
+    is_empty = f"is '{empty}', a directory without config.json; expected one with a checkpoint in"
+    for words, message in (
+        (
+            [nowhere],
+            f"DIR is '{nowhere}'; expected a directory with a checkpoint in Hugging Face's",
+        ),
+        ([str(empty)], f"DIR {is_empty} Hugging Face's layout (config.json,"),
+        ([head, "--target", str(empty)], f"--target {is_empty}"),
+    ):
+        assert main(["info", *words]) == 1
+        assert message in capsys.readouterr().err
     bare = copy_of(pair.target_path, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     (problem,) = describe(bare).problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.api import Engine
-from jspec.core.errors import CheckpointError
+from jspec.core.errors import CheckpointError, ConfigError, RequestError
 from jspec.testing.tiny_models import TinyPair, write_tiny_pair
 
 from .test_weights import GREEDY, PROMPT, K, Q, ids_of, read
@@ -76,10 +77,32 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
     assert served.weight_version == "default"
 
 
+@pytest.mark.parametrize("path", [5, "", None, b"x", ["x"]])
+def test_a_path_that_is_none_is_named(served: Engine, path: Any) -> None:
+    expected = f"is {re.escape(repr(path))}; expected a directory with a checkpoint"
+    with pytest.raises(RequestError, match=f"^model_path {expected}"):
+        served.update_weights_from_disk(path)
+    if path is not None:
+        with pytest.raises(RequestError, match=f"^speculative_draft_model_path {expected}"):
+            served.update_weights_from_disk("x", speculative_draft_model_path=path)
+
+
+def test_paths_may_be_pathlibs_and_versions_are_text(served: Engine, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a directory without config\.json"):
+        served.update_weights_from_disk(tmp_path)
+    with pytest.raises(ConfigError, match="weight_version is 5; expected a name"):
+        served.update_weights_from_disk("x", weight_version=5)
+
+
 def test_an_update_that_is_asked_for_wrongly(client: httpx.Client, tmp_path: Path) -> None:
     path = "/update_weights_from_disk"
     for body, message in (
         ({}, "has no model_path"),
+        (
+            {"model_path": str(tmp_path), "selector": "target"},
+            f"model_path is '{tmp_path}', a directory without config.json; expected one with a "
+            "checkpoint in Hugging Face's layout",
+        ),
         ({"model_path": str(tmp_path / "none")}, "expected a directory with a checkpoint"),
         ({"model_path": "x", "load_format": "dummy"}, "load_format is 'dummy'; expected auto"),
         ({"model_path": "x", "manifest": {}}, "manifest is {}, which is not implemented"),

@@ -199,6 +199,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_target_without_a_checkpoint_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model_path.* without config\.json"):
+        run(folder, tmp_path / "out", target=tmp_path)
+
+
 def test_an_output_directory_is_not_taken_twice(
     folder: Path, undisturbed: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
