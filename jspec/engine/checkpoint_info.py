@@ -48,7 +48,8 @@ class MemoryFit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """kind: target, or draft (of one). parameters: weights; stored_bytes: of the files' tensors,
-    by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`.
+    by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`; tied_bytes
+    of those are another order of a weight that is there, so no parameters more.
 
     serve: the command that serves it. problems: each one keeps it from being served.
     """
@@ -64,6 +65,7 @@ class CheckpointInfo:
     parameters: int = 0
     stored_bytes: dict[str, int]
     weight_bytes: int = 0
+    tied_bytes: int = 0
     cache_bytes_per_token: int = 0
     algorithm: str | None = None
     memory: MemoryFit | None = None
@@ -155,12 +157,15 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         spec = load_model_spec(path)
     except JspecError as error:
         return _with_problem(info, error)
-    parameters = sum(math.prod(param.shape) for param in table_of(spec))
+    table = table_of(spec)
+    held = sum(math.prod(param.shape) for param in table)
+    tied = sum(math.prod(param.shape) for param in table if param.tied_to is not None)
     info = replace(
         info,
         shapes=_shapes(spec),
-        parameters=parameters,
-        weight_bytes=parameters * _itemsize(info.dtype),
+        parameters=held - tied,
+        weight_bytes=held * _itemsize(info.dtype),
+        tied_bytes=tied * _itemsize(info.dtype),
         cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
     )
     words = ["jspec serve --model-path", str(path)]

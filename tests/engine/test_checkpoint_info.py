@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jspec.cli import main
 from jspec.cli_info import size_of
@@ -53,6 +54,23 @@ def test_a_target_is_told_by_its_headers(
     assert said["serve"] == f"jspec serve --model-path {pair.target_path}"
     assert main([*words[:2], "--memory", "0.1MB"]) == 0
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_tied_head_is_counted_once_and_held_twice(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = copy_of(pair.target_path, tmp_path / "tied")
+    tensors = load_file(tied / "model.safetensors")
+    of_head = tensors.pop("lm_head.weight").size
+    save_file(tensors, tied / "model.safetensors")
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    info, own = describe(tied), describe(pair.target_path)
+    assert info.problems == ()
+    assert info.parameters == own.parameters - of_head == sum(x.size for x in tensors.values())
+    assert info.weight_bytes == own.weight_bytes
+    assert main(["info", str(tied)]) == 0
+    assert "MiB, with lm_head beside the table that it is tied to" in capsys.readouterr().out
 
 
 def test_a_draft_is_read_beside_its_target(pair: TinyPair) -> None:
