@@ -82,7 +82,7 @@ class LoopThread:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise EngineClosedError("the engine's event loop ended during this call") from None
+            raise EngineClosedError("the engine was closed during this call") from None
 
     async def ask(self, function: Callable[[], T]) -> T:
         """Calls a function that does not wait on this loop, as `call` runs a coroutine."""
@@ -104,7 +104,7 @@ class LoopThread:
         try:
             return future.result()
         except futures.CancelledError:
-            raise EngineClosedError("the engine's event loop ended during this call") from None
+            raise EngineClosedError("the engine was closed during this call") from None
         except BaseException:
             if not future.done():  # not an error of the work
                 self._cancel(work, future)
@@ -165,7 +165,7 @@ class LoopThread:
                     if future.done() or not loop.is_closed():
                         return future
         work.close()
-        raise EngineClosedError("the engine's event loop is not running")
+        raise EngineClosedError("the engine is closed")
 
     def _cancel(self, work: Coroutine[Any, Any, T], future: futures.Future[T]) -> None:
         """Cancels what was handed over, and waits for its end.

@@ -67,9 +67,9 @@ def test_a_stopped_loop_refuses_calls_and_leaves_nothing_unawaited() -> None:
     loop_thread = LoopThread()
     loop_thread.start_thread()
     loop_thread.stop()
-    with pytest.raises(EngineClosedError, match="not running"):
+    with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
         loop_thread.run(loop_id())
-    with pytest.raises(EngineClosedError, match="not running"):
+    with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
         asyncio.run(loop_thread.call(loop_id()))
 
 

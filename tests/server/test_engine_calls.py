@@ -106,8 +106,11 @@ def test_shutting_down_twice_ends_streams_once(engine_arguments: dict[str, Any])
     with pytest.raises(EngineClosedError):
         list(read)
     closed.close()
-    with pytest.raises(EngineClosedError):
-        engine.generate("x")
+    for call in (engine.generate, engine.get_weights_by_name, engine.update_weights_from_disk):
+        with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+            call("x")
+    with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+        engine.flush_cache()
 
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
