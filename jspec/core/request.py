@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from jspec.core import sampling_encodings as encodings
 from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.core.judged_tree import JudgedTree
+from jspec.core.sampling_encodings import MAX_INT
 from jspec.core.sampling_fields import (
     Biases,
     Flag,
@@ -35,7 +37,6 @@ from jspec.core.seeds import MAX_SEED
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 DEFAULT_VERSION = "default"  # of the weights, SGLang's name
-MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 MAX_MASKED_STOP_IDS = 16  # of a row, while fewer than min_new_tokens are out
 # What one request may carry: matching costs nothing beyond, but building what matches does.
 MAX_STOP_STRINGS = 256
@@ -49,43 +50,6 @@ MAX_BIASES = 300  # ids of logit_bias, OpenAI's limit; the device has room for t
 # What of log-probabilities a step's output has room for, for each token.
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_LOGPROB_IDS = 32  # of token_ids_logprob
-
-
-# What of a request reaches the device, where that is not the parameter itself: (request, V) -> it.
-
-
-def _vocab_size(vocab_size: int) -> int:
-    """The neutral top_k (all are kept), and the id that is no token's."""
-    return vocab_size
-
-
-def _kept_ids(request: Request, vocab_size: int) -> int:
-    top_k = request.sampling.top_k
-    return vocab_size if top_k < 0 else min(top_k, vocab_size)
-
-
-def _seed_words(request: Request, _: int) -> tuple[int, int]:
-    """High and low word of the final seed, not of the `sampling_seed` that was asked for."""
-    return request.seed >> 32, request.seed & 0xFFFFFFFF
-
-
-def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
-    """Nothing is masked without a minimum length, and then the host alone knows what ends a row."""
-    return request.stop_ids if request.sampling.min_new_tokens else ()
-
-
-def _biases(request: Request, _: int) -> np.ndarray:
-    """i32[n, 2]: each id and the bits of its bias."""
-    pairs = request.sampling.logit_bias
-    ids = np.array([token_id for token_id, _ in pairs], np.int32)
-    biases = np.array([bias for _, bias in pairs], np.float32)
-    return np.stack([ids, biases.view(np.int32)], axis=1)
-
-
-def _logprob_start(request: Request, _: int) -> int:
-    """The first prompt token whose log-probability is asked for; beyond every prompt for none."""
-    sampling = request.sampling
-    return sampling.logprob_start_len if sampling.wants_prompt_logprobs else MAX_INT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +95,7 @@ class SamplingParams:
         -1,
         Integer(-1, expected="-1 or 0 (keep all) or at least 1, an integer"),
         needs=Feature.FILTERS,
-        row=Row(np.int32, neutral=_vocab_size, encode=_kept_ids),
+        row=Row(np.int32, neutral=encodings.vocab_size, encode=encodings.kept_ids),
     )
     top_p: float = sampled(
         1.0, Number(0, 1, with_low=False), needs=Feature.FILTERS, row=Row(np.float32, neutral=1)
@@ -153,13 +117,15 @@ class SamplingParams:
         (),
         Biases(Integer(0, MAX_INT), Number(-100, 100), MAX_BIASES),
         needs=Feature.PENALTIES,
-        row=Row(np.int32, (MAX_BIASES, 2), neutral=_vocab_size, encode=_biases),  # of no token
+        row=Row(  # neutral: of no token
+            np.int32, (MAX_BIASES, 2), neutral=encodings.vocab_size, encode=encodings.biases
+        ),
     )
     sampling_seed: int | None = sampled(
         None,
         Integer(-(2**63), MAX_SEED),
         openai="seed",
-        row=Row(np.uint32, (2,), encode=_seed_words, name="seed"),
+        row=Row(np.uint32, (2,), encode=encodings.seed_words, name="seed"),
     )
     ignore_eos: bool = sampled(False, Flag())
     stop: tuple[str, ...] = sampled((), Texts(MAX_STOP_STRINGS, MAX_STOP_CHARS))
@@ -170,8 +136,8 @@ class SamplingParams:
         row=Row(
             np.int32,
             (MAX_MASKED_STOP_IDS,),
-            neutral=_vocab_size,  # no token
-            encode=_masked_ids,
+            neutral=encodings.vocab_size,  # no token
+            encode=encodings.masked_ids,
             name="stop_ids",
         ),
     )
@@ -182,13 +148,13 @@ class SamplingParams:
     logprob_start_len: int = sampled(
         -1,
         Integer(-1, MAX_INT),
-        row=Row(np.int32, neutral=MAX_INT, encode=_logprob_start, name="logprob_start"),
+        row=Row(np.int32, neutral=MAX_INT, encode=encodings.logprob_start, name="logprob_start"),
     )
     top_logprobs_num: int = sampled(0, Integer(0, MAX_TOP_LOGPROBS))
     token_ids_logprob: tuple[int, ...] = sampled(
         (),
         Integers(Integer(0, MAX_INT), MAX_LOGPROB_IDS),
-        row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=_vocab_size, name="logprob_ids"),
+        row=Row(np.int32, (MAX_LOGPROB_IDS,), neutral=encodings.vocab_size, name="logprob_ids"),
     )
     return_hidden_states: bool = sampled(False, Flag(), needs=Feature.HIDDEN)
     return_draft_trees: bool = sampled(False, Flag(), needs=Feature.GRAMMAR)
