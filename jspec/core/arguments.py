@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from jspec.core.peer_flags import advice
 T = TypeVar("T")
 _METADATA = "argument"
 _FLAG = re.compile(r"--([a-z-]+)")
-NEAR_NAME = 0.7  # least likeness of a name that is suggested
+_WORDS = re.compile("[-_]")
+NEAR_NAME = 0.7  # least likeness of a name that is suggested: stop is not tp
 # Also gs:/b/c, which is what pathlib makes of gs://b/c.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
 
@@ -176,9 +177,19 @@ def meant_argument(name: str, *declared: type[Any]) -> str:
                 return f": write {each.name}={short.value!r}"
     if instead := advice(flag):
         return f": {_FLAG.sub(lambda found: found[1].replace('-', '_'), instead)}"
-    names = [each.name for each in known]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=NEAR_NAME)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = near_name(name, [each.name for each in known])
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def near_name(name: str, known: Sequence[str]) -> str:
+    """The one of `known` that is meant: the nearest, or else the only one that has all its words.
+
+    pagesize → page_size, max_queued → max_queued_requests, num_steps → "" (of two)
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR_NAME)
+    words = set(_WORDS.split(name))
+    whole = {each for each in known if words <= set(_WORDS.split(each))}
+    return near[0] if near else whole.pop() if len(whole) == 1 else ""
 
 
 def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:

@@ -17,6 +17,7 @@ from jspec.core.errors import RequestError, shown, unknown_field
 from jspec.core.features import Feature, StepFeatures
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks, check_grammar, grammar_of
 from jspec.core.judged_tree import JudgedTree
+from jspec.core.peer_parameters import PEER_PARAMETERS, meant_parameter
 from jspec.core.sampling_encodings import MAX_INT
 from jspec.core.sampling_fields import (
     Biases,
@@ -166,6 +167,17 @@ class SamplingParams:
     # stop_token_ids again, to look an id up: made once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
+    def __new__(cls, *_: Any, **named: Any) -> SamplingParams:
+        """Raises TypeError for a name that it does not have, with what is meant: Python's own says
+        nothing of that."""
+        known = [parameter.name for parameter in table_of(cls)]
+        for name in named:
+            if name not in known:
+                meant = meant_parameter(name, known)
+                hint = f"; did you mean {meant}?" if meant else ""
+                raise TypeError(f"{cls.__name__}() got an unexpected argument {name!r}{hint}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
             value = parameter.read(getattr(self, parameter.name))  # one stop string, an object
@@ -202,7 +214,10 @@ class SamplingParams:
         known = {parameter.name: parameter for parameter in table_of(cls)}
         for name in values:
             if name not in known:
-                raise RequestError(unknown_field("sampling_params", name, set(known)))
+                hint = PEER_PARAMETERS.get(name, "")
+                raise RequestError(
+                    unknown_field("sampling_params", str(name), set(known), hint=hint)
+                )
         given = {name: value for name, value in values.items() if value is not None}
         whole = {**(defaults or {}), **given}
         return cls(**{name: known[name].read(value) for name, value in whole.items()})

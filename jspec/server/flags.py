@@ -7,7 +7,6 @@ socket.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jspec.core.arguments import meant_argument
+from jspec.core.arguments import meant_argument, near_name
 from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import ConfigError
 from jspec.core.peer_flags import advice
@@ -26,7 +25,6 @@ from jspec.server.server_args import ServerArgs
 _KINDS = {"int": "an integer", "float": "a number"}
 _INVALID = re.compile(r"argument ([\w-]+)(?:/\S+)*: invalid (int|float) value: (.*)", re.DOTALL)
 _MISSING = re.compile(r"argument ([\w-]+)(?:/\S+)*: expected one argument")
-NEAR = 0.7  # least likeness of a suggestion: --stop is not --tp
 _PYTHON_TYPES: Mapping[FlagKind, type] = {
     FlagKind.INT: int,
     FlagKind.FLOAT: float,
@@ -147,8 +145,8 @@ def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
     if instead := advice(name):
         return f"unknown flag {name!r}: {instead}"
     known = [n.removeprefix("--") for action in parser._actions for n in action.option_strings]
-    near = difflib.get_close_matches(name.removeprefix("--"), known, n=1, cutoff=NEAR)
-    hint = f"did you mean '--{near[0]}'? " if near else ""
+    near = near_name(name.removeprefix("--"), known)
+    hint = f"did you mean '--{near}'? " if near else ""
     return f"unknown flag {name!r}; {hint}{parser.prog} --help lists the flags"
 
 

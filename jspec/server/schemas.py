@@ -11,6 +11,7 @@ from typing import Any
 
 from jspec.core.errors import RequestError
 from jspec.core.grammar import ReasoningMarks
+from jspec.core.peer_parameters import PEER_PARAMETERS
 from jspec.core.request import SAMPLING_FIELDS, SamplingParams
 from jspec.server.fields import (
     EXTRA_KEYS,
@@ -105,14 +106,9 @@ NEUTRAL_SAMPLING: Neutral = {
     "vllm_xargs": (None, {}),
     "custom_params": (None, {}),
 }
-# OpenAI's names for what is called otherwise here.
-SAMPLING_HINTS: Hints = {
-    **{p.openai: repr(p.name) for p in SAMPLING_FIELDS if p.openai != p.name},
-    "max_completion_tokens": "'max_new_tokens'",
-}
 GENERATE_HINTS: Hints = {
     **{name: f"{name!r} in sampling_params" for name in SAMPLING_NAMES},
-    **{name: f"{meant} in sampling_params" for name, meant in SAMPLING_HINTS.items()},
+    **{name: f"{meant} in sampling_params" for name, meant in PEER_PARAMETERS.items()},
     "prompt": "'text'",
 }
 
@@ -254,7 +250,7 @@ def sampling_params(value: object, defaults: Mapping[str, Any] = NO_DEFAULTS) ->
         as_object(value, where),
         read=SAMPLING_NAMES,
         neutral=NEUTRAL_SAMPLING,
-        hints=SAMPLING_HINTS,
+        hints=PEER_PARAMETERS,
     )
     return SamplingParams.from_mapping(values, defaults=defaults)
 

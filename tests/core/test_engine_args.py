@@ -79,6 +79,8 @@ def test_what_is_compiled_at_the_start_has_three_values(value: object) -> None:
         ("max_num_seqs", ": write max_running_requests"),
         ("disable_overlap_schedule", ": write overlap_depth=0"),
         ("pagesize", "; did you mean 'page_size'?"),
+        ("max_queued", "; did you mean 'max_queued_requests'?"),
+        ("num_steps", ""),  # of more than one
         ("foo", ""),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from jspec.core.errors import RequestError
 from jspec.core.features import Feature
+from jspec.core.peer_parameters import PEER_PARAMETERS
 from jspec.core.request import (
     SAMPLING_FIELDS,
     FinishKind,
@@ -91,6 +94,45 @@ def test_parameters_that_python_gives_are_read_as_json_s_are() -> None:
 def test_bad_values_name_the_field(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "'max_new_tokens'"),
+        ("max_completion_tokens", "'max_new_tokens'"),
+        ("seed", "'sampling_seed'"),
+        ("stop_strings", "'stop'"),
+        ("do_sample", "'temperature', of which 0 is greedy"),
+        ("temprature", "'temperature'"),
+        ("wings", ""),
+    ],
+)
+def test_a_name_of_elsewhere_says_what_is_meant(name: str, meant: str) -> None:
+    hint = f"; did you mean {meant}?" if meant else ""
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**{name: 3})
+    assert str(caught.value) == f"SamplingParams() got an unexpected argument {name!r}{hint}"
+    with pytest.raises(RequestError) as refused:
+        SamplingParams.from_mapping({name: 3})
+    hint = f"; did you mean {meant}? expected" if meant else "; expected"
+    assert f"has the unknown field {name!r}{hint} one of" in str(refused.value)
+
+
+def test_every_name_of_elsewhere_means_parameters_that_are_there() -> None:
+    known = {field.name for field in SAMPLING_FIELDS}
+    for name, meant in PEER_PARAMETERS.items():
+        assert name not in known
+        assert set(re.findall("'(.*?)'", meant)) <= known, name
+    for field in SAMPLING_FIELDS:
+        assert field.openai == field.name or PEER_PARAMETERS[field.openai] == repr(field.name)
+
+
+def test_a_copy_of_parameters_is_equal() -> None:
+    """They go to processes of their own, and are told apart by what they hold."""
+    params = SamplingParams(max_new_tokens=3, stop=("x",), stop_token_ids=(5,))
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    assert pickle.loads(pickle.dumps(params)).stop_id_set == {5}
 
 
 def test_edges_that_are_allowed() -> None:

@@ -142,6 +142,7 @@ def test_server_flags() -> None:
         (("--spec-num-steps", "3"), "did you mean '--speculative-num-steps'"),
         (("--hostt=x",), "did you mean '--host'"),
         (("--model-pat", "x"), "did you mean '--model-path'"),
+        (("--max-queued", "8"), "did you mean '--max-queued-requests'"),
         (("word",), "unexpected argument 'word'"),
         (("--max-num-seqs", "4"), "unknown flag '--max-num-seqs': write --max-running-requests"),
         (("--gpu-memory-utilization=0.9",), "write --mem-fraction-static"),
