@@ -48,7 +48,7 @@ from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.text.calls.tools import check_tools
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.grammars import Grammars, check_package
-from jspec.text.intake import NO_TOKENIZER, Intake, Params
+from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params
 from jspec.text.stream import stream_of
 from jspec.text.token_texts import TokenTexts
 from jspec.text.tokenizer import Tokenizer
@@ -213,7 +213,7 @@ class Engine(EngineCalls):
     def requests(
         self,
         prompt: str | None = None,
-        input_ids: Sequence[int] | None = None,
+        input_ids: Ids | None = None,
         sampling_params: Params = None,
         *,
         request_id: str | None = None,

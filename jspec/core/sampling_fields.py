@@ -19,6 +19,7 @@ import numpy as np
 
 from jspec.core.errors import RequestError, shown
 from jspec.core.features import Feature, StepFeatures
+from jspec.core.plain_values import listed, plain, plain_items
 
 if TYPE_CHECKING:
     from jspec.core.request import Request
@@ -185,12 +186,15 @@ class Biases:
             raise RequestError(f"{name} names a token id twice; expected each once")
 
     def read(self, name: str, value: Any) -> Any:
-        """A JSON object, whose names are texts, as pairs. Raises RequestError."""
+        """A JSON object, whose names are texts, as pairs; pairs, a tuple, as they are. Raises
+        RequestError."""
+        if isinstance(value, tuple):
+            return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
         if not isinstance(value, Mapping):
             raise RequestError(
                 f"{name} is {shown(value)}; expected an object of token ids and numbers"
             )
-        return tuple((_token_id(name, key), bias) for key, bias in value.items())
+        return tuple((_token_id(name, key), plain(bias)) for key, bias in value.items())
 
 
 def _token_id(name: str, key: Any) -> int:
@@ -198,6 +202,8 @@ def _token_id(name: str, key: Any) -> int:
         return key
     if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_ID_CHARS:
         return int(key)
+    if type(number := plain(key)) is int:
+        return number
     raise RequestError(f"{name} names {shown(key)}; expected a token id")
 
 
@@ -244,18 +250,18 @@ class SamplingField:
     row: Row | None
 
     def read(self, value: Any) -> Any:
-        """A JSON value as the parameter's own: a list as a tuple, one text as a list of it, null
-        as none of either.
+        """A value of JSON or Python as the parameter's own: a list or an array as a tuple, one text
+        as a list of it, null as none of either, a number of another library as Python's.
 
         Raises RequestError for what is no list where one is expected.
         """
         if isinstance(self.accepts, Source):
             return self.accepts.read(self.name, value)
+        value = plain(listed(value))
         if not isinstance(self.default, tuple):
             return self.accepts.read(value) if isinstance(self.accepts, Switch) else value
         if isinstance(self.accepts, Biases):
-            given_pairs = isinstance(value, tuple)
-            return value if given_pairs else self.accepts.read(self.name, value)
+            return self.accepts.read(self.name, value)
         if isinstance(value, str) and isinstance(self.accepts, Texts):
             return (value,)
         if value is None:
@@ -264,7 +270,7 @@ class SamplingField:
             of_texts = isinstance(self.accepts, Texts)
             expected = "a string or a list of strings" if of_texts else "a list of integers"
             raise RequestError(f"{self.name} is {shown(value)}; expected {expected}")
-        return tuple(value)
+        return plain_items(value)
 
     def check(self, value: Any) -> None:
         """Raises RequestError naming the field, its value and what was expected."""

@@ -26,7 +26,7 @@ from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop_thread import EngineStream
 from jspec.scheduler.room import Room, Submit
 from jspec.scheduler.stats import SchedulerStats
-from jspec.text.intake import Intake, LogprobOptions, Params, PromptSource, in_list
+from jspec.text.intake import Ids, Intake, LogprobOptions, Params, PromptSource, in_list
 from jspec.text.scoring import ScoreCall, label_names, watched_of
 from jspec.text.token_texts import TokenTexts
 from jspec.text.tokenizer import Tokenizer
@@ -253,7 +253,7 @@ class EngineCalls(LiveWeights, ABC):
         self,
         prompt: str | Sequence[str] | None = None,
         sampling_params: Params | Sequence[Params] = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        input_ids: Ids | Sequence[Ids] | None = None,
         *,
         stream: bool = False,
         progress: bool = False,
@@ -288,7 +288,7 @@ class EngineCalls(LiveWeights, ABC):
         self,
         prompt: str | Sequence[str] | None = None,
         sampling_params: Params | Sequence[Params] = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        input_ids: Ids | Sequence[Ids] | None = None,
         *,
         stream: bool = False,
         progress: bool = False,
@@ -310,7 +310,7 @@ class EngineCalls(LiveWeights, ABC):
         self,
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
     ) -> AsyncGenerator[dict[str, Any]]:
         requests, is_single = self._intake.batch(prompt, sampling_params, input_ids, **logprobs)
@@ -368,14 +368,15 @@ class EngineCalls(LiveWeights, ABC):
             return list(encode(text, add_special_tokens=add_special_tokens))
         return [list(encode(each, add_special_tokens=add_special_tokens)) for each in text]
 
-    def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Raises RequestError, which names them so, for the first that is not of the vocabulary."""
-        self._intake.check_ids(name, ids)
+    def check_ids(self, name: str, ids: Ids) -> tuple[int, ...]:
+        """The ids as Python's integers. Raises RequestError, which names them so, for the first
+        that is not of the vocabulary."""
+        return self._intake.check_ids(name, ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Raises RequestError for one that is not of the vocabulary."""
-        self.check_ids("ids", ids)
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        known = self.check_ids("ids", ids)
+        return self.tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     async def async_flush_cache(self) -> bool:
         """Empties the prefix cache. False, and nothing happens, while requests are there."""

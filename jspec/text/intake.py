@@ -14,8 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
 from jspec.core.errors import RequestError
 from jspec.core.grammar import ReasoningMarks
+from jspec.core.plain_values import is_array, listed, plain, plain_items
 from jspec.core.request import MAX_CHOICES, Request, SamplingParams
 from jspec.core.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.chat_messages import check_messages
@@ -25,6 +29,7 @@ from jspec.text.tokenizer import Tokenizer
 
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
 Params = Mapping[str, Any] | SamplingParams | None
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class LogprobOptions(TypedDict, total=False):
@@ -67,7 +72,7 @@ class PromptSource:
         given = self.sampling_params
         if isinstance(given, SamplingParams):
             return given.n
-        n = given.get("n") if isinstance(given, Mapping) else None
+        n = plain(given.get("n")) if isinstance(given, Mapping) else None
         return n if isinstance(n, int) and 0 < n <= MAX_CHOICES else 1
 
 
@@ -105,7 +110,7 @@ class Intake:
     def requests(
         self,
         prompt: str | None = None,
-        input_ids: Sequence[int] | None = None,
+        input_ids: Ids | None = None,
         sampling_params: Params = None,
         *,
         request_id: str | None = None,
@@ -155,8 +160,6 @@ class Intake:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"generate() got an unexpected argument {name!r}{hint}")
         named.pop("return_text_in_logprobs", None)
-        if "token_ids_logprob" in named:
-            named["token_ids_logprob"] = tuple(named["token_ids_logprob"] or ())
         return replace(self.sampling(given), **named)
 
     def sampling(self, given: Params) -> SamplingParams:
@@ -169,7 +172,7 @@ class Intake:
         self,
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[Request], bool]:
         """All Requests of a call, and whether it asked for exactly one sequence."""
@@ -184,7 +187,7 @@ class Intake:
         self,
         prompt: str | Sequence[str] | None,
         sampling_params: Params | Sequence[Params],
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        input_ids: Ids | Sequence[Ids] | None,
         **logprobs: Unpack[LogprobOptions],
     ) -> tuple[list[PromptSource], bool]:
         """The prompts of a call, not tokenized yet, and whether they came as a list."""
@@ -192,12 +195,12 @@ class Intake:
         if input_ids is not None:
             if prompt is not None:
                 raise RequestError("expected exactly one of prompt (text) and input_ids")
-            if not isinstance(input_ids, Sequence):
+            if not _is_list(input_ids):
                 raise RequestError(f"input_ids is {input_ids!r}; expected a list of ids or lists")
-            is_list = bool(input_ids) and isinstance(input_ids[0], Sequence)
+            is_list = len(input_ids) > 0 and _is_list(input_ids[0])
             rows = list(input_ids) if is_list else [input_ids]
             for row in rows:
-                if not isinstance(row, Sequence):
+                if not _is_list(row):
                     raise RequestError(f"input_ids holds {row!r}; expected lists of ids alone")
             sources = [{"input_ids": row} for row in rows]
         else:
@@ -300,7 +303,7 @@ class Intake:
         return automaton
 
     def _prompt_ids(
-        self, prompt: str | None, input_ids: Sequence[int] | None, *, emits_nothing: bool
+        self, prompt: str | None, input_ids: Ids | None, *, emits_nothing: bool
     ) -> tuple[int, ...]:
         if (prompt is None) == (input_ids is None):
             raise RequestError("expected exactly one of prompt (text) and input_ids")
@@ -309,24 +312,30 @@ class Intake:
                 raise RequestError(f"prompt is {type(prompt).__name__}; expected text")
             return self.encode(prompt, emits_nothing=emits_nothing)
         assert input_ids is not None
-        self.check_ids("input_ids", input_ids)
-        return tuple(input_ids)
+        return self.check_ids("input_ids", input_ids)
 
-    def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises RequestError for the first that is no id of the vocabulary. Prompts are long, and
-        wait for this: all are checked at once, and one by one only where something is odd."""
-        if len(token_ids) == 0 or (
-            set(map(type, token_ids)) == {int}
-            and min(token_ids) >= 0
-            and max(token_ids) < self._vocab_size
-        ):
-            return
-        for token_id in token_ids:
+    def check_ids(self, name: str, token_ids: Ids) -> tuple[int, ...]:
+        """The ids as Python's integers. Raises RequestError for the first that is no id of the
+        vocabulary. Prompts are long, and wait for this: all are checked at once, and one by one
+        only where something is odd."""
+        found = listed(token_ids)
+        if not isinstance(found, Sequence):
+            raise RequestError(f"{name} is {plain(found)!r}; expected a list of ids")
+        if self._are_known(found):
+            return tuple(found)
+        ids = plain_items(found)
+        for token_id in () if self._are_known(ids) else ids:
             is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < self._vocab_size:
                 raise RequestError(
                     f"{name} holds {token_id!r}; expected ids from 0 to {self._vocab_size - 1}"
                 )
+        return ids
+
+    def _are_known(self, ids: Sequence[Any]) -> bool:
+        return len(ids) == 0 or (
+            set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab_size
+        )
 
     def _seed(self, sampling: SamplingParams) -> int:
         """The request's final seed: its own, or fresh entropy, or random_seed's next."""
@@ -336,6 +345,10 @@ class Intake:
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
         return int.from_bytes(os.urandom(8), "little") >> 64 - TOLD_BITS
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) or is_array(value)
 
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jspec.core.errors import RequestError, shown
+from jspec.core.plain_values import is_array, listed, plain_items
 from jspec.core.request import MAX_LOGPROB_IDS, SamplingParams
 
 MAX_LABELS = 1024
@@ -50,6 +51,7 @@ class ScoreCall:
         if is_text and isinstance(items, str):
             items = [items]
         head = query if is_text else _ids("query is", query)
+        items = list(items) if is_array(items) else items
         if not isinstance(items, list | tuple) or not items:
             raise RequestError(
                 f"items is {shown(items)}; expected texts, or lists of token ids, one at least"
@@ -141,15 +143,17 @@ def _text(item: Any) -> str:
 def _ids(what: str, value: Any) -> tuple[int, ...]:
     """what: how a message begins, "items holds"."""
     name = what.split(" ", 1)[0]
+    value = listed(value)
     if not isinstance(value, list | tuple):
         raise RequestError(
             f"{what} {'null' if value is None else shown(value)}; expected token ids"
             + ("" if name == "label_token_ids" else ", or query and items as texts")
         )
-    for item in value:
+    ids = plain_items(value)
+    for item in ids:
         if isinstance(item, bool) or not isinstance(item, int):
             raise RequestError(f"{name} holds {shown(item)}; expected token ids (integers)")
-    return tuple(value)
+    return ids
 
 
 def _softmax(logprobs: Sequence[float]) -> list[float]:

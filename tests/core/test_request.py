@@ -6,8 +6,10 @@ import copy
 import pickle
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec.core.errors import RequestError
@@ -126,6 +128,55 @@ def test_every_name_of_elsewhere_means_parameters_that_are_there() -> None:
         assert set(re.findall("'(.*?)'", meant)) <= known, name
     for field in SAMPLING_FIELDS:
         assert field.openai == field.name or PEER_PARAMETERS[field.openai] == repr(field.name)
+
+
+def test_numbers_of_numpy_are_python_s_own() -> None:
+    """Also for what is pickled, written as JSON, and compared by `is`."""
+    loose: dict[str, Any] = {
+        "max_new_tokens": np.int64(3),
+        "temperature": np.float32(0.5),
+        "top_p": np.float64(0.25),
+        "top_k": np.uint8(7),
+        "min_p": Fraction(1, 4),
+        "ignore_eos": np.bool_(True),
+        "speculative": np.bool_(False),
+        "n": np.int32(2),
+        "stop_token_ids": np.array([5, 6]),
+        "token_ids_logprob": [np.int64(8), 9],
+        "logit_bias": {np.int64(4): np.float32(-1.5), "5": 1},
+        "stop": np.array(["a", "b"]),
+    }
+    for params in (SamplingParams(**loose), SamplingParams.from_mapping(loose)):
+        found = {name: getattr(params, name) for name in loose}
+        assert found == {
+            **{"max_new_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.25},
+            **{"ignore_eos": True, "speculative": False, "n": 2, "stop_token_ids": (5, 6)},
+            **{"token_ids_logprob": (8, 9), "logit_bias": ((4, -1.5), (5, 1)), "stop": ("a", "b")},
+        }
+        flat = [*found.values(), *params.stop_token_ids, *params.token_ids_logprob]
+        flat += [x for pair in params.logit_bias for x in pair]
+        assert {type(x) for x in flat} == {int, float, bool, tuple}
+    pairs: Any = ((np.int64(4), np.float32(-1.5)),)
+    assert SamplingParams(logit_bias=pairs).logit_bias == ((4, -1.5),)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": np.float32(1.5)}, "max_new_tokens is 1.5; expected an integer"),
+        ({"max_new_tokens": np.bool_(True)}, "max_new_tokens is True; expected an integer"),
+        ({"temperature": np.float32("nan")}, "temperature is nan; expected a number"),
+        ({"ignore_eos": np.int64(1)}, "ignore_eos is 1; expected true or false"),
+        ({"stop_token_ids": np.array([1.5])}, "stop_token_ids is 1.5; expected an integer"),
+        ({"stop_token_ids": np.array([[1]])}, r"stop_token_ids is \[1\]; expected an integer"),
+        ({"stop_token_ids": np.int64(1)}, "stop_token_ids is 1; expected a list of integers"),
+        ({"temperature": np.array([1.0])}, r"temperature is \[1.0\]; expected a number"),
+    ],
+)
+def test_numbers_of_numpy_are_refused_as_python_s_own(values: dict[str, Any], message: str) -> None:
+    for make in (SamplingParams.from_mapping, lambda given: SamplingParams(**given)):
+        with pytest.raises(RequestError, match=message):
+            make(values)
 
 
 def test_a_copy_of_parameters_is_equal() -> None:

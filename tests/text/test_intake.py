@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,9 +43,46 @@ def test_ids_in_range_are_taken_as_they_are(prompt: list[int]) -> None:
     assert INTAKE.requests(input_ids=prompt)[0].prompt_ids == tuple(prompt)
 
 
-def test_an_array_is_refused_by_its_first_element() -> None:
-    with pytest.raises(RequestError, match=r"input_ids holds np.int32\(5\)"):
-        INTAKE.requests(input_ids=np.array([5, 6], np.int32))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
+def test_an_array_is_a_prompt(kind: Any) -> None:
+    as_array = (jnp if kind is jnp.int32 else np).asarray
+    lists = () if kind is jnp.int32 else ([kind(5), 6], (kind(5), kind(6)))
+    for prompt in (as_array([5, 6], dtype=kind), *lists):
+        (request,) = INTAKE.requests(input_ids=prompt)
+        assert request.prompt_ids == (5, 6)
+        assert {type(x) for x in request.prompt_ids} == {int}
+
+
+def test_a_list_of_arrays_and_an_array_of_rows_are_lists_of_prompts() -> None:
+    two = np.array([[1, 2], [3, 4]])
+    cases: list[tuple[Any, list[tuple[int, ...]], bool]] = [
+        (two, [(1, 2), (3, 4)], True),
+        ([np.array([1]), [2, 3]], [(1,), (2, 3)], True),
+        (np.array([7, 8]), [(7, 8)], False),
+        ([np.int64(7)], [(7,)], False),
+    ]
+    for given_ids, prompts, is_list in cases:
+        requests, is_single = INTAKE.batch(None, None, given_ids)
+        assert [request.prompt_ids for request in requests] == prompts
+        assert is_single == (not is_list)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.array([5.0, 6.5]), "input_ids holds 5.0; expected ids from 0 to 319"),
+        (np.array([5, 320]), "input_ids holds 320; expected ids from 0 to 319"),
+        (np.array([True]), "input_ids holds True; expected ids from 0 to 319"),
+        ([1, np.int64(-1)], "input_ids holds -1; expected ids from 0 to 319"),
+        ([np.float32(1)], "input_ids holds 1.0; expected ids from 0 to 319"),
+        (np.array(5), r"input_ids is array\(5\); expected a list of ids"),
+        (np.int64(5), r"input_ids is np.int64\(5\); expected a list of ids"),
+        (np.zeros((2, 2, 2), int), r"input_ids holds \[0, 0\]; expected ids from 0 to 319"),
+    ],
+)
+def test_an_array_of_what_is_no_id_is_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        INTAKE.batch(None, None, prompt)
 
 
 @given(st.lists(ids, max_size=4), odd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec.core.errors import RequestError
@@ -13,6 +14,16 @@ from jspec.text.scoring import MAX_JOINED, ScoreCall
 def test_query_and_items_are_joined_as_they_are() -> None:
     assert ScoreCall.of("a", ["b", "cd"], [1]).prompts == ("ab", "acd")
     assert ScoreCall.of([1, 2], [[3], []], [1], item_first=True).prompts == ((3, 1, 2), (1, 2))
+
+
+def test_arrays_are_ids() -> None:
+    call = ScoreCall.of(np.array([1, 2]), [np.array([3]), [np.int64(4)]], np.array([5, 6]))
+    assert call.prompts == ((1, 2, 3), (1, 2, 4))
+    assert call.label_token_ids == (5, 6)
+    assert {type(x) for x in (*call.prompts[1], *call.label_token_ids)} == {int}
+    assert ScoreCall.of([1], np.array([[3], [4]]), [1]).prompts == ((1, 3), (1, 4))
+    with pytest.raises(RequestError, match=r"query holds 1\.5; expected token ids"):
+        ScoreCall.of(np.array([1.5]), [[3]], [1])
 
 
 @pytest.mark.parametrize(
