@@ -44,18 +44,32 @@ def run_batch_command(argv: Sequence[str]) -> int:
     answers = AnswerFile(path, requests)
     with closing(answers):
         if answers.num_written:
-            print(f"{path}: {answers.num_written} of {total} lines are there", file=sys.stderr)
+            print(f"{path}: {_there(answers, total)}", file=sys.stderr)
         if answers.num_written < total:
             _answer(settings, requests, answers, total=total, created=_created(path))
     return 0
+
+
+def _there(answers: AnswerFile, total: int) -> str:
+    """What earlier runs have answered, and how to have it asked again."""
+    lines, count = "line" if total == 1 else "lines", answers.num_written
+    said = f"{count} of {total} {lines} {'is' if count == 1 else 'are'} there"
+    if answers.first_error is None:
+        return said
+    errors = "an error" if answers.num_errors == 1 else "errors"
+    return (
+        f"{said}, {answers.num_errors} of them {errors}, the first in line {answers.first_error}; "
+        "they are kept: cut the file before that line, and the same command asks again from there "
+        "on"
+    )
 
 
 def _created(path: Path) -> int:
     """The time that the answers carry: that of an earlier run's first, or now."""
     with path.open(encoding="utf-8") as file:
         for text in file:
-            response = json.loads(text)["response"]
-            body = response["body"] if response else None
+            response = json.loads(text).get("response")
+            body = response.get("body") if isinstance(response, dict) else None
             if isinstance(body, dict) and isinstance(body.get("created"), int):
                 return int(body["created"])
     return int(time.time())
@@ -77,6 +91,7 @@ def _answer(
             sys.stderr,
             total=total,
             before=answers.num_written,
+            errors_before=answers.num_errors,
             read_stats=lambda: engine.stats,
         )
         of_run = BatchSettings(

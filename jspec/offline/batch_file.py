@@ -14,6 +14,7 @@ import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -127,7 +128,8 @@ class AnswerFile:
     """The answers, written whole lines at a time.
 
     Opening it keeps what an earlier run wrote, less a line that it left unfinished, and checks
-    that those are answers to the first lines of `requests`. Close it after the last `write`.
+    that those are answers to the first lines of `requests`: `num_written` of them, `num_errors` of
+    which are none that is well, the first in line `first_error`. Close it after the last `write`.
 
     Raises ConfigError for a file that holds something else, or cannot be written.
     """
@@ -143,31 +145,37 @@ class AnswerFile:
             raise ConfigError(
                 f"answer file {str(path)!r}: {error.strerror}; expected a file to write"
             ) from error
+        self.num_written, self.num_errors = 0, 0
+        self.first_error: int | None = None
         try:
-            self.num_written = self._keep_answers(path, requests)
+            self._keep_answers(path, requests)
         except BaseException:
             self._file.close()
             raise
 
-    def _keep_answers(self, path: Path, requests: Path) -> int:
-        whole, count = 0, 0
+    def _keep_answers(self, path: Path, requests: Path) -> None:
+        whole = 0
         with closing(read_lines(requests)) as lines:
             for text in self._file:
                 if not text.endswith(b"\n"):
                     break
                 line = next(lines, None)
-                if line is None or not _answers(text, line):
+                found = None if line is None else _answer_to(line, text)
+                if found is None:
                     expected = "no more lines"
                     if line is not None:
                         expected = f"an answer to {line.answer_id}"
                     raise ConfigError(
-                        f"line {count + 1} of {str(path)!r} is {shown(text)}; expected {expected}: "
-                        f"the file is not of an earlier run over {str(requests)!r}"
+                        f"line {self.num_written + 1} of {str(path)!r} is {shown(text)}; expected "
+                        f"{expected}: the file is not of an earlier run over {str(requests)!r}"
                     )
-                whole, count = whole + len(text), count + 1
+                whole += len(text)
+                self.num_written += 1
+                if not is_well(found):
+                    self.num_errors += 1
+                    self.first_error = self.first_error or self.num_written
         self._file.seek(whole)
         self._file.truncate()
-        return count
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Appends one line, and hands it to the system."""
@@ -178,15 +186,22 @@ class AnswerFile:
         self._file.close()
 
 
-def _answers(text: bytes, line: Line) -> bool:
+def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
+    """The answer that `text` is; None if it is none to this line."""
     try:
         found = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(found, dict) and (found.get("id"), found.get("custom_id")) == (
-        line.answer_id,
-        line.custom_id,
-    )
+        return None
+    if not isinstance(found, dict):
+        return None
+    is_its = (found.get("id"), found.get("custom_id")) == (line.answer_id, line.custom_id)
+    return found if is_its else None
+
+
+def is_well(found: Mapping[str, Any]) -> bool:
+    """Whether an answer is what was asked for, and no error."""
+    response = found.get("response")
+    return isinstance(response, dict) and response.get("status_code") == HTTPStatus.OK
 
 
 def refusal(line: Line, code: str, message: str) -> dict[str, Any]:

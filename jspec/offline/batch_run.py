@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message
 from jspec.api import Engine
 from jspec.core.errors import EngineClosedError
 from jspec.core.seeds import MAX_SEED, choice_seed
-from jspec.offline.batch_file import AnswerFile, Line, answer, refusal
+from jspec.offline.batch_file import AnswerFile, Line, answer, is_well, refusal
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 
@@ -70,7 +70,7 @@ async def run_batch(
         found = await waiting[0]
         waiting.popleft()
         answers.write(found)
-        on_answer(_is_well(found))
+        on_answer(is_well(found))
 
     try:
         for line in lines:
@@ -83,11 +83,6 @@ async def run_batch(
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _is_well(found: Mapping[str, Any]) -> bool:
-    response = found["response"]
-    return response is not None and bool(response["status_code"] == HTTPStatus.OK)
 
 
 async def _answer_line(

@@ -23,7 +23,8 @@ class Screen(Protocol):
 
 class BatchProgress:
     """Counts answers. total: lines of the file, or what `noun` says; before: of those, answered by
-    earlier runs. emitted_before: tokens of read_stats that are none of theirs."""
+    earlier runs, errors_before as errors. emitted_before: tokens of read_stats that are none of
+    theirs."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class BatchProgress:
         *,
         total: int,
         before: int,
+        errors_before: int = 0,
         read_stats: Callable[[], SchedulerStats],
         clock: Callable[[], float] = time.monotonic,
         noun: str = "lines",
@@ -42,7 +44,7 @@ class BatchProgress:
         self._clock, self._noun, self._emitted_before = clock, noun, emitted_before
         self._started = self._said = clock()
         self._now = 0
-        self.num_errors = 0
+        self.num_errors = errors_before
 
     def add(self, is_well: bool) -> None:
         """One more answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jspec.cli import main
 from jspec.core.errors import ConfigError
 from jspec.offline import batch_file
-from jspec.offline.batch_file import AnswerFile, answer, count_lines, read_lines, refusal
+from jspec.offline.batch_file import AnswerFile, answer, count_lines, is_well, read_lines, refusal
 
 
 def request(custom_id: str, **changes: Any) -> dict[str, Any]:
@@ -99,6 +101,37 @@ def test_a_run_goes_on_after_the_last_whole_line(
         file.write(found)
     file.close()
     assert [json.loads(text) for text in path.read_text().splitlines()] == answers
+
+
+def test_a_finished_file_says_how_many_lines_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = written(tmp_path / "in", *(request(name) for name in "abc"), "no JSON")
+    lines = list(read_lines(requests))
+    answers = [answer(line, status, {}) for line, status in zip(lines, (200, 400), strict=False)]
+    answers += [answer(lines[2], 200, {}), refusal(lines[3], "invalid_request", lines[3].wrong)]
+    path = written(tmp_path / "out", *answers)
+    before = path.read_bytes()
+    assert main(["batch", str(requests), str(path)]) == 0  # as the run that wrote it
+    assert capsys.readouterr().err == (
+        f"{path}: 4 of 4 lines are there, 2 of them errors, the first in line 2; they are kept: "
+        "cut the file before that line, and the same command asks again from there on\n"
+    )
+    assert path.read_bytes() == before
+    few = written(tmp_path / "few", request("a"))
+    path = written(tmp_path / "one", answers[0])
+    assert main(["batch", str(few), str(path)]) == 0
+    assert capsys.readouterr().err == f"{path}: 1 of 1 line is there\n"
+
+
+def test_errors_of_earlier_runs_are_counted(tmp_path: Path) -> None:
+    requests = written(tmp_path / "in", *(request(name) for name in "ab"), "no JSON")
+    lines = list(read_lines(requests))
+    path = written(tmp_path / "out", answer(lines[0], 200, {}), answer(lines[1], 400, {}))
+    with closing(AnswerFile(path, requests)) as file:
+        assert (file.num_written, file.num_errors, file.first_error) == (2, 1, 2)
+    assert [is_well(json.loads(text)) for text in path.read_text().splitlines()] == [True, False]
+    assert not is_well(refusal(lines[2], "invalid_request", "x"))
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -52,9 +52,14 @@ def test_the_time_left_is_that_of_the_lines_left() -> None:
     )
     now = [0.0]
     progress = BatchProgress(
-        screen, total=4000, before=10, read_stats=lambda: stats, clock=lambda: now[0]
+        screen,
+        total=4000,
+        before=10,
+        errors_before=3,
+        read_stats=lambda: stats,
+        clock=lambda: now[0],
     )
     now[0] = 10.0
     for _ in range(10):
         progress.add(True)
-    assert progress.line() == "20/4000 lines, 10 tokens/s, 1:06:20 left"
+    assert progress.line() == "20/4000 lines, 3 errors, 10 tokens/s, 1:06:20 left"
