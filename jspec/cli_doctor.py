@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from jspec.cli_verify import (
     ENGINE_GROUPS,
     SMALL,
+    UNLISTED,
     add_prompt_flags,
     check_prompt_flags,
+    check_reads_weights,
     say,
     warn,
     write_json,
@@ -40,9 +42,10 @@ def run_doctor(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="Of the first text; the next follow (0)"
     )
-    add_flags(parser, groups=ENGINE_GROUPS)
+    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
     options, settings = parse_flags(parser, argv)
     check_prompt_flags(options)
+    check_reads_weights(parser.prog, settings.engine)
     warn(settings.warnings)
     os.environ.update(share_for_server(os.environ))
     with interruptible():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jspec.diagnosis.verify import Fault, VerifyReport
 
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
+UNLISTED = ("engine_process",)  # refused by `check_reads_weights`
 MAX_SHOWN = 10  # faults that the report lists
 # As little is compiled as the comparison needs: two rows, so that batches differ.
 SMALL = {"max_running_requests": 2, "chunked_prefill_size": 32}
@@ -42,9 +43,10 @@ def run_verify(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="Of the first text; the next follow (0)"
     )
-    add_flags(parser, groups=ENGINE_GROUPS)
+    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
     options, settings = parse_flags(parser, argv)
     check_prompt_flags(options)
+    check_reads_weights(parser.prog, settings.engine)
     warn(settings.warnings)
     os.environ.update(share_for_server(os.environ))
     with interruptible():
@@ -95,6 +97,15 @@ def check_prompt_flags(options: Any) -> None:
     if options.output is not None and not Path(options.output).absolute().parent.is_dir():
         raise ConfigError(
             f"--output is {options.output!r}; expected a file in a folder that is there"
+        )
+
+
+def check_reads_weights(command: str, engine: Mapping[str, Any]) -> None:
+    """Raises ConfigError for engines whose weights are out of reach, before one is started."""
+    if engine.get("engine_process"):
+        raise ConfigError(
+            f"--engine-process is set, but {command} reads weights in its own process; expected it "
+            "unset (what is computed is the same)"
         )
 
 

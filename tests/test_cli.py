@@ -119,6 +119,8 @@ def test_the_prompt_is_the_argument_or_what_is_piped() -> None:
         ),
         (["flags", "x"], "unexpected argument 'x'; jspec flags takes none"),
         (["version", "x"], "unexpected argument 'x'; jspec version takes none"),
+        (["verify", "--engine-process"], "--engine-process is set, but jspec verify reads weights"),
+        (["doctor", "--engine-process"], "--engine-process is set, but jspec doctor reads weights"),
         (["info", "--memory", "80"], "--memory is '80'; expected a size such as 80GB"),
         (["bench", "--url", "x"], "url is 'x'; expected http://HOST:PORT"),
         (["serve", "d", "y"], "unexpected argument 'y'; expected flags\n"),
@@ -176,6 +178,17 @@ def test_the_first_word_of_serve_is_the_model(capsys: pytest.CaptureFixture[str]
     assert "the model is 'd' and '--model=e'; expected one" in capsys.readouterr().err
     assert main(["serve", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "doctor", "serve"])
+def test_the_help_leaves_out_what_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert "--mem-fraction-static" in said
+    assert ("--engine-process" in said) == (command == "serve")
 
 
 def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

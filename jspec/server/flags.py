@@ -64,16 +64,18 @@ def add_flags(
     *,
     groups: Sequence[str] = tuple(GROUPS),
     also: Sequence[str] = (),
+    unlisted: Sequence[str] = (),
 ) -> None:
     """Adds `--config` and the rows of `groups`; only implemented ones are in the help.
 
-    also: arguments of other groups, which stand under Answers.
+    also: arguments of other groups, which stand under Answers. unlisted: arguments that the command
+    refuses itself; they are read, and not in its help.
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
     for title in groups:
         section = parser.add_argument_group(title)
         for flag in GROUPS[title]:
-            _add_flag(section, flag)
+            _add_flag(section, flag, is_listed=flag.argument not in unlisted)
     if also:
         section = parser.add_argument_group("Answers")
         for flag in FLAGS:
@@ -81,13 +83,15 @@ def add_flags(
                 _add_flag(section, flag)
 
 
-def _add_flag(section: argparse._ArgumentGroup, flag: Flag) -> None:
+def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool = True) -> None:
     is_implemented = flag.flag_class is FlagClass.IMPLEMENTED
     shared: dict[str, Any] = {
         "dest": flag.argument if is_implemented else flag.name,
         "default": argparse.SUPPRESS,
-        "help": flag.text.replace("%", "%%") if is_implemented else argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
     }
+    if is_implemented and is_listed:
+        shared["help"] = flag.text.replace("%", "%%")
     match flag.kind:
         case FlagKind.SWITCH:
             section.add_argument(*flag.names, action="store_const", const=flag.const, **shared)
