@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ def run_convert(argv: Sequence[str]) -> int:
         description="Writes the weights of a checkpoint in another format, names, shapes and types "
         "as they are, and copies its other files. OUT is served by --model-path as DIR is, on any "
         "number of devices.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("source", metavar="DIR", help="safetensors, pytorch_model.bin or orbax/")
     parser.add_argument("out", metavar="OUT", help="a directory that is new or empty")

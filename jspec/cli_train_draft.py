@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jspec.api import Engine
 from jspec.core.errors import ConfigError
 from jspec.engine.loading import BUNDLED
+from jspec.server.flags import FlagParser
 from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
@@ -35,18 +36,19 @@ COUNTS = (
 SERVED_STEPS = 3  # of the chain that acceptance is measured with, if the head has as many
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of ending the process."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the defaults that are values: None is told in words, and a switch is off."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_value = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if is_value else action.help
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="jspec train-draft",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
         description="Trains a draft head for a target on JSON lines; see docs/training.md.",
     )
     _add_data(parser.add_argument_group("Target, data and output"))
@@ -63,7 +65,13 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--held-out-rows", type=int, default=64, help="Rows of them that are measured on")
     add("--out", type=Path, required=True, help="New directory: head, checkpoints, report")
     add("--resume", action="store_true", help="Go on with what an earlier run left in --out")
-    add("--loss-on", choices=[each.value for each in LossOn], default="all")
+    add(
+        "--loss-on",
+        choices=[each.value for each in LossOn],
+        default="all",
+        help="Tokens that are learnt. all: every one; assistant: what the assistant says, and "
+        "every line is a chat",
+    )
     add("--chat-template", help="Jinja file; unset: the target's own")
     add("--own-samples", type=int, default=0, help="Rows that the target says itself, beside data")
     add("--features-dir", type=Path, help="Keep the target's states on disk, and read them there")
@@ -84,18 +92,18 @@ def _add_head(group: argparse._ArgumentGroup) -> None:
 
 def _add_schedule(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num-steps", type=int, default=10000)
+    add("--num-steps", type=int, default=10000, help="Steps, but for --budget-seconds")
     add("--batch-size", type=int, default=8, help="Rows a step, over all devices")
     add("--length", type=int, default=512, help="Tokens a row")
     add("--learning-rate", type=float, default=1e-3, help="Peak; after a warmup it falls to 0")
-    add("--warmup-steps", type=int, default=100)
-    add("--weight-decay", type=float, default=0.01)
+    add("--warmup-steps", type=int, default=100, help="In which the learning rate rises")
+    add("--weight-decay", type=float, default=0.01, help="AdamW's")
     add("--budget-seconds", type=float, help="Ends the schedule early, decayed all the same")
-    add("--log-every", type=int, default=20)
-    add("--eval-every", type=int, default=500)
-    add("--checkpoint-every", type=int, default=500)
+    add("--log-every", type=int, default=20, help="Steps from one line of the log to the next")
+    add("--eval-every", type=int, default=500, help="Steps from one evaluation to the next")
+    add("--checkpoint-every", type=int, default=500, help="Steps that a crash may cost")
     add("--serve-prompts", type=int, default=16, help="Held-out prompts an evaluation serves")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="Of weights, rows and samples")
 
 
 def check_numbers(options: argparse.Namespace) -> None:

@@ -191,6 +191,20 @@ def test_the_help_leaves_out_what_is_refused(
     assert ("--engine-process" in said) == (command == "serve")
 
 
+@pytest.mark.parametrize(
+    "command", ["batch", "bench", "chat", "convert", "info", "serve", "train-draft", "verify"]
+)
+def test_no_help_has_a_default_that_is_none(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "usage: " in said
+    assert "default: None" not in said
+    assert "default: False" not in said
+
+
 def test_the_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])

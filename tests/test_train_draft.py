@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec import Engine, cli
+from jspec.cli_train_draft import make_parser
 from jspec.engine.loading import BUNDLED
 from jspec.models.checkpoint import load_model_spec
 from jspec.models.eagle1 import check_eagle1, load_eagle1_config
@@ -164,6 +165,16 @@ def test_what_is_asked_wrongly_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("jspec: error: ")
     assert message in error
+
+
+def test_the_help_says_what_every_flag_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for action in make_parser()._actions:
+        assert action.help, action.option_strings
+    with pytest.raises(SystemExit):
+        cli.main(["train-draft", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "assistant: what the assistant says, and every line is a chat (default: all)" in said
+    assert "Steps, but for --budget-seconds (default: 10000)" in said
 
 
 def test_the_small_heads_fit_the_bundled_target() -> None:
