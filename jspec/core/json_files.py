@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ MIB = 2**20
 MAX_CONFIG_BYTES = 16 * MIB  # the largest known, with a chat template in it, has well below one
 # float32's normal range: outside it a number would be 0 or inf where it is used
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+_TOO_LONG = re.compile(r"limit \((\d+) digits\) for integer .* has (\d+) digits")
 _SHOWN = 200  # characters of a value in a message
 # Far above every model there is, and low enough that nothing overflows or takes minutes.
 MOST = {
@@ -101,11 +103,25 @@ def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, A
         values = json.loads(text)
     except RecursionError as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: it is nested too deeply") from error
-    except ValueError as error:  # also an integer of more digits than Python converts
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {json_fault(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; expected a JSON object")
     return values
+
+
+def json_fault(error: ValueError) -> str:
+    """What is wrong with a text of which json.loads raised this, after the text's name: it "is not
+    JSON", or has an integer of more digits than Python converts, whose own words are about Python.
+    """
+    found = long_integer(error)
+    return f"cannot be read as JSON: it has {found}" if found else f"is not JSON: {error}"
+
+
+def long_integer(error: Exception) -> str:
+    """The integer that has too many digits to be read, if that is what the error is about."""
+    found = _TOO_LONG.search(str(error))
+    return f"an integer of {found[2]} digits; expected at most {found[1]}" if found else ""
 
 
 def read_fields(path: Path) -> Fields:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jspec.core.errors import ConfigError, shown
+from jspec.core.json_files import json_fault
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
 KEYS = frozenset({"custom_id", "method", "url", "body"})
@@ -94,8 +95,10 @@ def _parse(number: int, text: bytes) -> Line:
         return wrong(f"has more than {MAX_LINE_BYTES} bytes; expected at most that")
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
         return wrong(f"is not JSON: {error}")
+    except ValueError as error:
+        return wrong(json_fault(error))
     if not isinstance(found, dict):
         return wrong(f"is {shown(found)}; expected an object")
     custom_id = found.get("custom_id")

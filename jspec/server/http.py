@@ -31,6 +31,7 @@ from jspec.core.errors import (
     RequestFailedError,
     shown,
 )
+from jspec.core.json_files import json_fault
 from jspec.server.json_bounds import check_structure
 from jspec.server.server_args import ServerArgs
 
@@ -174,7 +175,7 @@ def _loaded(body: bytes) -> object:
     except RecursionError:
         raise RequestError("the request body is nested too deeply; expected plain JSON") from None
     except ValueError as error:
-        raise RequestError(f"the request body is not JSON: {error}") from None
+        raise RequestError(f"the request body {json_fault(error)}") from None
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:

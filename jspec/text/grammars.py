@@ -14,6 +14,7 @@ from typing import Protocol
 
 from jspec.core.errors import ConfigError, RequestError, shown
 from jspec.core.grammar import Grammar, GrammarSource, ReasoningMarks
+from jspec.core.json_files import long_integer
 from jspec.text.grammar_state import CompiledGrammar
 from jspec.text.grammar_vocabulary import Vocabulary
 from jspec.text.llguidance_grammars import LlguidanceGrammars
@@ -122,7 +123,7 @@ class Grammars:
         try:
             return backend.compile(source)
         except (ValueError, TypeError, RuntimeError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:400]
+            reason = long_integer(error) or " ".join(str(error).split())[:400]
             raise RequestError(f"{name} is {shown(source.text)}: {reason}") from None
 
     def _made_backend(self, name: str) -> Backend:

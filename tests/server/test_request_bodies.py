@@ -21,7 +21,10 @@ MALFORMED = [
     (b"{", "not JSON"),
     (b"\xff\xfe", "not JSON"),
     (b'{"text": NaN}', "NaN is not a JSON number"),
-    (b'{"text": "x", "rid": 1' + b"0" * 5000 + b"}", "not JSON"),
+    (
+        b'{"text": "x", "rid": 1' + b"0" * 5000 + b"}",
+        "cannot be read as JSON: it has an integer of 5001 digits; expected at most 4300",
+    ),
     (b"[" * 100_000, "nested too deeply"),
     (b"null", "expected a JSON object"),
 ]
@@ -34,7 +37,9 @@ def test_a_malformed_body_is_a_400(
 ) -> None:
     response = client.post(path, content=body)
     assert response.status_code == 400
-    assert message in response.json()["error"]["message"]
+    found = response.json()["error"]["message"]
+    assert message in found
+    assert "sys." not in found  # nobody's client is told about Python
 
 
 def test_a_huge_body_is_a_413(engine: Engine) -> None:

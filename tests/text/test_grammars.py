@@ -158,6 +158,10 @@ def test_two_sequences_of_one_grammar_are_apart(grammars: Grammars, tokenizer: T
         ({"json_schema": {"type": "objec"}}, "json_schema is .*Invalid type: objec"),
         ({"json_schema": "[1"}, r"json_schema is '\[1': "),
         ({"json_schema": "[1]"}, "expected a JSON object"),
+        (
+            {"json_schema": "[" + "9" * 5000 + "]"},
+            r"\.\.\.: an integer of 5000 digits; expected at",
+        ),
         ({"ebnf": 'root ::= "a'}, "ebnf is "),
         ({"structural_tag": {"structures": [], "triggers": []}}, "expected lists `structures`"),
         (
