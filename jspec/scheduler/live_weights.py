@@ -225,10 +225,11 @@ class LiveWeights:
     async def _until_idle(self) -> None:
         while self._loop.request_ids:
             if self._loop.is_paused:
+                num_there = len(self._loop.request_ids)
+                there = "1 request is" if num_there == 1 else f"{num_there} requests are"
                 raise RequestError(
-                    "wait_for_requests is true, but generation is paused and "
-                    f"{len(self._loop.request_ids)} requests are there, which would never end; "
-                    "expected it false"
+                    f"wait_for_requests is true, but generation is paused and {there} there, which "
+                    "would never end; expected it false"
                 )
             await asyncio.sleep(POLL_SECONDS)
 

@@ -283,7 +283,7 @@ def test_waiting_holds_new_requests_back_and_refuses_what_would_never_end() -> N
         async def never() -> None:
             stream = loop.submit(make_request("b", max_new_tokens=60))
             loop.pause()
-            with pytest.raises(RequestError, match="paused and 1 requests are there"):
+            with pytest.raises(RequestError, match="paused and 1 request is there, which would"):
                 await holder.async_update_weights_from_tensor({"x": 1}, wait_for_requests=True)
             assert holder.may_submit
             loop.resume()
