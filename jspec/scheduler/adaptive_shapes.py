@@ -23,6 +23,7 @@ from jspec.scheduler.shape_choice import ReadyShapes
 from jspec.scheduler.shape_policy import (
     COLD_RUNS,
     ENOUGH_SAMPLES,
+    MARGIN,
     Costs,
     Family,
     ShapeTotals,
@@ -127,19 +128,24 @@ class AdaptiveShapes:
             self._num_tries_left -= 1
             return self._trying
         is_known = known[self._current] is not None
-        for shape in others if is_known else ():
-            if known[shape] is None and self._untried[bucket] > self._first_after(shape, known):
+        unknown = [shape for shape in others if known[shape] is None]
+        guesses = {s: self._costs.guess(s, bucket, beside=self._current) for s in unknown}
+        known = {**known, **guesses}
+        for shape in unknown if is_known else ():
+            if self._untried[bucket] > self._first_after(shape, known):
                 self._untried[bucket] = 0
                 return self._try(shape, extra=COLD_RUNS)
+        passes = now - self._entered_at < FIRST_STEPS  # perhaps: what is unknown waits
         deepest = {family(shape): shape for shape in sorted(others, key=lambda s: s.num_steps)}
         own = family(self._current)
         for key, shape in sorted(deepest.items(), key=lambda item: self._seen_at[item[0]]):
             is_seen = key == own and shape.num_steps <= self._current.num_steps
-            if not shape.is_plain and not is_seen and self._is_due(shape, known):
+            waits = passes and (shape in unknown or not is_known)
+            if not (shape.is_plain or is_seen or waits) and self._is_due(shape, known):
                 self._probed_at[key] = now
                 is_far = self._switch_steps(known) > 1  # there and back: then for several looks
                 return self._try(shape) if is_far and self._might_pay(shape, known) else shape
-        for shape in others if is_known else ():
+        for shape in (s for s in others if is_known and s not in unknown):
             at = (shape, bucket)
             if now - self._measured_at.get(at, now) >= self._refresh_after(shape, bucket, known):
                 self._measured_at[at] = now
@@ -153,11 +159,20 @@ class AdaptiveShapes:
     ) -> float:
         """Steps at the bucket after which a shape whose cost is unknown there is tried: as rarely
         as if what is known of other buckets held here."""
-        guess = self._costs.guess(shape, self._bucket, beside=self._current)
-        lost = self._steps_lost(
-            shape, {**known, shape: guess}, num_looks=TRY_STEPS + COLD_RUNS, switching=False
-        )
-        return max(FIRST_STEPS, (lost or 0.0) / SOON_SHARE)
+        lost = self._steps_lost(shape, known, num_looks=TRY_STEPS + COLD_RUNS, switching=False)
+        share = SOON_SHARE if self._could_pay(shape, known) else LOOK_SHARE
+        return max(FIRST_STEPS, (lost or 0.0) / share)
+
+    def _could_pay(
+        self, shape: SpeculativeConfig, known: dict[SpeculativeConfig, float | None]
+    ) -> bool:
+        """Whether it would be best if it took no longer than what does less: if not, no look at
+        its cost can show that it is."""
+        own, least = known[self._current], self._costs.least(shape, known, self._bucket)
+        if own is None or least is None:
+            return True
+        worth = self._expected[self._current] / own
+        return self._expected[shape] / least > (1 + MARGIN) * worth
 
     def _refresh_after(
         self, shape: SpeculativeConfig, bucket: int, known: dict[SpeculativeConfig, float | None]
@@ -171,7 +186,8 @@ class AdaptiveShapes:
         lost = self._steps_lost(shape, known, num_looks=TRY_STEPS, switching=count > 0)
         found, believed = self._costs.known(shape, bucket), known[shape]
         is_mistaken = found is not None and believed is not None and found > believed
-        least = (lost or 0.0) / (LOOK_SHARE if count and not is_mistaken else SOON_SHARE)
+        is_soon = (count == 0 or is_mistaken) and self._could_pay(shape, known)
+        least = (lost or 0.0) / (SOON_SHARE if is_soon else LOOK_SHARE)
         return max(least, min(max(least, FIRST_REFRESH) * 2**count, REFRESH_STEPS))
 
     def _is_due(
@@ -180,8 +196,6 @@ class AdaptiveShapes:
         """Whether it is time to see how far this shape's drafts would get."""
         key, now, lost = family(shape), self._num_chosen, self._steps_lost(shape, known)
         if now - max(self._probed_at.values()) < SOON_STEPS:  # one after the other
-            return False
-        if lost is None and now - self._entered_at < FIRST_STEPS:  # rows may only pass through
             return False
         is_only_sign = self._current.is_plain and key == self._cheapest_drafts(known)
         share = PROBE_SHARE if is_only_sign else LOOK_SHARE

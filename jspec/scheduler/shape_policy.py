@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jspec.core.config import SpeculativeConfig
@@ -209,6 +209,15 @@ class Costs:
         unsure = [s for s in known if len(self._kept(s, bucket)) < SURE_SAMPLES]
         capped = {s: min(c for o, c in known.items() if o == s or does_less(s, o)) for s in unsure}
         return known | capped
+
+    def least(
+        self, shape: SpeculativeConfig, shapes: Iterable[SpeculativeConfig], bucket: int
+    ) -> float | None:
+        """What it takes at least: as long as those of `shapes` that do less and are surely known.
+        None: there is none."""
+        sure = (s for s in shapes if len(self._kept(s, bucket)) >= SURE_SAMPLES)
+        costs = (self.known(s, bucket) for s in sure if does_less(s, shape))
+        return max((cost for cost in costs if cost is not None), default=None)
 
     def guess(
         self, shape: SpeculativeConfig, bucket: int, *, beside: SpeculativeConfig

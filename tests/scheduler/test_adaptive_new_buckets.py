@@ -47,3 +47,36 @@ def test_where_rows_stay_all_is_tried_at_last() -> None:
 
     names = chosen(later, FEW_ACCEPTED, cheap, num_steps=6000)
     assert names[-1000:].count("3/4/16") > 800, Counter(names[-1000:])
+
+
+NONE_ACCEPTED = dict.fromkeys(AT_64_ROWS, 1.0)
+RUN = 288  # steps of a batch: its rows come and go eight a step
+
+
+def of_batches(step: int) -> int:
+    at = step % RUN
+    return 8 * min(at + 1, 8, RUN - at)
+
+
+def of_batches_ms(step: int, name: str, before: str) -> float:
+    del before
+    plain = AT_64_ROWS["0/1/1"]
+    return plain + (AT_64_ROWS[name] - plain) * (32 if of_batches(step) <= 32 else 64) / 64
+
+
+def test_what_nothing_could_make_pay_is_hardly_looked_at() -> None:
+    """Where no draft is right a tree is worth less than plain steps even if it took no longer, so
+    neither measuring it again nor trying it at few rows can show anything."""
+    names = chosen(of_batches, NONE_ACCEPTED, of_batches_ms, num_steps=6 * RUN)
+    later = range(2 * RUN, 6 * RUN)  # all has been tried by then
+    plain = sum(of_batches_ms(step, "0/1/1", "") for step in later)
+    lost = sum(of_batches_ms(step, names[step], "") for step in later) / plain - 1
+    assert lost < 0.006, (lost, Counter(names[2 * RUN :]))
+    assert sum(name in TREES for name in names[2 * RUN :]) <= 2, Counter(names[2 * RUN :])
+
+
+def test_what_was_run_twice_is_not_measured_again_but_tried() -> None:
+    """So few steps are no cost; the first try waits until the loss allows."""
+    names = chosen(of_batches, FEW_ACCEPTED, of_batches_ms, num_steps=4 * RUN)
+    passing = [name for step, name in enumerate(names) if step >= RUN and of_batches(step) <= 32]
+    assert sum(name in TREES for name in passing) <= 2, Counter(passing)
