@@ -22,7 +22,7 @@ from jspec.cli_doctor import run_doctor
 from jspec.cli_generate import run_generate
 from jspec.cli_info import run_info
 from jspec.cli_verify import run_verify
-from jspec.core.errors import ConfigError, JspecError, RequestError
+from jspec.core.errors import ConfigError, JspecError, NoCheckpointError, RequestError
 from jspec.engine.device_memory import share_for_server
 from jspec.engine.heap import collect_seldom
 from jspec.engine.interrupts import interruptible
@@ -92,7 +92,7 @@ def _say(text: str) -> int:
 def _guarded(run: Callable[[], int]) -> int:
     try:
         return run()
-    except (ConfigError, RequestError) as error:
+    except (ConfigError, NoCheckpointError, RequestError) as error:
         print(f"jspec: error: {error}", file=sys.stderr)
         return 2
     except JspecError as error:

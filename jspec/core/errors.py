@@ -51,6 +51,10 @@ class CheckpointError(JspecError, ValueError):
     """A checkpoint that is missing, truncated, or does not match its configuration."""
 
 
+class NoCheckpointError(CheckpointError):
+    """A path where no checkpoint is: whoever named it asked wrongly, and no file is at fault."""
+
+
 class TrainingError(JspecError):
     """A training run that cannot go on."""
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.core.errors import CheckpointError
+from jspec.core.errors import CheckpointError, NoCheckpointError
 from jspec.models.checkpoint import LAYOUT, check_directory
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _way(name: str, value: str) -> Callable[[str, str], Path]:
     if _REPOSITORY.fullmatch(value):
         _library("huggingface_hub", name, value, extra="hub", what=A_REPOSITORY)
         return _from_hub
-    raise CheckpointError(f"{name} is {value!r}; expected a directory with {LAYOUT}")
+    raise NoCheckpointError(f"{name} is {value!r}; expected a directory with {LAYOUT}")
 
 
 def _library(module: str, name: str, value: str, *, extra: str, what: str) -> Any:
@@ -59,7 +59,7 @@ def _library(module: str, name: str, value: str, *, extra: str, what: str) -> An
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{name} is {value!r}: there is no such directory here, and {what} is read by "
             f"{module}, which is not installed; expected a directory with {LAYOUT}, or "
             f"pip install 'jspec[{extra}]'"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.core.errors import CheckpointError, RequestError
+from jspec.core.errors import CheckpointError, NoCheckpointError, RequestError
 from jspec.core.json_files import in_file, read_fields
 from jspec.core.model_spec import ModelSpec, MoESpec
 from jspec.core.request import SamplingParams
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Raises CheckpointError for what is no directory with a checkpoint. name: of what says so."""
+    """Raises NoCheckpointError for what is no directory of one. name: of what says that it is."""
     if not path.is_dir():
-        raise CheckpointError(f"{name} is {str(path)!r}; expected a directory with {LAYOUT}")
+        raise NoCheckpointError(f"{name} is {str(path)!r}; expected a directory with {LAYOUT}")
     if not (path / "config.json").exists():
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{name} is {str(path)!r}, a directory without config.json; expected one with {LAYOUT}"
         )
 

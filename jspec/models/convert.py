@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jspec.core.errors import CheckpointError
+from jspec.core.errors import CheckpointError, NoCheckpointError
 from jspec.models.hf_weights import FILES, NAMES, ORBAX, HostArray, Tensors, open_tensors
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
@@ -48,7 +48,7 @@ def convert(
     Raises CheckpointError; `out` is then as it was.
     """
     if not source.is_dir():
-        raise CheckpointError(f"{source} is no directory; expected one with a checkpoint")
+        raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there already; expected a new or an empty directory")
     if source.resolve() in (out.resolve(), *out.resolve().parents):

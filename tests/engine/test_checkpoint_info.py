@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said_in_the_loaders_words(
         ([str(empty)], f"DIR {is_empty} Hugging Face's layout (config.json,"),
         ([head, "--target", str(empty)], f"--target {is_empty}"),
     ):
-        assert main(["info", *words]) == 1
+        assert main(["info", *words]) == 2
         assert message in capsys.readouterr().err
     bare = copy_of(pair.target_path, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
