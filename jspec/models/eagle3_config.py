@@ -45,13 +45,13 @@ OF_EAGLE_CONFIG = frozenset(
         *("norm_before_residual", "norm_before_fc", "fc_norm"),
         *("use_last_layernorm", "use_input_layernorm_in_first_layer"),
         *("use_aux_hidden_state", "num_aux_hidden_states", AUX_IDS),
-        *("use_mtp_layernorm", "parallel_draft_step"),
+        *("use_mtp_layernorm", "parallel_draft_step", "parallel_draft_heads_num_layers"),
     )
 )
 # Of these it is false that says something.
 USUALLY_TRUE = frozenset(
     (
-        *("norm_before_residual", "norm_output", "use_last_layernorm", "use_aux_hidden_state"),
+        *("norm_before_residual", "use_last_layernorm", "use_aux_hidden_state"),
         "use_input_layernorm_in_first_layer",
     )
 )
@@ -72,7 +72,8 @@ def load_eagle3_config(
     none: heads are trained without their target's theta and scaling. draft_rope_theta overrides
     theta. The target's tying of embeddings does not reach the head, which owns its lm_head.
     What config.json leaves open the names of the tensors beside it decide, if there are any and
-    reads_names: how many layers a head of `midlayer` has, and what `bias` is of.
+    reads_names: how many layers a head of `midlayer` has, what `bias` is of, and whether a plain
+    head whose norm_output is false has a norm before lm_head.
     Raises ConfigError for variants that are not served, CheckpointError for a head of another
     target.
     """
@@ -105,7 +106,13 @@ def _read_config(
     hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
     check_target(fields, layer, target, hidden_size=hidden_size)
     draft_vocab_size = _draft_vocab_size(fields, layer)
-    output = fields.flag("norm_output", not speculators)  # one key, two meanings
+    has_norm = speculators or _norms_before_head(fields, names)
+    feeds_back_normed = fields.flag("norm_output", False)
+    if feeds_back_normed and not has_norm:
+        raise ConfigError(
+            f"{fields.path}: norm_output is True, but the head has no norm before lm_head "
+            "(use_last_layernorm is False); expected one of them"
+        )
     return Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
@@ -114,8 +121,8 @@ def _read_config(
         norm_before_residual=_stated(fields, "norm_before_residual", speculators),
         feature_norm=_feature_norm(fields),
         fc_bias=_bias_of(fields, names, "fc.bias", default=bool(aux_layer_ids)),
-        norm_before_head=speculators or (output and _stated(fields, "use_last_layernorm", True)),
-        feeds_back_normed=speculators and output,
+        norm_before_head=has_norm,
+        feeds_back_normed=feeds_back_normed,
         logit_scale=fields.number("logit_scale", 1.0),
     )
 
@@ -123,18 +130,9 @@ def _read_config(
 def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
     """config.json of a head in the plain layout, as SGLang and vLLM read it.
 
-    Aux ids are written as `aux_layer_ids` holds them ("input of layer i"). A first id of 1 is
-    refused: readers take it for the other convention ("output of layer i") and add one to all.
+    Aux ids are written twice: at the top level, where vLLM looks, as inputs of layers, and in
+    eagle_config, where SGLang looks, as outputs of layers, one less: -1 is the embeddings.
     """
-    if config.aux_layer_ids[:1] == (1,):
-        raise ConfigError(
-            f"aux layer ids are {config.aux_layer_ids}; expected a first id other than 1, which "
-            "readers of eagle_config take for the output-of-layer convention, one layer off"
-        )
-    if config.feeds_back_normed:
-        raise ConfigError(
-            "feeds_back_normed is True; expected False: the plain layout has no key for it"
-        )
     layer = replace(config.layer, tie_word_embeddings=False)
     attention = layer.one_layer.attention
     written = family_named("llama").to_json(layer) | {
@@ -144,8 +142,9 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
         "attention_bias": attention.out_bias,
+        AUX_IDS: list(config.aux_layer_ids),
         "eagle_config": {
-            AUX_IDS: list(config.aux_layer_ids),
+            AUX_IDS: [each - 1 for each in config.aux_layer_ids],
             "use_aux_hidden_state": bool(config.aux_layer_ids),
         },
     }
@@ -154,11 +153,12 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
         "qkv_bias": attention.qkv_bias and not attention.out_bias,
         "norm_before_fc": config.feature_norm is FeatureNorm.WHOLE,
         "fc_norm": config.feature_norm is FeatureNorm.EACH,
+        "norm_output": config.feeds_back_normed,
         "bias": config.fc_bias,
         "logit_scale": None if config.logit_scale == 1.0 else config.logit_scale,
     }
     if not config.norm_before_head:
-        written["norm_output"] = False
+        written["use_last_layernorm"] = False
     return written | {name: value for name, value in unusual.items() if value}
 
 
@@ -230,6 +230,13 @@ def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bo
 def _stated(fields: Fields, name: str, default: bool) -> bool:
     """A flag that stands at the top level or in eagle_config."""
     return fields.table("eagle_config").flag(name, fields.flag(name, default))
+
+
+def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
+    """Of a plain head. norm_output false says that the normed output is not fed back (SGLang);
+    until September 2026 SpecForge wrote it of heads without this norm, which do not store it."""
+    is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
+    return _stated(fields, "use_last_layernorm", True) and not is_older
 
 
 def _feature_norm(fields: Fields) -> FeatureNorm:
@@ -305,24 +312,39 @@ def _check_plain_architecture(fields: Fields, names: Mapping[str, str]) -> None:
 def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tuple[int, ...]:
     """Input-of-layer ids; none where the head reads the target's last hidden.
 
-    In the plain layout a first id of 1 marks the output-of-layer convention: for L = 32,
-    [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures. speculators' are inputs.
+    For L = 32, [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures. speculators'
+    are inputs, those of eagle_config outputs, and at the top level of a plain config, where SGLang
+    does not look, they are outputs if the first is 1.
     """
-    value = fields.table("eagle_config").get(AUX_IDS)
-    value = fields.get(AUX_IDS) if value is None else value
+    nested, above = fields.table("eagle_config").get(AUX_IDS), fields.get(AUX_IDS)
     if not _stated(fields, "use_aux_hidden_state", True):
         return ()
+    value = above if nested is None or nested == [] else nested
     named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
-    if value is None:
+    if value is None:  # an empty list in eagle_config is ModelOpt's for the usual ones
         ids = Eagle3Config.default_aux_layer_ids(num_layers)
         return _counted(fields, ids, named=named)
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
         raise CheckpointError(f"{named}; expected a list of layers")
-    are_outputs = value[0] == 1 and not speculators
-    ids = tuple(item + 1 for item in value) if are_outputs else tuple(value)
+    plus_one = [item + 1 for item in value]
+    if speculators:
+        are_outputs = False
+    elif value is nested:
+        are_outputs = above == plus_one or _are_outputs(value, num_layers)
+    else:
+        are_outputs = value[0] == 1
+    ids = tuple(plus_one if are_outputs else value)
     if min(ids) < 0 or max(ids) > num_layers:
         raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
     return _counted(fields, ids, named=named)
+
+
+def _are_outputs(ids: list[int], num_layers: int) -> bool:
+    """Whether ids of eagle_config are outputs of layers, as SGLang reads them: all but those with
+    the last residual, which is nobody's input, and the usual inputs, for which nobody trains a
+    head one layer further on."""
+    is_usual = tuple(ids) == (2, num_layers // 2, num_layers - 3)
+    return max(ids) != num_layers and not is_usual
 
 
 def _counted(fields: Fields, ids: tuple[int, ...], *, named: str) -> tuple[int, ...]:

@@ -133,8 +133,7 @@ def save_eagle3(
     where there are more layers).
 
     d2t and t2d are left out when U = V, where the map is the identity.
-    Raises CheckpointError for draft_ids that do not ascend within [0, V), ConfigError for aux ids
-    that readers would misread (see eagle3_config.eagle3_config_json).
+    Raises CheckpointError for draft_ids that do not ascend within [0, V).
     """
     own = stored_tensors(_own_table(config), params, dtype=dtype)
     first = "midlayer." if config.layer.num_layers == 1 else LAYER

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from jspec.core.config import RopeConfig
 from jspec.core.errors import CheckpointError, ConfigError
@@ -84,6 +86,7 @@ def load_head(path: Path, values: dict[str, Any], **knobs: Any) -> Eagle3Config:
     rope=st.sampled_from([RopeConfig(), RopeConfig(theta=5e5), RopeConfig(factor=8.0)]),
     bias=st.booleans(),
     norm_before_residual=st.booleans(),
+    norms=st.sampled_from([(True, False), (True, True), (False, False)]),
     aux_layer_ids=st.sets(st.integers(0, 32), min_size=1, max_size=5),
 )
 def test_written_configs_read_back(
@@ -91,6 +94,7 @@ def test_written_configs_read_back(
     rope: RopeConfig,
     bias: bool,
     norm_before_residual: bool,
+    norms: tuple[bool, bool],
     aux_layer_ids: set[int],
 ) -> None:
     ids = tuple(sorted(aux_layer_ids))
@@ -100,11 +104,9 @@ def test_written_configs_read_back(
         target_hidden_size=4096,
         aux_layer_ids=ids,
         norm_before_residual=norm_before_residual,
+        norm_before_head=norms[0],
+        feeds_back_normed=norms[1],
     )
-    if ids[0] == 1:
-        with pytest.raises(ConfigError, match="expected a first id other than 1"):
-            eagle3_config_json(head, dtype="bfloat16")
-        return
     path = write(tmp_path_factory.mktemp("head"), eagle3_config_json(head, dtype="bfloat16"))
     assert load_eagle3_config(path, target=TARGET) == head
 
@@ -134,6 +136,11 @@ def test_draft_rope_theta_overrides_the_config(tmp_path: Path) -> None:
         ({"eagle_config": {}}, (2, 16, 29)),
         ({"eagle_config": {AUX_IDS: [2, 16, 29]}}, (2, 16, 29)),
         ({"eagle_config": {AUX_IDS: [1, 15, 28]}}, (2, 16, 29)),
+        ({"eagle_config": {AUX_IDS: [3, 17, 30]}}, (4, 18, 31)),  # SGLang adds one to all
+        ({"eagle_config": {AUX_IDS: [0, 31]}}, (1, 32)),
+        ({"eagle_config": {AUX_IDS: [20, 26, 32]}}, (20, 26, 32)),  # but where the last is L
+        ({"eagle_config": {AUX_IDS: [2, 16, 29]}, AUX_IDS: [3, 17, 30]}, (3, 17, 30)),  # written so
+        ({"eagle_config": {AUX_IDS: []}}, (2, 16, 29)),
         ({AUX_IDS: [1, 15, 31]}, (2, 16, 32)),
         ({AUX_IDS: [24, 30, 32]}, (24, 30, 32)),
         ({AUX_IDS: [0, 3]}, (0, 3)),
@@ -208,7 +215,9 @@ def test_speculators_variants_are_refused(
         (SPECULATORS | {"norm_before_fc": True}, {"feature_norm": FeatureNorm.WHOLE}),
         (SPECULATORS | {"fc_norm": True}, {"feature_norm": FeatureNorm.EACH}),
         (SPECULATORS | {AUX_IDS: [1, 15, 28]}, {"aux_layer_ids": (1, 15, 28)}),  # inputs always
-        (HEAD | {"norm_output": False}, {"norm_before_head": False}),
+        (HEAD | {"norm_output": True}, {"feeds_back_normed": True}),
+        (HEAD | {"norm_output": False}, {}),
+        (HEAD | {"eagle_config": {"parallel_draft_heads_num_layers": 1}}, {}),
         (HEAD | {"eagle_config": {"use_last_layernorm": False}}, {"norm_before_head": False}),
         (HEAD | {"eagle_config": {"norm_before_fc": True}}, {"feature_norm": FeatureNorm.WHOLE}),
         (HEAD | {"fc_norm": True}, {"feature_norm": FeatureNorm.EACH}),
@@ -220,7 +229,6 @@ def test_speculators_variants_are_refused(
 def test_each_variant_is_a_property(
     values: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """norm_output is one key with two meanings: before lm_head, and of what is fed back."""
     usual = load_head(tmp_path, SPECULATORS if "transformer_layer_config" in values else HEAD)
     assert load_head(tmp_path, values) == replace(usual, **changes)
 
@@ -287,14 +295,14 @@ def test_no_key_is_overlooked_where_nobody_looks_for_it(
     """
     value: Any = {AUX_IDS: [3, 17, 30], "logit_scale": 0.5, "eagle_config": {"norm_output": True}}
     value |= {"draft_vocab_size": 64000, "truncated_vocab_size": 64000, "num_aux_hidden_states": 2}
-    value |= {"norm_output": False, "use_last_layernorm": False, "use_aux_hidden_state": False}
+    value |= {"use_last_layernorm": False, "use_aux_hidden_state": False}
     layouts: tuple[dict[str, Any], ...] = (HEAD, SPECULATORS)
     for usual in layouts:
         said, is_nested = value.get(name, True), "transformer_layer_config" in usual
         if where == "transformer_layer_config" and not is_nested:
             continue
-        if is_nested and name in ("norm_output", "norm_before_residual"):
-            said = name == "norm_output"
+        if is_nested and name == "norm_before_residual":
+            said = False
         table = usual if where == "top" else usual.get(where, {})
         changed = {**table, name: said}
         values = changed if where == "top" else {**usual, where: changed}
@@ -315,8 +323,18 @@ def test_keys_that_say_nothing_of_the_forward_are_no_error(tmp_path: Path) -> No
     assert load_head(tmp_path, HEAD | said) == load_head(tmp_path, HEAD)
 
 
-def test_norm_output_true_is_the_usual_head_in_the_plain_layout(tmp_path: Path) -> None:
-    assert load_head(tmp_path, HEAD | {"norm_output": True}) == load_head(tmp_path, HEAD)
+def test_an_older_head_without_a_norm_before_lm_head_is_told_by_its_tensors(tmp_path: Path) -> None:
+    said = HEAD | {"norm_output": False}
+    for name, has_norm in (("fc.weight", False), ("norm.weight", True)):
+        save_file({name: np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+        assert load_head(tmp_path, said).norm_before_head is has_norm
+
+
+def test_what_is_not_normed_cannot_be_fed_back_normed(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"norm_output is True, but .*use_last_layernorm is False"
+    ):
+        load_head(tmp_path, HEAD | {"norm_output": True, "use_last_layernorm": False})
 
 
 def test_an_eagle_1_head_is_refused(tmp_path: Path) -> None:
