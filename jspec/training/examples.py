@@ -1,7 +1,12 @@
 """A user's JSONL as rows of tokens, and which of the tokens are to be learnt. No model, no device.
 
 A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
-(the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}; other keys are not read.
+(the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}; other keys are not read, but
+for the `tools` of a chat. What else a message has (reasoning_content, tool_calls) is the template's
+to show.
+
+A template may write a reply differently once others follow it: many leave out its reasoning then.
+Such a reply is an example of its own, which ends with it, as it was when it was made.
 
 An example longer than a row goes on in the next one; what is left of a row is padding, which no
 token sees and nothing counts.
@@ -14,8 +19,10 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +46,12 @@ class LossOn(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One line. ids: i32[n]; is_learnt: bool[n]."""
+    """A line, or of a chat the part up to one reply. ids: i32[n]; is_learnt: bool[n]. line: what it
+    shares with other parts of one line."""
 
     ids: np.ndarray
     is_learnt: np.ndarray
+    line: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,7 @@ class Reader:
         examples = []
         for number, line in lines:
             try:
-                examples.append(self.example(line))
+                examples += [replace(each, line=number) for each in self.examples(line)]
             except json.JSONDecodeError as error:
                 raise ConfigError(
                     f"{where}, line {number}: {error.msg} at character {error.pos + 1}; expected "
@@ -92,7 +101,8 @@ class Reader:
                 raise ConfigError(f"{where}, line {number}: {error}") from error
         return examples
 
-    def example(self, line: str) -> Example:
+    def examples(self, line: str) -> list[Example]:
+        """Of one line: one, or of a chat as many as the template makes necessary."""
         record = json.loads(line)
         kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
         if len(kinds) != 1:
@@ -100,35 +110,47 @@ class Reader:
             raise ConfigError(f"has {what}; expected an object with one of {', '.join(KINDS)}")
         value = record[kinds[0]]
         if kinds[0] in ("messages", "conversations"):
-            return self._checked(self._chat(_messages(value)))
+            chat = self._chat(_messages(value), record.get("tools"))
+            return [self._checked(example) for example in chat]
         if self.loss_on is LossOn.ASSISTANT:
             raise ConfigError(
                 f"has {kinds[0]}, of which the assistant says nothing; expected messages or "
                 "conversations, or a loss on all tokens"
             )
         ids = self._text_ids(value) if kinds[0] == "text" else _ids(value)
-        return self._checked(Example(ids=ids, is_learnt=np.ones(len(ids), bool)))
+        return [self._checked(Example(ids=ids, is_learnt=np.ones(len(ids), bool)))]
 
     def _text_ids(self, text: object) -> np.ndarray:
         if not isinstance(text, str) or not text:
             raise ConfigError(f"text is {shown(text)}; expected some")
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
-    def _chat(self, messages: Sequence[Mapping[str, str]]) -> Example:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Example]:
         """What the template makes of the messages, each of the assistant's marked."""
         if self.template is None:
             raise ConfigError("has messages, but the target has no chat template; expected one")
-        text = self.template.render(messages, add_generation_prompt=False)
+        if not isinstance(tools, list | None):
+            raise ConfigError(f"tools is {shown(tools)}; expected a list")
+        render = partial(self.template.render, tools=tools)
+        text = render(messages, add_generation_prompt=False)
         if self.loss_on is LossOn.ALL:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-            return Example(ids=np.asarray(ids, np.int32), is_learnt=np.ones(len(ids), bool))
+            return [Example(ids=np.asarray(ids, np.int32), is_learnt=np.ones(len(ids), bool))]
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for through, first in _replies(render, messages):
+            whole = text if text.startswith(through) else through
+            spans.setdefault(whole, []).append((first, len(through)))
+        if not spans:
+            raise ConfigError("the assistant says nothing; expected a message of its own")
+        return [self._marked(whole, spoken) for whole, spoken in spans.items()]
+
+    def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
+        """spans: (first character, one past the last) of what is learnt."""
         encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
         begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)
         is_learnt = np.zeros(len(begins), bool)
-        for first, last in _spoken(self.template, messages, text):
+        for first, last in spans:
             is_learnt |= (begins >= first) & (begins < last)
-        if not is_learnt.any():
-            raise ConfigError("the assistant says nothing; expected a message of its own")
         return Example(ids=np.asarray(encoded.ids, np.int32), is_learnt=is_learnt)
 
     def _checked(self, example: Example) -> Example:
@@ -160,40 +182,41 @@ def _ids(value: object) -> np.ndarray:
     return np.asarray(value, np.int64)
 
 
-def _messages(value: object) -> list[dict[str, str]]:
-    """Messages in the template's words, from either spelling."""
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Messages in the template's words, from either spelling. A call without words has none."""
     found = []
     for item in value if isinstance(value, list) else []:
         given: dict[str, Any] = item if isinstance(item, dict) else {}
         role, content = given.get("role", given.get("from")), given.get("content")
         content = given.get("value") if content is None else content
+        content = "" if content is None and given.get("tool_calls") else content
         if not isinstance(role, str) or not isinstance(content, str):
             raise ConfigError(
                 f"has the message {shown(item)}; expected role and content, or from and value, "
                 "both text"
             )
-        found.append({"role": ROLES.get(role, role), "content": content})
+        rest = {key: each for key, each in given.items() if key not in ("from", "value")}
+        found.append({**rest, "role": ROLES.get(role, role), "content": content})
     if not found:
         raise ConfigError(f"has the messages {shown(value)}; expected a list of some")
     return found
 
 
-def _spoken(
-    template: ChatTemplate, messages: Sequence[Mapping[str, str]], text: str
-) -> Iterator[tuple[int, int]]:
-    """(first character, one past the last) in `text` of each message of the assistant."""
+def _replies(
+    render: Callable[..., str], messages: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, int]]:
+    """(the chat up to a reply and with it, where the reply begins there) of each."""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template.render(messages[:i], add_generation_prompt=True) if i else ""
-        through = template.render(messages[: i + 1], add_generation_prompt=False)
-        if not through.startswith(before) or not text.startswith(through):
+        before = render(messages[:i], add_generation_prompt=True) if i else ""
+        through = render(messages[: i + 1], add_generation_prompt=False)
+        if not through.startswith(before):
             raise ConfigError(
-                f"the chat template writes the messages before number {i + 1} anew when others "
-                "follow, so what the assistant says cannot be told apart; expected a loss on all "
-                "tokens"
+                f"the chat template writes the messages before number {i + 1} anew with it, so "
+                "what the assistant says cannot be told apart; expected a loss on all tokens"
             )
-        yield len(before), len(through)
+        yield through, len(before)
 
 
 def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
@@ -223,13 +246,14 @@ def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
 def held_out_from(
     examples: Sequence[Example], *, every: int = 20
 ) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out): one in `every` is held out, at least one. ConfigError for one
-    example alone."""
-    if len(examples) < 2:
+    """(to train on, held out): one line in `every` is held out, at least one. ConfigError for one
+    line alone."""
+    lines = [list(own) for _, own in groupby(examples, key=lambda each: each.line or id(each))]
+    if len(lines) < 2:
         raise ConfigError(
             "the data has 1 example; expected at least 2, since one is held out, or a file with "
             "held-out ones beside it"
         )
-    last = min(every, len(examples)) - 1
-    train = [example for i, example in enumerate(examples) if i % every != last]
-    return train, [example for i, example in enumerate(examples) if i % every == last]
+    last = min(every, len(lines)) - 1
+    train = [example for i, own in enumerate(lines) if i % every != last for example in own]
+    return train, [example for i, own in enumerate(lines) if i % every == last for example in own]

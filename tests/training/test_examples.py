@@ -51,7 +51,7 @@ def learnt(tokenizer: Tokenizer, example: Example) -> bytes:
 
 
 def test_a_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
-    example = reader(tokenizer).example('{"text": "abc", "source": "somewhere"}')
+    (example,) = reader(tokenizer).examples('{"text": "abc", "source": "somewhere"}')
     assert example.ids.tolist() == list(tokenizer.encode("abc"))
     assert example.is_learnt.all()
 
@@ -59,11 +59,11 @@ def test_a_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, key: str) -> None:
     line = json.dumps({key: CHAT})
-    example = reader(tokenizer, loss_on=LossOn.ASSISTANT).example(line)
+    (example,) = reader(tokenizer, loss_on=LossOn.ASSISTANT).examples(line)
     text = "<user>Hé?\n<assistant>yes\n<user>so\n<assistant>né\n"
     assert example.ids.tolist() == list(tokenizer.encode(text, add_special_tokens=False))
     assert learnt(tokenizer, example) == "yes\nné\n".encode()
-    whole = reader(tokenizer).example(line)
+    (whole,) = reader(tokenizer).examples(line)
     assert whole.ids.tolist() == example.ids.tolist()
     assert whole.is_learnt.all()
 
@@ -71,12 +71,53 @@ def test_of_a_chat_what_the_assistant_says_is_learnt(tokenizer: Tokenizer, key: 
 def test_sharegpt_speaks_of_the_same_roles(tokenizer: Tokenizer) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
-    ours, theirs = (
-        reader(tokenizer, loss_on=LossOn.ASSISTANT).example(json.dumps({"conversations": value}))
+    (ours,), (theirs,) = (
+        reader(tokenizer, loss_on=LossOn.ASSISTANT).examples(json.dumps({"conversations": value}))
         for value in (CHAT, turns)
     )
     np.testing.assert_array_equal(ours.ids, theirs.ids)
     np.testing.assert_array_equal(ours.is_learnt, theirs.is_learnt)
+
+
+REASONS = (  # as Qwen3's: of the last reply alone, and never left out there
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].name }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if tools %}{{ tools[0] }}{% endif %}"
+)
+
+
+def test_a_reply_that_is_written_differently_later_is_learnt_as_it_was_made(
+    tokenizer: Tokenizer,
+) -> None:
+    chat = [CHAT[0], CHAT[1] | {"reasoning_content": "a"}, CHAT[2], CHAT[3]]
+    own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=REASONS)
+    first, last = own.examples(json.dumps({"messages": chat}))
+    assert learnt(tokenizer, first) == b"<think>a</think>yes;"
+    text = "<user>Hé?;<assistant><think>a</think>yes;"
+    assert tokenizer.backend.decode(first.ids.tolist()) == text
+    assert learnt(tokenizer, last) == "<think></think>né;".encode()
+    assert b"so" in tokenizer.backend.decode(last.ids.tolist()).encode()
+
+
+def test_parts_of_a_line_are_held_out_together(tokenizer: Tokenizer) -> None:
+    own = reader(tokenizer, loss_on=LossOn.ASSISTANT, template=REASONS)
+    lines = [(number, json.dumps({"messages": CHAT})) for number in range(1, 4)]
+    train, held_out = held_out_from(own.read_lines(lines, where="x"))
+    assert [each.line for each in train] == [1, 1, 2, 2]
+    assert [each.line for each in held_out] == [3, 3]
+    with pytest.raises(ConfigError, match="at least 2"):
+        held_out_from(own.read_lines(lines[:1], where="x"))
+
+
+def test_calls_and_tools_are_shown_as_the_template_has_them(tokenizer: Tokenizer) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    line = {"messages": [CHAT[0], call], "tools": ["t"]}
+    (example,) = reader(tokenizer, template=REASONS).examples(json.dumps(line))
+    text = "<user>Hé?;<assistant><think></think>add;t"
+    assert tokenizer.backend.decode(example.ids.tolist()) == text
+    with pytest.raises(ConfigError, match="tools is 3; expected a list"):
+        reader(tokenizer).examples(json.dumps(line | {"tools": 3}))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,7 @@ def test_files_without_examples_are_refused(tokenizer: Tokenizer, tmp_path: Path
         ({"text": "a"}, TEMPLATE, "has text, of which the assistant says nothing"),
         ({"messages": CHAT[:1]}, TEMPLATE, "the assistant says nothing; expected"),
         ({"messages": CHAT}, None, "no chat template"),
-        ({"messages": CHAT}, "{{ messages | length }}", "before number 2 anew"),
+        ({"messages": CHAT}, "{{ messages | length }}", "before number 2 anew with it"),
         ({"messages": CHAT}, "{{ raise_exception('no') }}", "refuses the messages: no"),
     ],
 )
