@@ -75,16 +75,16 @@ def test_what_was_asked_wrongly_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "status", "message"),
     [
-        (["--base-url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1: "),
-        (["--model-path", "/nowhere"], "model_path is '/nowhere'; expected a directory"),
+        (["--base-url", "http://127.0.0.1:1"], 1, "no answer from http://127.0.0.1:1: "),
+        (["--model-path", "/nowhere"], 2, "model_path is '/nowhere'; expected a directory"),
     ],
 )
 def test_what_is_not_there_is_said(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *words]) == 1
+    assert main(["bench", *words]) == status
     assert message in capsys.readouterr().err
 
 

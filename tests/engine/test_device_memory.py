@@ -175,11 +175,11 @@ def test_the_command_line_says_the_share_where_jax_reads_it(
     monkeypatch.setenv(OLD_SHARE, "")
     monkeypatch.setenv(SHARE, "")  # what replaces it is undone after the test
     words = {"serve": ["--port", "0"], "generate": ["x"]}[command]
-    assert main([command, *words, "--model-path", "nowhere"]) == 1
+    assert main([command, *words, "--model-path", "nowhere"]) == 2
     assert os.environ[SHARE] == "0.95"
     assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.95
     monkeypatch.setenv(SHARE, "0.5")
-    assert main([command, *words, "--model-path", "nowhere"]) == 1
+    assert main([command, *words, "--model-path", "nowhere"]) == 2
     assert os.environ[SHARE] == "0.5"
 
 

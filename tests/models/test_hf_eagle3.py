@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.errors import CheckpointError
 from jspec.core.model_spec import Eagle3Config, FeatureNorm, uniform_decoder
 from jspec.models.decoder import Params
 from jspec.models.eagle3 import eagle3_params
@@ -330,8 +330,10 @@ def test_saving_refuses_a_map_that_no_reader_could_use(ids: list[int], tmp_path:
         save_eagle3(tmp_path, CONFIG, params, dtype=np.float32)
 
 
-def test_saving_refuses_aux_ids_that_readers_would_shift(tmp_path: Path) -> None:
-    config = replace(CONFIG, aux_layer_ids=(1, 4, 5))
-    with pytest.raises(ConfigError, match=r"\(1, 4, 5\); expected a first id other than 1"):
-        save_eagle3(tmp_path, config, random_head(config), dtype=np.float32)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("ids", [(1, 4, 5), (0, 2, 3)])
+def test_saved_aux_ids_are_read_as_they_were(ids: tuple[int, ...], tmp_path: Path) -> None:
+    config = replace(CONFIG, aux_layer_ids=ids)
+    save_eagle3(tmp_path, config, random_head(config), dtype=np.float32)
+    assert load_eagle3_config(tmp_path, target=TARGET).aux_layer_ids == ids
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in ids]

@@ -159,7 +159,7 @@ def test_missing_or_corrupt_tokenizer_names_the_path(tmp_path: Path, content: st
         ("config", '{"eos_token_id": [1, -1]}', "eos_token_id"),
         ("generation_config", '{"bos_token_id": true}', "bos_token_id"),
         ("generation_config", "[]", "JSON object"),
-        ("tokenizer_config", "{", "as JSON"),
+        ("tokenizer_config", "{", "is not JSON"),
         ("tokenizer_config", '{"eos_token": "<nope>"}', "eos_token"),
         ("tokenizer_config", '{"bos_token": ["<|bos|>"]}', "bos_token"),
         ("tokenizer_config", '{"add_bos_token": "yes"}', "add_bos_token"),
