@@ -32,6 +32,8 @@ SPARE_FILES = 32  # file descriptors that are no connections, beside those open 
 ACCEPTS_IN_A_TURN = 4
 MAX_WAITING = 2048  # connections that the system holds until they are accepted
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
+# On average, of a body that has more than so many: clients send pieces of kilobytes.
+SMALLEST_CHUNK, MOST_TINY_CHUNKS = 64, 4096
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -123,6 +125,26 @@ class BoundedProtocol(H11Protocol):
         self._place = 0
         self._watch: asyncio.TimerHandle | None = None
         self._num_unsent = 0  # bytes that waited for the client at the last look
+        self._num_chunks = self._num_chunked = 0  # of a request's body, and their bytes
+        self._read_event = self.conn.next_event
+        self.conn.next_event = self._next_event  # type: ignore[method-assign]
+
+    def _next_event(self) -> Any:
+        """h11's next, but for bodies in so many tiny chunks that reading them, an event each, holds
+        up everybody: a megabyte in chunks of a byte takes a third of a second and more."""
+        event = self._read_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_chunked = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_chunked += len(event.data)
+            is_tiny = self._num_chunked < SMALLEST_CHUNK * self._num_chunks
+            if is_tiny and self._num_chunks > MOST_TINY_CHUNKS:
+                raise h11.RemoteProtocolError(
+                    f"a body of more than {MOST_TINY_CHUNKS} chunks of less than {SMALLEST_CHUNK} "
+                    "bytes on average"
+                )
+        return event
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -54,19 +54,25 @@ class OriginGuard:
     def _refusal(self, scope: Scope) -> str:
         headers = dict(scope["headers"])
         given = headers.get(b"origin")
-        if given is None:
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if given is None:  # a browser's GET says only where it comes from
             kind = headers.get(b"sec-fetch-site", b"")
-            return f"the request is {kind.decode('latin-1')}" if kind in FOREIGN else ""
+            if kind in FOREIGN:
+                return f"the request is {kind.decode('latin-1')}"
+            is_asked = kind in (b"", b"none")  # by no page
+            return "" if is_asked or "*" in self._origins else self._foreign_name(host)
         origin = given.decode("latin-1")
         if "*" in self._origins or origin in self._origins:
             return ""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
         own = _split(origin)
         if own is None or own.netloc.lower() != host or not host:
             return f"the Origin is {shown(origin)}"
-        if not (self._takes_any_name or self._is_own(host)):
-            return f"the Host is {shown(host)}, which may be anybody's name"
-        return ""
+        return self._foreign_name(host)
+
+    def _foreign_name(self, host: str) -> str:
+        if self._takes_any_name or self._is_own(host):
+            return ""
+        return f"the Host is {shown(host)}, which may be anybody's name"
 
     def _is_own(self, host: str) -> bool:
         parts = _split(f"//{host}")

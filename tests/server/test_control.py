@@ -169,6 +169,23 @@ def test_pages_of_other_sites_may_not_act(engine: Engine) -> None:
     assert ask(app, "GET", "/v1/models", headers={"Origin": "null"}).status_code == 200
 
 
+def test_a_page_of_a_rebound_name_may_not_act_by_a_get(engine: Engine) -> None:
+    """A browser's GET of the page's own host has no Origin."""
+    app, rebound = create_app(engine), {"Host": "evil.example:30000"}
+    asked = {"/flush_cache": 200, "/freeze_gc": 200}
+    for path in asked:
+        page = rebound | {"Sec-Fetch-Site": "same-origin"}
+        refused = ask(app, "GET", path, headers=page)
+        assert refused.status_code == 403, path
+        assert "which may be anybody's name" in refused.json()["message"]
+        for headers in (  # a curl, an address that somebody types, and the server's own page
+            rebound,
+            rebound | {"Sec-Fetch-Site": "none"},
+            {"Host": "127.0.0.1:30000", "Sec-Fetch-Site": "same-origin"},
+        ):
+            assert ask(app, "GET", path, headers=headers).status_code == asked[path], headers
+
+
 def test_allowed_origins_may_act_and_are_told_so(engine: Engine) -> None:
     origin = "https://a.example"
     app = create_app(engine, ServerArgs(allowed_origins=f'["{origin}", "http://b"]'))

@@ -96,6 +96,27 @@ def test_a_body_that_does_not_come_is_a_408(engine: Engine) -> None:
     assert b"--request-timeout" in answer
 
 
+@pytest.mark.parametrize(("size", "status"), [(1, b"400"), (80, b"200"), (900, b"200")])
+def test_a_body_of_a_great_many_tiny_chunks_is_refused(
+    engine: Engine, size: int, status: bytes
+) -> None:
+    """Each is an event of its own for whoever reads them: a megabyte took a third of a second."""
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    body = json.dumps({"prompt": "x" * 6000 * min(size, 64)}).encode()
+    cut = [body[i : i + size] for i in range(0, len(body), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in cut)
+    with serving(engine) as port:
+        try:
+            answer = send(port, head, chunks, b"0\r\n\r\n")
+        except ConnectionError:  # closed while this still sends
+            answer = b"HTTP/1.1 400"
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert send(port, b"GET /health HTTP/1.1\r\nConnection: close\r\nHost: x\r\n\r\n")
+
+
 def test_a_slow_answer_is_no_slow_request(engine: Engine) -> None:
     params = {"max_new_tokens": 700, "ignore_eos": True}
     with serving(engine) as port:
