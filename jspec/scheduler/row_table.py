@@ -36,7 +36,8 @@ class RowTable:
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
     is_watched: and these must be shown to its StopWatch.
     is_featured: its steps need features. is_constrained: by a grammar, which must have
-    seen all. stop_ids: those ids, NO_ID after them. out_ids: emitted ids; past `emitted` anything.
+    seen all. drafts: drafts may be accepted. stop_ids: those ids, NO_ID after them. out_ids:
+    emitted ids; past `emitted` anything.
     """
 
     left: Ints
@@ -54,6 +55,7 @@ class RowTable:
     is_watched: Bools
     is_featured: Bools
     is_constrained: Bools
+    drafts: Bools
     stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
     out_ids: np.ndarray  # i32[slots, context_length + M]
     most_stop_ids: int = field(default=0, init=False)  # that a row has had
@@ -64,10 +66,10 @@ class RowTable:
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
         counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds", "ahead", "owed")
-        flags = (*("decodes", "ended", "is_plain", "is_watched", "is_featured", "is_constrained"),)
+        flags = ("decodes", "ended", "is_plain", "is_watched", "is_featured", "is_constrained")
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
-            **{name: np.zeros(rows, np.bool_) for name in flags},
+            **{name: np.zeros(rows, np.bool_) for name in (*flags, "drafts")},
             stop_ids=np.full((rows, MAX_STOP_IDS), NO_ID, np.int32),
             out_ids=out_ids,
         )
@@ -84,10 +86,12 @@ class RowTable:
         is_watched: bool = False,
         is_featured: bool = False,
         is_constrained: bool = False,
+        drafts: bool = True,
     ) -> None:
-        """Begins a row that nothing in flight names. is_cut: more
-        than its ids is to be looked at: its text may end it, it has log-probabilities, its grammar
-        is to go on, or its steps count as plain ones."""
+        """Begins a row that nothing in flight names. is_cut: more than its ids is to be looked at:
+        its text may end it, it has log-probabilities, or its grammar is to go on; so it is where
+        its steps count as plain ones (not drafts)."""
+        is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.is_featured[slot], self.is_constrained[slot] = is_featured, is_constrained
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0

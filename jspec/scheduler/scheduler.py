@@ -37,7 +37,7 @@ from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result, text_failure
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
-from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
+from jspec.scheduler.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.transcript import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
@@ -314,7 +314,7 @@ class Scheduler:
         if plan.kind is StepKind.DECODE:
             table.rounds[flight.slots] -= plan.num_rounds(self._limits)
             table.ahead[flight.slots] -= plan.most_emitted(self._limits)
-            self._shapes.read(plan, result)
+            tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:
                 self._release(flight.tenancies[i])

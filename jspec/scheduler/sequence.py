@@ -75,8 +75,8 @@ class Tenancy:
             is_cut=(sequence.text_stream is not None and sequence.watch is None)
             or request.sampling.return_logprob
             or request.sampling.return_hidden_states
-            or sequence.constraint is not None
-            or not request.sampling.speculative,
+            or sequence.constraint is not None,
+            drafts=request.sampling.speculative,
             is_watched=sequence.watch is not None,
             is_constrained=sequence.constraint is not None,
             is_featured=len(sequence.features) > 0,

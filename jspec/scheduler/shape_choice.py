@@ -7,11 +7,14 @@ drafted and verified in one step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
+
+import numpy as np
 
 from jspec.core.config import SpeculativeConfig
 from jspec.core.features import StepFeatures
-from jspec.core.plan import StepPlan, StepResult
+from jspec.core.plan import RoundResult, StepPlan, StepResult
 from jspec.scheduler.shape_policy import ShapeTotals
 
 # The shapes that a decode of so many rows with these features can have now: programs are there.
@@ -32,7 +35,7 @@ class ShapeChooser(Protocol):
         ...
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        """What a decode emitted."""
+        """What a decode emitted, of the rows whose drafts may be accepted (`tell`)."""
         ...
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
@@ -59,3 +62,19 @@ class FixedShape:
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
         del plan, seconds
+
+
+def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
+    """chooser.read of a decode. drafts: bool of each row: whoever switched speculation off says
+    nothing of what drafts are worth, and a decode of nothing else is not told."""
+    if not drafts.all():
+        plan = replace(
+            plan, rows=tuple(row for row, own in zip(plan.rows, drafts, strict=True) if own)
+        )
+        rounds = tuple(
+            RoundResult(num_emitted=each.num_emitted[drafts], ids=each.ids[drafts])
+            for each in result.rounds
+        )
+        result = replace(result, rounds=rounds)
+    if plan.rows:
+        chooser.read(plan, result)

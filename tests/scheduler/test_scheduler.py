@@ -12,6 +12,7 @@ from jspec.core.errors import InvariantError, QueueFullError, RequestError
 from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
 from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
+from jspec.scheduler.shape_choice import FixedShape
 from jspec.testing.fake_runner import FakeRunner, hash_token, scripted_tokens, small_limits
 from jspec.testing.fake_text import FakeTextStream, ids_of
 
@@ -369,3 +370,29 @@ def test_plain_decoding_is_one_token_a_step_and_no_verification() -> None:
     assert bench.output("r") == expected_ids(request, 8)
     assert [len(chunk.new_ids) for chunk in bench.chunks["r"]] == [1] * 8
     assert bench.scheduler.stats.counters.verify_ct == 0
+
+
+class Heard(FixedShape):
+    """What a chooser is told: rows and tokens of each decode."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        super().__init__(limits.spec)
+        self.told: list[tuple[int, int]] = []
+
+    def read(self, plan: StepPlan, result: StepResult) -> None:
+        (of_round,) = result.rounds
+        assert len(plan.rows) == len(of_round.num_emitted) == len(of_round.ids)
+        self.told.append((len(plan.rows), int(of_round.num_emitted.sum())))
+
+
+def test_rows_that_switched_speculation_off_say_nothing_of_drafts() -> None:
+    limits = small_limits()
+    heard, bench = Heard(limits), Bench(limits)
+    bench.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request, shapes=heard)
+    bench.submit(make_request("off", max_new_tokens=24, speculative=False))
+    bench.run_all()
+    assert heard.told == []
+    bench.submit(make_request("off", max_new_tokens=24, speculative=False), make_request("on"))
+    bench.run_all()
+    assert {rows for rows, _ in heard.told} == {1}
+    assert sum(tokens for _, tokens in heard.told) >= len(bench.output("on")) - 1
