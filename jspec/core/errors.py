@@ -25,6 +25,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
 
+def nearest(name: str, known: Collection[str]) -> str:
+    """The nearest of `known`, quoted; empty if none is near."""
+    return "".join(map(repr, difflib.get_close_matches(name, sorted(known), n=1)))
+
+
 def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = "") -> str:
     """The message for a field that is not in `known`.
 
@@ -32,7 +37,7 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
     """
     shown_name, name = shown(name), name[:SHOWN_CHARS]
     if not hint:
-        hint = "".join(repr(near) for near in difflib.get_close_matches(name, sorted(known), n=1))
+        hint = nearest(name, known)
     did_you_mean = f"did you mean {hint}? " if hint else ""
     return (
         f"{where} has the unknown field {shown_name}; {did_you_mean}expected one of {sorted(known)}"

@@ -5,8 +5,9 @@ Sources: OpenAI's API reference, vLLM 0.25's SamplingParams, transformers' Gener
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
+
+from jspec.core.errors import nearest
 
 # A name, and what to write instead, as a message goes on after "did you mean".
 PEER_PARAMETERS: Mapping[str, str] = {
@@ -32,5 +33,4 @@ PEER_PARAMETERS: Mapping[str, str] = {
 
 def meant_parameter(name: str, known: Collection[str]) -> str:
     """What was meant by a name that is not in `known`; empty if nobody can tell."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return PEER_PARAMETERS.get(name, "") or "".join(map(repr, near))
+    return PEER_PARAMETERS.get(name) or nearest(name, known)

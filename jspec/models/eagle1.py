@@ -125,13 +125,8 @@ def _check_kind(fields: Fields) -> None:
     if fields.get("draft_vocab_size") is not None or fields.get("eagle_config") is not None:
         name = "draft_vocab_size" if "draft_vocab_size" in fields.values else "eagle_config"
         fields.refuse(name, allowed=(), why="an EAGLE-3 head: use --speculative-algorithm EAGLE3")
-    kind = fields.get("speculators_model_type")
-    is_eagle3 = kind == "eagle3"
-    why = (
-        "use --speculative-algorithm EAGLE3"
-        if is_eagle3
-        else "speculators' layout of it is not read"
-    )
+    is_eagle3 = fields.get("speculators_model_type") == "eagle3"
+    why = "use --speculative-algorithm EAGLE3" if is_eagle3 else "speculators' layout is not read"
     fields.refuse("speculators_model_type", allowed=(), why=why)
     architecture = fields.architecture()
     if architecture not in ARCHITECTURES:

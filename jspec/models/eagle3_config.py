@@ -234,7 +234,8 @@ def _stated(fields: Fields, name: str, default: bool) -> bool:
 
 def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
     """Of a plain head. norm_output false says that the normed output is not fed back (SGLang);
-    until September 2026 SpecForge wrote it of heads without this norm, which do not store it."""
+    before SpecForge's pull request 879 it meant a head without this norm: believed of one that
+    stores none."""
     is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
     return _stated(fields, "use_last_layernorm", True) and not is_older
 

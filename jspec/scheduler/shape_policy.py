@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jspec.core.config import SpeculativeConfig
@@ -211,13 +211,16 @@ class Costs:
         return known | capped
 
     def least(
-        self, shape: SpeculativeConfig, shapes: Iterable[SpeculativeConfig], bucket: int
+        self,
+        shape: SpeculativeConfig,
+        costs: Mapping[SpeculativeConfig, float | None],
+        bucket: int,
     ) -> float | None:
-        """What it takes at least: as long as those of `shapes` that do less and are surely known.
+        """What it takes at least: as long as those of `costs` that do less and are surely known.
         None: there is none."""
-        sure = (s for s in shapes if len(self._kept(s, bucket)) >= SURE_SAMPLES)
-        costs = (self.known(s, bucket) for s in sure if does_less(s, shape))
-        return max((cost for cost in costs if cost is not None), default=None)
+        less = {s: cost for s, cost in costs.items() if cost is not None and does_less(s, shape)}
+        sure = (c for s, c in less.items() if len(self._kept(s, bucket)) >= SURE_SAMPLES)
+        return max(sure, default=None)
 
     def guess(
         self, shape: SpeculativeConfig, bucket: int, *, beside: SpeculativeConfig

@@ -110,6 +110,31 @@ def _is_half_sent(connection: H11Protocol) -> bool:
     return not connection.transport.is_closing() and connection.conn.their_state is h11.SEND_BODY
 
 
+class ChunkCounter(h11.Connection):
+    """h11's connection, but for bodies in so many tiny chunks that reading them holds up everybody:
+    each is an event, of 5 us and more."""
+
+    def __init__(self, role: type[h11.SERVER]) -> None:
+        super().__init__(role)
+        self._num_chunks = self._num_bytes = 0  # of the request's body
+
+    def next_event(self) -> Any:
+        """Raises RemoteProtocolError for such a body."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            is_tiny = self._num_bytes < SMALLEST_CHUNK * self._num_chunks
+            if is_tiny and self._num_chunks > MOST_TINY_CHUNKS:
+                raise h11.RemoteProtocolError(
+                    f"a body of more than {MOST_TINY_CHUNKS} chunks of less than {SMALLEST_CHUNK} "
+                    "bytes on average"
+                )
+        return event
+
+
 class BoundedProtocol(H11Protocol):
     """One connection of a server: `bounded_protocol` says how long it may wait, and how many there
     may be."""
@@ -125,26 +150,7 @@ class BoundedProtocol(H11Protocol):
         self._place = 0
         self._watch: asyncio.TimerHandle | None = None
         self._num_unsent = 0  # bytes that waited for the client at the last look
-        self._num_chunks = self._num_chunked = 0  # of a request's body, and their bytes
-        self._read_event = self.conn.next_event
-        self.conn.next_event = self._next_event  # type: ignore[method-assign]
-
-    def _next_event(self) -> Any:
-        """h11's next, but for bodies in so many tiny chunks that reading them, an event each, holds
-        up everybody: a megabyte in chunks of a byte takes a third of a second and more."""
-        event = self._read_event()
-        if isinstance(event, h11.Request):
-            self._num_chunks = self._num_chunked = 0
-        elif isinstance(event, h11.Data):
-            self._num_chunks += event.chunk_start
-            self._num_chunked += len(event.data)
-            is_tiny = self._num_chunked < SMALLEST_CHUNK * self._num_chunks
-            if is_tiny and self._num_chunks > MOST_TINY_CHUNKS:
-                raise h11.RemoteProtocolError(
-                    f"a body of more than {MOST_TINY_CHUNKS} chunks of less than {SMALLEST_CHUNK} "
-                    "bytes on average"
-                )
-        return event
+        self.conn = ChunkCounter(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
