@@ -6,10 +6,12 @@
         --env pdl:XLA_FLAGS=--xla_gpu_enable_pdl=true
 
 Each (tree, mode) is a process of its own with its engine, programs compiled before the first
-measurement; all stay alive, and a cell is measured in one after the other, five times round, so
-that the card's clock and temperature are the same for all. A decode cell is milliseconds a step,
-from the difference of a long and a short run; a prefill cell milliseconds of one new token. Random
-weights; the chain simulates an acceptance length of 3.0.
+measurement; all stay alive, and a cell is measured in one after the other, --rounds times, every
+other round in the opposite order, so that the card's clock and temperature are the same for all. A
+decode cell is milliseconds a step, from the difference of a long and a short run; a prefill cell
+milliseconds of one new token, and of its parts: before the step is dispatched, while it is, until
+its result is there, and after that. Weights are random; the chain simulates an acceptance length of
+3.0.
 
 --model bundled: the shipped pair, its own drafts; for a CPU: --cells plain/1 chain/1 chain/8.
 """
@@ -17,6 +19,8 @@ weights; the chain simulates an acceptance length of 3.0.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import statistics
@@ -24,12 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 CELLS = ("plain/1", "plain/8", "plain/64", "chain/1", "chain/8", "chain/64", "prefill/1x1024")
 ROUNDS = 5
+PARTS = ("before", "dispatch", "wait", "after")
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,45 @@ class Child:
         self._log.close()
 
 
+class Stamps:
+    """When a runner's first dispatch and collect after `clear` began and ended."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[str, bool], float] = {}
+        try:
+            from jspec.engine.plan_runner import PlanRunner as Runner
+        except ImportError:  # a tree before there was one
+            from jspec.engine.runner import DeviceRunner as Runner
+        for name in ("dispatch", "collect"):
+            setattr(Runner, name, self._stamped(name, getattr(Runner, name)))
+
+    def _stamped(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def stamped(*arguments: Any) -> Any:
+            self._at.setdefault((name, False), time.perf_counter())
+            result = run(*arguments)
+            self._at.setdefault((name, True), time.perf_counter())
+            return result
+
+        return stamped
+
+    def clear(self) -> None:
+        self._at.clear()
+
+    def parts(self, started: float, ended: float) -> dict[str, float]:
+        """Milliseconds of PARTS."""
+        at = self._at
+        times = [
+            started,
+            at["dispatch", False],
+            at["dispatch", True],
+            at["collect", True],
+            ended,
+        ]
+        pairs = itertools.pairwise(times)
+        return {name: 1e3 * (b - a) for name, (a, b) in zip(PARTS, pairs, strict=True)}
+
+
 def run_child(mode: str, model: str) -> None:
     """Builds the engine of whichever tree PYTHONPATH names, then answers questions."""
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
@@ -129,15 +174,18 @@ def run_child(mode: str, model: str) -> None:
             "compilation_cache_dir": f"{folder}/programs",
         }
         started = time.perf_counter()
-        engine = Engine(**arguments)
+        stamps, engine = Stamps(), Engine(**arguments)
         print(json.dumps({"start_seconds": round(time.perf_counter() - started, 2)}), flush=True)
         rng = np.random.default_rng(0)
         for line in sys.stdin:
             group, _, size = json.loads(line)["cell"].partition("/")
             if group == "prefill":
                 rows, length = (int(word) for word in size.split("x"))
+                stamps.clear()
+                began = time.perf_counter()
                 run = timed_run(engine, workload, rng, rows=rows, length=length, new_tokens=1)
-                print(json.dumps({"ms": 1e3 * run.seconds}), flush=True)
+                parts = stamps.parts(began, time.perf_counter())
+                print(json.dumps({"ms": 1e3 * run.seconds, "parts": parts}), flush=True)
                 continue
             shape = {"rows": int(size), "length": workload.prompt_len}
             short = timed_run(engine, workload, rng, new_tokens=workload.short_run, **shape)
@@ -163,17 +211,11 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for cell in options.cells:
             group = cell.split("/")[0]
             mode = "plain" if group == "prefill" else group
-            times: dict[str, list[float]] = {name: [] for name in trees}
-            for _ in range(ROUNDS + 1):  # the first round warms up
-                for name in trees:
-                    times[name].append(children[name, mode].ask({"cell": cell})["ms"])
-            first = next(iter(trees))
-            medians = {name: statistics.median(found[1:]) for name, found in times.items()}
-            result["cells"][cell] = {
-                "ms": {name: round(ms, 4) for name, ms in medians.items()},
-                "ratio": {name: round(ms / medians[first], 4) for name, ms in medians.items()},
-                "all_ms": {n: [round(t, 4) for t in found[1:]] for n, found in times.items()},
-            }
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+            for i in range(options.rounds + 1):  # the first round warms up
+                for name in list(trees)[:: -1 if i % 2 else 1]:
+                    found[name].append(children[name, mode].ask({"cell": cell}))
+            result["cells"][cell] = _summary({name: each[1:] for name, each in found.items()})
             print(cell, result["cells"][cell]["ms"], result["cells"][cell]["ratio"], flush=True)
     finally:
         for child in children.values():
@@ -181,11 +223,33 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Of one cell, by tree: medians, their ratios to the first tree's, and all of them."""
+    times = {name: [each["ms"] for each in answers] for name, answers in found.items()}
+    medians = {name: statistics.median(of_tree) for name, of_tree in times.items()}
+    first = next(iter(medians.values()))
+    summary: dict[str, Any] = {
+        "ms": {name: round(ms, 4) for name, ms in medians.items()},
+        "ratio": {name: round(ms / first, 4) for name, ms in medians.items()},
+        "all_ms": {name: [round(ms, 4) for ms in of_tree] for name, of_tree in times.items()},
+    }
+    if all("parts" in each for answers in found.values() for each in answers):
+        summary["parts_ms"] = {
+            name: {
+                part: round(statistics.median(each["parts"][part] for each in answers), 4)
+                for part in PARTS
+            }
+            for name, answers in found.items()
+        }
+    return summary
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--env", action="append", default=[], metavar="NAME:KEY=VALUE")
     parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)

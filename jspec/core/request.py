@@ -180,7 +180,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for parameter in table_of(type(self)):
-            value = parameter.read(getattr(self, parameter.name))  # one stop string, an object
+            given = getattr(self, parameter.name)
+            if given is parameter.default:  # most are, and need no look
+                continue
+            value = parameter.read(given)  # one stop string, an object
             object.__setattr__(self, parameter.name, value)
             parameter.check(value)
         check_grammar(self, ignore_eos=self.ignore_eos)

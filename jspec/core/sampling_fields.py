@@ -360,9 +360,12 @@ def write_request(
         value = getattr(request.sampling, parameter.name)
         if row.encode is not None:
             value = row.encode(request, vocab_size)
-        bits = _bits(row, value).reshape(-1)
-        to = fields[PREFIX + (row.name or parameter.name)]
-        to.reshape(len(to), -1)[r, : bits.size] = bits
+        to = fields[PREFIX + (row.name or parameter.name)].view(row.dtype)
+        if row.shape:
+            values = np.asarray(value, row.dtype).reshape(-1)
+            to.reshape(len(to), -1)[r, : values.size] = values
+        else:
+            to[r] = value
 
 
 def _bits(row: Row, value: float | Iterable[float]) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from jspec.core import layout
@@ -80,9 +82,11 @@ def pack(
             shared = np.array(plan.shared, np.int32)
             fields["leaders"][: len(shared)], fields["shared_keys"][: len(shared)] = shared.T
         return packed.pack(fields)
-    fields = _prefill_fields(plan, packed, vocab_size=vocab_size, table=table)
+    flat = _neutral_prefill(packed, vocab_size, table).copy()
+    fields = packed.unpack(flat)  # views
+    _write_prefill(fields, plan, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)
-    return packed.pack(fields)
+    return flat
 
 
 def pack_catch_up(plan: StepPlan, key: ProgramKey, limits: ServeLimits) -> np.ndarray:
@@ -139,11 +143,22 @@ def _write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
         field[: len(grants)] = grants
 
 
-def _prefill_fields(
-    plan: StepPlan, packed: PackedLayout, *, vocab_size: int, table: SamplingTable
-) -> dict[str, np.ndarray]:
-    fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
+@functools.lru_cache(maxsize=64)  # more than the sizes and features of an engine
+def _neutral_prefill(packed: PackedLayout, vocab_size: int, table: SamplingTable) -> np.ndarray:
+    """What a prefill of no row sends."""
+    flat = np.zeros(packed.size, np.int32)
+    fields = packed.unpack(flat)
     write_neutral(fields, table, vocab_size=vocab_size)
+    if "allowed" in fields:
+        fields["allowed"][:] = -1
+    flat.flags.writeable = False  # others are copies of it
+    return flat
+
+
+def _write_prefill(
+    fields: dict[str, np.ndarray], plan: StepPlan, *, vocab_size: int, table: SamplingTable
+) -> None:
+    """fields: of `_neutral_prefill`."""
     admissions = {admission.row: admission for admission in plan.admissions}
     offset = 0
     for r, chunk in enumerate(plan.chunks):
@@ -161,11 +176,9 @@ def _prefill_fields(
             write_request(fields, r, admission.request, table, vocab_size=vocab_size)
     fields["cu_q_lens"][len(plan.chunks) + 1 :] = offset
     if "allowed" in fields:
-        fields["allowed"][:] = -1
         for r, constraint in enumerate(plan.constraints):
             if constraint is not None and plan.chunks[r].is_final:
                 constraint.fill(ROOT, ABOVE_ROOT, fields["allowed"][r : r + 1].view(np.uint32))
-    return fields
 
 
 def _settle_fields(plan: StepPlan, packed: PackedLayout, tree: np.ndarray) -> dict[str, np.ndarray]:

@@ -64,7 +64,7 @@ class DecodePlanner:
         """
         running = self._running_rows()
         lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])
-        if self._table.waits_to_be_read(lineup.slots):
+        if not lineup.rows or self._table.waits_to_be_read(lineup.slots):
             return None
         missing = self._table.pages_missing(lineup.slots, self._limits)
         if missing.sum() > self._pages.num_free:

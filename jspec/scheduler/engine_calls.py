@@ -195,9 +195,10 @@ class EngineCalls(LiveWeights, ABC):
             if progress and left[prompt] == 0:
                 screen.add(not isinstance(answer, Exception))
 
-        if not return_exceptions:
+        num_sequences = sum(call.num_choices for call in calls)
+        if not return_exceptions and num_sequences > 1:  # one is checked as it is queued
             await self._check_all(calls)
-        most = min(bound, sum(call.num_choices for call in calls))
+        most = min(bound, num_sequences)
         submit = Room(self.submit).submit if is_list else self.submit
         with closing(screen) if progress else nullcontext():
             await run_all(self._requests_of(calls, left), run, most=most)

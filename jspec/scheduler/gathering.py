@@ -28,6 +28,9 @@ async def run_all(
                     return
             await run(item)
 
+    if most == 1:
+        await work()  # no task, which would cost a turn of the event loop
+        return
     workers = [asyncio.ensure_future(work()) for _ in range(most)]
     try:
         await asyncio.gather(*workers)

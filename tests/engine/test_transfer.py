@@ -217,6 +217,17 @@ def test_padding_rows_sample_greedily_without_filters() -> None:
     }
 
 
+def test_a_prefill_leaves_nothing_behind_in_the_next_one() -> None:
+    """Both begin with what no row sends, which is made once."""
+    key = nearest_program(needed_program(PREFILL), program_keys(LIMITS))
+    short = replace(PREFILL, admissions=(), chunks=PREFILL.chunks[:1])
+    before = pack(short, key, LIMITS, vocab_size=V)
+    full = pack(PREFILL, key, LIMITS, vocab_size=V)
+    assert (full != before).any()
+    np.testing.assert_array_equal(pack(short, key, LIMITS, vocab_size=V), before)
+    assert full.flags.writeable
+
+
 @pytest.mark.parametrize(("top_k", "packed"), [(-1, V), (V + 1, V), (1, 1)])
 def test_top_k_is_bounded_by_the_vocabulary(top_k: int, packed: int) -> None:
     plan = replace(PREFILL, admissions=(admission(RowRef(3, 2), seed=0, top_k=top_k),))

@@ -113,6 +113,28 @@ def test_a_long_list_is_never_there_as_a_whole(
     wait_idle(engine)
 
 
+def test_one_prompt_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list is checked as a whole first, and then made again; one is checked as it is queued."""
+    made, make = [], engine._intake.requests
+
+    def counting(*args: Any, **options: Any) -> tuple[Request, ...]:
+        made.append(options["trial"])
+        return make(*args, **options)
+
+    monkeypatch.setattr(engine._intake, "requests", counting)
+    params = {"max_new_tokens": 1, "temperature": 0}
+    for prompts, trials in (("a", []), (["a"], []), (["a", "b"], [True, True])):
+        made.clear()
+        engine.generate(prompts, params)
+        assert made == trials + [False] * max(len(trials), 1)
+    made.clear()
+    engine.generate("a", {**params, "n": 2})
+    assert made == [True, False]
+    with pytest.raises(jspec.RequestError, match=r"tokens.*context"):
+        engine.generate(["b" * 20000], params)
+    wait_idle(engine)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool) -> None:
     """The queue holds 32; one prompt beside them may be refused, a list is not."""
