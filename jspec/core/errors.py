@@ -77,8 +77,8 @@ class QueueFullError(JspecError):
 
 
 class QueueTimeoutError(QueueFullError):
-    """A request waited as long as it may, `limit` seconds, and has not run; try again after the
-    same time, at most MAX_RETRY_SECONDS."""
+    """A request waited as long as it may, `limit` seconds, and neither it nor another one of its
+    call has run; try again after the same time, at most MAX_RETRY_SECONDS."""
 
     def __init__(self, request_id: str, limit: float) -> None:
         super().__init__(

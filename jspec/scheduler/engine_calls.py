@@ -82,7 +82,7 @@ class EngineCalls(LiveWeights, ABC):
         await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
         await self._check(requests, num_queued=self.stats.num_queued)
-        return [self._loop.submit(request, max_unread=max_unread) for request in requests]
+        return self._loop.submit_call(requests, max_unread=max_unread)
 
     async def _check(self, requests: Sequence[Request], *, num_queued: int) -> None:
         """Raises for a batch of which the scheduler would refuse any part."""

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -53,7 +54,7 @@ class EngineLoop:
     Only the chunks may be read elsewhere.
 
     trace: a list of the caller's, to which every call of the runner is appended.
-    queue_time_limit: seconds that a request may wait before it first runs; None: any number.
+    queue_time_limit: seconds that a call may wait before its first request runs; None: any number.
     restarts: how often a runner that fails is begun anew. Streams stay open meanwhile, and go on.
     """
 
@@ -120,8 +121,21 @@ class EngineLoop:
             self._loss = RunnerError(why)
             self._start()
 
+    def submit_call(
+        self, requests: Sequence[Request], *, max_unread: int | None = None
+    ) -> list[ChunkStream]:
+        """Queues the requests of one call (`submit` of each), which wait as one: once one of them
+        has run, the others may wait for any time; else none is left of them after the limit."""
+        streams = [self.submit(request, max_unread=max_unread) for request in requests]
+        if self._queue_time_limit is not None:
+            queues = {each.request_id: self._queues[each.request_id] for each in requests}
+            running = asyncio.get_running_loop()
+            running.call_later(self._queue_time_limit, self._expire, self._queue_time_limit, queues)
+        return streams
+
     def submit(self, request: Request, *, max_unread: int | None = None) -> ChunkStream:
-        """Queues a request and returns its chunks. Raises at once, not at the first chunk:
+        """Queues a request, without a time limit, and returns its chunks. Raises at once, not at
+        the first chunk:
 
         max_unread: chunks that its reader may leave unread; then it is aborted. None: any number.
         RequestError and QueueFullError (Scheduler.submit), EngineClosedError.
@@ -134,10 +148,6 @@ class EngineLoop:
         queue = Mailbox(max_unread)
         self._queues[request.request_id] = queue
         self._start()
-        if self._queue_time_limit is not None:
-            asyncio.get_running_loop().call_later(
-                self._queue_time_limit, self._expire, request.request_id, queue
-            )
         return ChunkStream(self, request.request_id, queue)
 
     def trace_requests(self, trace: RequestTrace) -> None:
@@ -197,14 +207,13 @@ class EngineLoop:
         self._publish()
         return True
 
-    def _expire(self, request_id: str, queue: Mailbox) -> None:
-        """Ends a request that is still in the queue; a later one of that id stays."""
-        limit = self._queue_time_limit
-        if limit is None or self._queues.get(request_id) is not queue:
-            return
-        if self._scheduler.expire(request_id):
-            del self._queues[request_id]
-            wake([queue.put(QueueTimeoutError(request_id, limit))])
+    def _expire(self, limit: float, queues: dict[str, Mailbox]) -> None:
+        """Ends the requests of a call if all are still in the queue; later ones of an id stay."""
+        is_whole = all(self._queues.get(name) is queue for name, queue in queues.items())
+        if is_whole and self._scheduler.expire(tuple(queues)):
+            for name in queues:
+                del self._queues[name]
+            wake([queue.put(QueueTimeoutError(name, limit)) for name, queue in queues.items()])
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False if requests are there (Scheduler.flush_cache)."""

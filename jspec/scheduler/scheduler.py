@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
@@ -158,11 +159,14 @@ class Scheduler:
         except Exception as error:  # a text may raise anything, and this request alone ends of it
             return sequence.broken(f"{why}; {text_failure(sequence.request, error)}")
 
-    def expire(self, request_id: str) -> bool:
-        """Ends a request that still waits and never ran; whether it did."""
-        sequence = self._sequences.get(request_id)
-        has_run = sequence is None or sequence.tenancy is not None or sequence.num_retractions > 0
-        return not has_run and self.end(request_id) is not None
+    def expire(self, request_ids: Ordered[str]) -> bool:
+        """Ends requests that are all there, if none of them ever ran; whether it did."""
+        waiting = [self._sequences[name] for name in request_ids]
+        if any(each.tenancy is not None or each.num_retractions for each in waiting):
+            return False
+        for name in request_ids:
+            self.end(name)
+        return True
 
     def fail(self) -> None:
         """The runner failed: the steps in flight are lost, and no row will find what they wrote.

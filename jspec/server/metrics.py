@@ -79,8 +79,11 @@ class RateMeter:
             has_verifications=new.full_verify_ct > old.full_verify_ct,
         )
 
-    def seconds_until_left(self, stats: SchedulerStats, num_sequences: int) -> float:
-        """About how long until that many sequences more have ended, at the window's pace.
+    def seconds_until_left(
+        self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
+    ) -> float:
+        """About how long until that many sequences more have ended, at the window's pace, or so
+        many seconds less.
 
         A window in which none ended stands for one that will end in as long again. From 1 to 60:
         a client that comes back is refused again at worst, one that waits for long is idle.
@@ -90,7 +93,7 @@ class RateMeter:
         began, then = self._samples[0]
         num_ended = _num_ended(stats) - _num_ended(then)
         seconds = num_sequences * (self._clock() - began) / max(num_ended, 1)
-        return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        return min(max(seconds - less, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
 
 def _num_ended(stats: SchedulerStats) -> int:

@@ -17,7 +17,13 @@ from typing import Any
 from starlette.types import Receive
 
 from jspec.api import Engine
-from jspec.core.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from jspec.core.errors import (
+    ConfigError,
+    EngineClosedError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+)
 from jspec.core.request import Request
 from jspec.core.response import Completion, LogprobForm
 from jspec.scheduler import budget
@@ -76,6 +82,9 @@ class Work:
         """Waits for all sequences and closes; a client that goes away ends them."""
         try:
             await unless_gone(receive, fold_all(self.streams, self.folds))
+        except QueueTimeoutError as error:
+            error.retry_after_seconds = self.service.retry_after_wait(len(self.streams))
+            raise
         finally:
             await self.close()
 
@@ -276,6 +285,12 @@ class Service:
         """Seconds until the queue may hold that many more."""
         stats, bound = self.engine.stats, self.engine.limits.max_queued_requests
         return self.meter.seconds_until_left(stats, stats.num_queued + num_sequences - bound)
+
+    def retry_after_wait(self, num_sequences: int) -> float:
+        """Seconds after which a call of so many waits no longer than it may."""
+        stats, limit = self.engine.stats, self.engine.args.queue_time_limit or 0.0
+        ahead = stats.num_queued + num_sequences
+        return self.meter.seconds_until_left(stats, ahead, less=limit)
 
     def _say_if_cut(self, request: Request) -> None:
         """One warning, for the first request that asks for more than the KV pool can hold."""

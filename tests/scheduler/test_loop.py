@@ -347,7 +347,7 @@ def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
         loop = EngineLoop(scheduler, runner, queue_time_limit=0.02)
         first = make_request("a", max_new_tokens=300)
         running = loop.submit(first)
-        waiting = loop.submit(make_request("b"))
+        (waiting,) = loop.submit_call([make_request("b")])
         with pytest.raises(
             QueueTimeoutError, match=r"'b' waited for queue_time_limit, 0.02 s"
         ) as e:
@@ -356,6 +356,32 @@ def test_who_waits_too_long_is_told_so_and_who_runs_goes_on() -> None:
         check_output(first, await read(running))
         again = make_request("b")
         check_output(again, await read(loop.submit(again)))
+        await until_idle(loop)
+        assert loop.request_ids == ()
+        await loop.close()
+
+    run(main())
+
+
+def test_a_call_waits_as_one() -> None:
+    """Once one of its sequences runs, the others have no limit; and none is left of one that never
+    ran. One slot."""
+
+    async def main() -> None:
+        limits = small_limits(num_slots=1, num_pages=200, context_length=400)
+        scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request)
+        loop = EngineLoop(
+            scheduler, FakeRunner(limits, step_seconds=STEP_SECONDS), queue_time_limit=0.02
+        )
+        running = [make_request(f"a-{i}", max_new_tokens=100) for i in range(3)]
+        waiting = [make_request(f"b-{i}") for i in range(3)]
+        reads = [read(stream) for stream in loop.submit_call(running)]
+        late = [read(stream) for stream in loop.submit_call(waiting)]
+        found = await asyncio.gather(*reads, *late, return_exceptions=True)
+        for request, chunks in zip(running, found[:3], strict=True):
+            assert not isinstance(chunks, BaseException)
+            check_output(request, chunks)
+        assert [type(error) for error in found[3:]] == [QueueTimeoutError] * 3
         await until_idle(loop)
         assert loop.request_ids == ()
         await loop.close()

@@ -57,6 +57,47 @@ def test_a_retracted_one_goes_before_all_of_its_rank_and_no_other() -> None:
     assert [queue.pop().arrival for _ in range(3)] == [8, 3, 7]
 
 
+def test_patience_begins_anew_when_a_sequence_gives_way() -> None:
+    """As many of a higher rank as any other sees may go before it, and no more."""
+    queue = WaitingQueue(HIGH)
+    queue.push(waiting(0, 0))
+    assert queue.pop().arrival == 0
+    for arrival in range(1, 50):  # it runs meanwhile
+        queue.push(waiting(arrival, 9))
+        queue.pop()
+    queue.push_back(waiting(0, 0))
+    gone = []
+    for arrival in range(100, 200):
+        queue.push(waiting(arrival, 9))
+        gone.append(queue.pop().arrival)
+        if gone[-1] == 0:
+            break
+    assert len(gone) == PATIENCE * HIGH.num_slots + 1
+
+
+def test_a_retracted_sequence_outlasts_the_limit_of_the_queue() -> None:
+    """Pages are short, so one gives way; it waits, and has run, so it does not expire, nor does the
+    other one of its call. Nobody is ended who is not there."""
+    bench = Bench(small_limits(num_slots=2, num_pages=160, page_size=1, overlap_depth=0))
+    requests = [make_request(name, prompt_len=2, max_new_tokens=100) for name in "ab"]
+    bench.submit(*requests)
+    assert bench.scheduler.stats.num_queued == 2
+    while not bench.scheduler.stats.num_retractions:
+        bench.dispatch()
+        bench.collect()
+    assert (bench.scheduler.stats.num_running, bench.scheduler.stats.num_queued) == (1, 1)
+    assert not bench.scheduler.expire(("b",))
+    assert not bench.scheduler.expire(("a", "b"))
+    fresh = make_request("c")
+    bench.submit(fresh)
+    assert not bench.scheduler.expire(("b", "c"))
+    assert bench.scheduler.expire(("c",))
+    bench.run_all()
+    for request in requests:
+        assert bench.output(request.request_id) == expected_ids(request, 100)
+    assert bench.scheduler.stats.num_aborted == 1
+
+
 def test_who_ends_while_it_waits_is_gone() -> None:
     queue, one = WaitingQueue(HIGH), waiting(0, 5)
     queue.push(one)

@@ -245,6 +245,10 @@ def test_who_waits_too_long_gets_a_503_with_retry_after(
         client.post("/abort_request", json={"abort_all": True}).raise_for_status()
         assert len(filling.result(timeout=120)) == 2
     wait_idle(engine)
+    # More sequences than slots: the last of them run long after the limit, as their call runs.
+    params = {"max_new_tokens": 200, "ignore_eos": True}
+    assert len(generate(client, text=["x"] * 8, sampling_params=params)) == 8
+    wait_idle(engine)
 
 
 def test_a_priority_needs_an_engine_with_priorities(client: httpx.Client) -> None:

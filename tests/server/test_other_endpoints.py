@@ -278,6 +278,10 @@ def test_retry_after_follows_the_queue(engine: Engine) -> None:
     assert meter.seconds_until_left(stats_of(engine, num_finished=6), 6) == 4.0
     assert meter.seconds_until_left(stats_of(engine), 2) == 8.0  # none left in 4 s
     assert meter.seconds_until_left(stats_of(engine), 100) == 60.0  # at most
+    ended = stats_of(engine, num_finished=8)
+    assert meter.seconds_until_left(ended, 20, less=3.0) == 7.0  # half a second each
+    assert meter.seconds_until_left(ended, 20, less=30.0) == 1.0
+    assert meter.seconds_until_left(ended, 300, less=100.0) == 50.0
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
