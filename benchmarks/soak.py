@@ -292,7 +292,7 @@ def leaks(
     if metrics["jspec:num_leaked_pages"]:
         yield f"{metrics['jspec:num_leaked_pages']:g} leaked pages"
     free, whole = metrics["sglang:kv_available_tokens"], metrics["sglang:max_total_num_tokens"]
-    if free < whole - whole % 16:
+    if free < whole:
         yield f"{free:g} of {whole:g} tokens free when idle"
     for name in before:
         if after[name] > before[name] + 8:  # a pool of threads grows once

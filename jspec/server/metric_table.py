@@ -148,6 +148,12 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
     return {str(depth): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)}
 
 
+def _used_tokens(now: Snapshot) -> int:
+    """The pool has pages beyond its tokens, for drafts, which count for neither side."""
+    used = (now.stats.num_pages - now.stats.num_free_pages) * now.limits.page_size
+    return min(used, now.limits.max_total_tokens)
+
+
 def _gauge(*names: str, text: str, read: Callable[[Snapshot], Value]) -> MetricRow:
     return MetricRow(names=names, kind=MetricKind.GAUGE, text=text, read=read)
 
@@ -183,12 +189,12 @@ GAUGES = (
     _gauge(
         "sglang:num_used_tokens",
         text="Tokens that the pages of running sequences have room for",
-        read=lambda s: (s.stats.num_pages - s.stats.num_free_pages) * s.limits.page_size,
+        read=_used_tokens,
     ),
     _gauge(
         "sglang:kv_available_tokens",
-        text="Tokens that free pages hold, and cached ones that no sequence uses",
-        read=lambda s: s.stats.num_free_pages * s.limits.page_size,
+        text="Tokens of the KV pool that no running sequence has: of free and of cached pages",
+        read=lambda s: s.limits.max_total_tokens - _used_tokens(s),
     ),
     _gauge(
         "sglang:max_total_num_tokens",
