@@ -89,7 +89,7 @@ def check_batch(
     check_number(limits, len(requests))
     if num_queued + len(requests) > limits.max_queued_requests:
         raise QueueFullError(
-            f"{num_queued} requests are waiting and {len(requests)} came; expected at most "
+            f"requests: {num_queued} waiting, {len(requests)} new; expected at most "
             f"max_queued_requests {limits.max_queued_requests} together"
         )
 
@@ -118,7 +118,7 @@ def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> No
     _check_priority(limits, request)
     if num_queued >= limits.max_queued_requests:
         raise QueueFullError(
-            f"{num_queued} requests are waiting; expected fewer than max_queued_requests "
+            f"requests waiting: {num_queued}; expected fewer than max_queued_requests "
             f"{limits.max_queued_requests}"
         )
 

@@ -206,7 +206,7 @@ class LiveWeights:
                     loop.abort(request_id)
             loop.set_weight_version(loop.weight_version if version is None else version)
             LOGGER.info(
-                "other weights are in force: version %r, from %s; %d requests go on",
+                "other weights are in force: version %r, from %s; requests that go on: %d",
                 *(loop.weight_version, path or "arrays or a draft's directory"),
                 len(loop.request_ids),
             )

@@ -302,7 +302,7 @@ class EngineLoop:
         self._publish()
         self._in_flight.clear()
         self._calls.lose_steps()
-        LOGGER.error("%s; %d requests wait for it", error, len(self._queues))
+        LOGGER.error("%s; requests that wait for it: %d", error, len(self._queues))
         failed = self._scheduler.lose(most=MOST_LOSSES)
         clear_frames(error)
         for name in failed:

@@ -105,12 +105,12 @@ class EngineServer(uvicorn.Server):
         seconds = self._service.args.shutdown_timeout
         tasks = self.server_state.tasks
         if tasks:
-            LOGGER.info("shutting down: waiting up to %g s for %d requests", seconds, len(tasks))
+            LOGGER.info("shutting down: waiting up to %g s; requests: %d", seconds, len(tasks))
         deadline = time.monotonic() + seconds
         while tasks and len(self._signals) == 1 and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if tasks:
-            LOGGER.info("shutting down: %d requests are ended", len(tasks))
+            LOGGER.info("shutting down: requests that are ended: %d", len(tasks))
 
     async def _end_requests(self) -> None:
         """Aborts what is there, so that each stream says so itself and ends with [DONE]."""

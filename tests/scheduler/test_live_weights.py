@@ -407,5 +407,5 @@ def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits(
 
     run(main())
     assert caplog.messages == [
-        "other weights are in force: version 'default', from m; 0 requests go on"
+        "other weights are in force: version 'default', from m; requests that go on: 0"
     ]

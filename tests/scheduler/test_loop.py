@@ -168,7 +168,7 @@ def test_refusals_are_raised_by_submit_itself() -> None:
         limits = small_limits(num_slots=1, max_queued_requests=1)
         loop = make_loop(limits)
         stream = loop.submit(make_request("a"))
-        with pytest.raises(QueueFullError, match="1 requests are waiting"):
+        with pytest.raises(QueueFullError, match="requests waiting: 1"):
             loop.submit(make_request("b"))
         with pytest.raises(RequestError, match="0 tokens"):
             loop.submit(make_request("c", prompt_len=0))
