@@ -260,7 +260,13 @@ def test_containers_are_counted_outside_of_text(engine: Engine) -> None:
     assert response.json()["count"] == len(text)
 
 
-def test_many_prompts_are_refused_before_they_are_tokenized(engine: Engine) -> None:
+def test_many_prompts_are_refused_before_they_are_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any, **named: Any) -> Any:
+        raise AssertionError(named)
+
+    monkeypatch.setattr(engine._intake, "requests", made)
     app = create_app(engine)
     response = ask(app, "POST", "/generate", json={"text": ["x" * 4000] * 2000})
     assert response.status_code == 400

@@ -1,0 +1,96 @@
+"""Counters of an engine whose shape changes while steps are unread: those of each step's own shape,
+whatever is planned meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jspec.core.config import ServeLimits
+from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.core.request import Request
+from jspec.core.response import SpecCounters
+from jspec.scheduler.scheduler import Scheduler
+from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
+from jspec.testing.fake_text import FakeTextStream
+from jspec.testing.random_shapes import RandomShapes
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+
+SHAPES = ((0, 1, 1), (1, 1, 2), (2, 2, 5))  # beside 3/2/7
+NEW_TOKENS = dict(zip("abcdefgh", (110, 40, 7, 100, 61, 90, 33, 105), strict=True))
+
+
+class Recording(FakeRunner):
+    """Keeps what came of the last step that was collected."""
+
+    last: StepResult
+
+    def collect(self) -> StepResult:
+        self.last = super().collect()
+        return self.last
+
+
+class Expected:
+    """What should be counted, from the steps as they were dispatched and what came of each."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._left = {each.request_id: each.sampling.wanted_tokens for each in requests}
+        self._named = dict[tuple[int, int], str]()
+        self.proposed, self.verified = Counter[str](), Counter[str]()
+        self.accepted, self.whole = Counter[str](), Counter[str]()
+        self.shapes = set[int]()
+
+    def see(self, plan: StepPlan, result: StepResult, limits: ServeLimits) -> None:
+        for admission in plan.admissions:
+            row = admission.row
+            self._named[row.slot, row.epoch] = admission.request.request_id
+        for each in result.rounds:
+            for row, count in zip(plan.row_refs, each.num_emitted.tolist(), strict=True):
+                name = self._named[row.slot, row.epoch]
+                left = self._left[name]
+                self._left[name] = max(left - count, 0)
+                spec = plan.shape or limits.spec
+                if plan.kind is not StepKind.DECODE or left == 0 or spec.num_steps == 0:
+                    continue
+                self.shapes.add(spec.num_draft_tokens)
+                self.proposed[name] += spec.num_draft_tokens - 1
+                self.verified[name] += 1
+                self.accepted[name] += min(count - 1, left)
+                self.whole[name] += count <= left
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_step_is_counted_by_its_own_shape(depth: int, num_rounds: int, seed: int) -> None:
+    limits = small_limits(
+        steps_topk_nodes=(3, 2, 7), shapes=SHAPES, overlap_depth=depth, num_rounds=num_rounds
+    )
+    runner = Recording(limits, accepted_at=random_acceptance(0.6, 3, salt=seed))
+    bench = Bench(limits, runner)
+    shapes = RandomShapes(limits, seed=seed)
+    bench.scheduler = Scheduler(limits, make_stream=FakeTextStream.for_request, shapes=shapes)
+    requests = [make_request(name, max_new_tokens=count) for name, count in NEW_TOKENS.items()]
+    expected = Expected(requests)
+    bench.submit(*requests)
+    while bench.dispatch() or bench.in_flight:
+        if bench.dispatch() is None:
+            plan = bench.in_flight[0]
+            bench.collect()
+            expected.see(plan, runner.last, limits)
+    assert len(expected.shapes) == 3
+    totals = bench.scheduler.stats.counters
+    for request in requests:
+        name = request.request_id
+        assert bench.output(name) == expected_ids(request, NEW_TOKENS[name])
+        check(bench.chunks[name][-1].counters, expected, [name])
+    check(totals, expected, list(NEW_TOKENS))
+
+
+def check(counters: SpecCounters, expected: Expected, names: list[str]) -> None:
+    assert counters.num_proposed == sum(expected.proposed[name] for name in names)
+    assert counters.verify_ct == sum(expected.verified[name] for name in names)
+    assert counters.num_accepted == sum(expected.accepted[name] for name in names)
+    assert counters.full_verify_ct == sum(expected.whole[name] for name in names)
+    assert sum(counters.accept_histogram) == counters.verify_ct
