@@ -130,7 +130,8 @@ class Simulation:
                 self._collect()
 
     def _collect(self) -> None:
-        plan, result, end = self.runner.collect()
+        plan, result, begun, end = self.runner.collect()
+        self._scheduler.timed(plan, (end - begun) / 1e3)
         self._now = max(self._now, end) + self._card.read
         chunks = self._scheduler.commit(plan, result)
         self._now += self._card.row * len(chunks)

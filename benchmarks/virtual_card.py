@@ -62,6 +62,7 @@ class Card:
 @dataclass(slots=True)
 class _Running:
     plan: StepPlan
+    begun: float
     end: float
 
 
@@ -88,17 +89,18 @@ class VirtualRunner:
     def dispatch(self, plan: StepPlan, *, now: float) -> None:
         """Enqueues a step at `now`."""
         cost = self._card.step(plan, self._limits)
-        self._free_at = max(self._free_at, now) + cost
+        begun = max(self._free_at, now)
+        self._free_at = begun + cost
         self.busy_ms += cost
         self.num_steps[plan.kind] += 1
         if plan.kind is StepKind.PREFILL:
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
             self.prompt_tokens += num_tokens
             self.padded_tokens += shapes.bucket(num_tokens, self._limits.prefill_buckets)
-        self._in_flight.append(_Running(plan, self._free_at))
+        self._in_flight.append(_Running(plan, begun, self._free_at))
 
-    def collect(self) -> tuple[StepPlan, StepResult, float]:
-        """The oldest step, its result, and when the device ends it."""
+    def collect(self) -> tuple[StepPlan, StepResult, float, float]:
+        """The oldest step, its result, and when the device begins and ends it."""
         running = self._in_flight.popleft()
         plan = running.plan
         if plan.kind is StepKind.DECODE:
@@ -106,4 +108,4 @@ class VirtualRunner:
         else:
             ids = tuple((0,) if chunk.is_final else () for chunk in plan.chunks)
         result = StepResult(step=plan.step, rounds=(RoundResult.of(ids),))
-        return plan, result, running.end
+        return plan, result, running.begun, running.end

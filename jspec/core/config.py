@@ -48,7 +48,8 @@ class ServeLimits:
     full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
     decode_buckets and prefill_buckets ascend: B and T of the programs.
     prefill_budget: prompt tokens between two decode steps, while there is something to decode
-    (`scheduler/policy.py`); 0 is chunk_size.
+    (`scheduler/policy.py`); 0 is chunk_size. prefill_seconds: instead of that what they may take,
+    once it is known; None: they are counted.
     num_rounds: verifications of one decode step, one after the other without the host.
     prefix_cache: whether pages are kept after their rows, for texts that begin alike.
     logprobs: whether there are programs that say log-probabilities.
@@ -68,6 +69,7 @@ class ServeLimits:
     prefill_buckets: tuple[int, ...]
     prefill_rows: int
     prefill_budget: int = 0
+    prefill_seconds: float | None = None
     overlap_depth: int = 1
     num_rounds: int = 1
     max_queued_requests: int = 128

@@ -21,7 +21,6 @@ from jspec.core.arguments import (
 from jspec.core.config import Algorithm, PriorityOrder, SpeculativeConfig
 from jspec.core.errors import ConfigError
 
-DEFAULT_SPEC = (3, 1, 4)
 _NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
@@ -235,6 +234,12 @@ class EngineArgs:
         _MEMORY,
         low=1,
     )
+    prefill_budget_ms: float | None = argument(
+        None,
+        "Instead: milliseconds of prompts, in bursts too, by what the last ones took",
+        _MEMORY,
+        above=0,
+    )
     prefill_max_requests: int | None = argument(
         None, "Most prompts of a prefill step (4 on a CPU, else 16)", _MEMORY, low=1
     )
@@ -386,15 +391,7 @@ class EngineArgs:
                         f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
             return SpeculativeConfig(**more)
-        steps, topk, nodes = given.values()
-        topk = DEFAULT_SPEC[1] if topk is None else topk
-        if steps is None:
-            steps = DEFAULT_SPEC[0]
-            if self.algorithm is Algorithm.NGRAM and topk == 1 and nodes is not None:
-                steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
-        if nodes is None:
-            pool = self.algorithm.drafting.num_candidates(steps, topk)
-            nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
+        steps, topk, nodes = self.algorithm.filled_in(*given.values())
         return SpeculativeConfig(
             algorithm=self.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes, **more
         )

@@ -33,6 +33,20 @@ class Algorithm(enum.Enum):
         """The folder of the draft that the bundled target brings for this, if any."""
         return _BUNDLED_DRAFTS.get(self)
 
+    def filled_in(
+        self, steps: int | None, topk: int | None, nodes: int | None
+    ) -> tuple[int, int, int]:
+        """S/K/N where some of them are named: 3/1/4, and as many nodes as S and K want."""
+        topk = 1 if topk is None else topk
+        if steps is None:
+            steps = 3
+            if self is Algorithm.NGRAM and topk == 1 and nodes is not None:
+                steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
+        if nodes is None:
+            pool = self.drafting.num_candidates(steps, topk)
+            nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
+        return steps, topk, nodes
+
 
 _BUNDLED_DRAFTS = {
     Algorithm.EAGLE3: "draft",

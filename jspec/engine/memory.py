@@ -71,6 +71,9 @@ def size_pool(
         prefill_buckets=config.prefill_buckets,
         prefill_rows=config.prefill_rows,
         prefill_budget=config.prefill_budget_tokens,
+        prefill_seconds=None
+        if config.prefill_budget_ms is None
+        else config.prefill_budget_ms / 1e3,
         overlap_depth=config.overlap_depth,
         num_rounds=config.num_continuous_decode_steps,
         max_queued_requests=config.max_queued_requests,

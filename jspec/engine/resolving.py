@@ -97,7 +97,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "max_running_requests": num_slots,
         "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, num_slots),
         "chunked_prefill_size": chunk,
-        "prefill_budget_tokens": _prefill_budget(args.prefill_budget_tokens, chunk, is_cpu=is_cpu),
+        "prefill_budget_tokens": _prefill_budget(args, chunk, is_cpu=is_cpu),
     }
     config = ResolvedConfig(
         **(given | resolved),
@@ -182,11 +182,16 @@ def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
     return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
 
 
-def _prefill_budget(given: int | None, chunk: int, *, is_cpu: bool) -> int:
+def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
     """Prompt tokens between two decode steps: 45 ms of an 8B model's on an H200. A CPU pads every
     longer prompt to a whole chunk, so that parts of one save nothing."""
-    if given is not None:
-        return min(given, chunk)
+    if args.prefill_budget_tokens is not None:
+        if args.prefill_budget_ms is not None:
+            raise ConfigError(
+                f"prefill_budget_tokens is {args.prefill_budget_tokens} and prefill_budget_ms "
+                f"{args.prefill_budget_ms:g}; expected one of the two"
+            )
+        return min(args.prefill_budget_tokens, chunk)
     return chunk if is_cpu else max(chunk // 4, min(chunk, 128))
 
 

@@ -56,7 +56,12 @@ class Unfilled:
 
 
 def prefill_room(
-    limits: ServeLimits, unfilled: Unfilled, *, num_decoding: int, since_decode: int
+    limits: ServeLimits,
+    unfilled: Unfilled,
+    *,
+    num_decoding: int,
+    since_decode: int,
+    timed: int | None = None,
 ) -> int:
     """Prompt tokens of the next step if it is a prefill; 0: those that decode come first.
 
@@ -65,12 +70,17 @@ def prefill_room(
 
         budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
         20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 12 times at most
+
+    timed: instead of that budget, what fits the time that prompts may take; no more in a burst.
     """
-    step = _step_tokens(limits, unfilled)
+    budget = limits.prefill_budget if timed is None else timed
+    step = _step_tokens(limits, unfilled, budget)
     if num_decoding:
         wave = min(max(WAVE * (unfilled.num_rows - 1), num_decoding), MOST_SHARES * num_decoding)
-        room = limits.prefill_budget * wave // num_decoding - since_decode
-        if room < max(limits.prefill_budget // SCRAPS, 1):
+        if timed is not None:
+            wave = num_decoding
+        room = budget * wave // num_decoding - since_decode
+        if room < max(budget // SCRAPS, 1):
             return 0
         step = min(step, room)
     if unfilled.num_tokens <= step:
@@ -79,10 +89,10 @@ def prefill_room(
     return _unpadded(limits, step) or (0 if since_decode else step)
 
 
-def _step_tokens(limits: ServeLimits, unfilled: Unfilled) -> int:
-    if unfilled.num_rows <= 1 or limits.prefill_budget >= limits.chunk_size:
+def _step_tokens(limits: ServeLimits, unfilled: Unfilled, budget: int) -> int:
+    if unfilled.num_rows <= 1 or budget >= limits.chunk_size:
         return limits.chunk_size
-    step = max(limits.prefill_budget // STEPS, unfilled.num_tokens // STEPS_OF_WAVE, 1)
+    step = max(budget // STEPS, unfilled.num_tokens // STEPS_OF_WAVE, 1)
     return shapes.bucket(min(step, limits.chunk_size), limits.prefill_buckets)
 
 

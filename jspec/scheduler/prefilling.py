@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
+from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.plan import PrefillChunk, StepKind, StepPlan
 from jspec.scheduler import policy
+from jspec.scheduler.prefill_pace import PrefillPace
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 
 
@@ -21,6 +23,7 @@ class Prefilling:
         self._limits = limits
         self._rows: dict[str, Sequence] = {}  # in order of admission
         self._since_decode = 0  # prompt tokens dispatched after the last decode step
+        self._pace = PrefillPace(limits.prefill_buckets)
 
     @property
     def tenancies(self) -> list[Tenancy]:
@@ -50,6 +53,7 @@ class Prefilling:
                 unfilled,
                 num_decoding=num_running - len(self._rows),
                 since_decode=self._since_decode,
+                timed=self._timed_budget(),
             )
         if tokens and not room:
             later = policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
@@ -64,8 +68,22 @@ class Prefilling:
         """A step is dispatched now."""
         if plan.kind is StepKind.DECODE:
             self._since_decode = 0
-        for chunk in plan.chunks:
-            self._since_decode += len(chunk.token_ids)
+        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        if num_tokens and self._limits.prefill_seconds is not None:  # padding takes time, too
+            num_tokens = shapes.bucket(num_tokens, self._limits.prefill_buckets)
+        self._since_decode += num_tokens
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """How long the device took for a step; nothing to learn of one that decodes."""
+        if plan.kind is StepKind.PREFILL and self._limits.prefill_seconds is not None:
+            self._pace.see(sum(len(chunk.token_ids) for chunk in plan.chunks), seconds)
+
+    def _timed_budget(self) -> int | None:
+        """Tokens that fit the time; None if there is none. Until it is known what they take: as
+        many as without one."""
+        if self._limits.prefill_seconds is None:
+            return None
+        return self._pace.tokens_within(self._limits.prefill_seconds) or self._limits.prefill_budget
 
     def advance(self, tenancy: Tenancy, chunk: PrefillChunk) -> None:
         """The row's next chunk is dispatched now; it decodes after the last one."""

@@ -334,6 +334,7 @@ class Scheduler:
     def timed(self, plan: StepPlan, seconds: float) -> None:
         """How long the device took for a step that is about to be read."""
         self._shapes.timed(plan, seconds)
+        self._prefilling.timed(plan, seconds)
 
     # Tenancies: admit, end, release.
 

@@ -50,6 +50,16 @@ class SchedulerStats:
     shapes: ShapeTotals = NO_SHAPES
 
     @property
+    def num_used_pages(self) -> int:
+        """Of the full space, by sequences; what is only cached does not count."""
+        return self.num_pages - self.num_free_pages
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the KV pool that sequences hold."""
+        return self.num_used_pages / self.num_pages
+
+    @property
     def cache_hit_rate(self) -> float:
         """Share of all prompt tokens that were found in the prefix cache."""
         return self.num_cached_tokens / max(self.num_prompt_tokens, 1)

@@ -135,11 +135,6 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
 
 
-def token_usage(stats: SchedulerStats) -> float:
-    """Share of the KV pool that sequences hold; what is only cached does not count."""
-    return ratio(stats.num_pages - stats.num_free_pages, stats.num_pages)
-
-
 def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
     """How often the draft of each depth was accepted, from 0 on, as vLLM counts.
 
@@ -150,8 +145,7 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
 
 def _used_tokens(now: Snapshot) -> int:
     """The pool has pages beyond its tokens, for drafts, which count for neither side."""
-    used = (now.stats.num_pages - now.stats.num_free_pages) * now.limits.page_size
-    return min(used, now.limits.max_total_tokens)
+    return min(now.stats.num_used_pages * now.limits.page_size, now.limits.max_total_tokens)
 
 
 def _gauge(*names: str, text: str, read: Callable[[Snapshot], Value]) -> MetricRow:
@@ -184,7 +178,7 @@ GAUGES = (
     _gauge(
         *("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         text="Share of the KV pool that sequences hold, from 0 to 1",
-        read=lambda s: token_usage(s.stats),
+        read=lambda s: s.stats.token_usage,
     ),
     _gauge(
         "sglang:num_used_tokens",

@@ -34,7 +34,6 @@ from jspec.server.background_checks import BackgroundChecks
 from jspec.server.chat_schemas import ChatCall
 from jspec.server.early_aborts import EarlyAborts
 from jspec.server.http import unless_gone
-from jspec.server.metric_table import token_usage
 from jspec.server.metrics import RateMeter, ServerMetrics
 from jspec.server.probe import makes_progress
 from jspec.server.schemas import PromptCall
@@ -340,7 +339,7 @@ class Service:
         rates = self.meter.rates(stats)
         load = (
             f"#running-req: {stats.num_running}, #queue-req: {stats.num_queued}, "
-            f"token usage: {token_usage(stats):.2f}"
+            f"token usage: {stats.token_usage:.2f}"
         )
         if not rates.has_tokens:
             return f"Prefill batch, {load}"

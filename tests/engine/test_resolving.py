@@ -133,6 +133,14 @@ def test_prefill_programs_lie_close_where_prompts_do() -> None:
     assert resolved(TPU, prefill_max_requests=3).prefill_rows == 3
     assert resolved(TPU, prefill_budget_tokens=300).prefill_budget_tokens == 300
     assert resolved().prefill_budget_tokens == resolved().chunked_prefill_size
+    assert resolved(prefill_budget_ms=20).prefill_budget_ms == 20
+    with pytest.raises(
+        ConfigError,
+        match="prefill_budget_tokens is 300 and prefill_budget_ms 20; expected one of the two",
+    ):
+        resolved(prefill_budget_ms=20, prefill_budget_tokens=300)
+    with pytest.raises(ConfigError, match="prefill_budget_ms is 0; expected a number above 0"):
+        resolved(prefill_budget_ms=0)
 
 
 def test_an_order_of_priorities() -> None:
