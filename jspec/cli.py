@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _alone(command: str, words: Sequence[str]) -> int:
     """0. Raises ConfigError for a word after a command that takes none."""
-    if words:
+    if words and words[0] not in ("-h", "--help"):
         raise ConfigError(f"unexpected argument {words[0]!r}; jspec {command} takes none")
     return 0
 

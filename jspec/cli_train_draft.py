@@ -133,6 +133,8 @@ def job_of(options: argparse.Namespace) -> DraftJob:
     check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
+    if options.length < 3:
+        raise ConfigError(f"length is {options.length}; expected at least 3 tokens")
     if not 1 <= depths <= options.length - 2:
         raise ConfigError(
             f"num_depths is {depths}; expected 1 to {options.length - 2}, two less than the length"

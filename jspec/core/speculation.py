@@ -10,6 +10,8 @@ from jspec.core import drafting, shapes
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 
+DEFAULT_STEPS = 3
+
 
 class Algorithm(enum.Enum):
     """How drafts are made; the values are SGLang's `speculative_algorithm`."""
@@ -39,7 +41,7 @@ class Algorithm(enum.Enum):
         """S/K/N where some of them are named: 3/1/4, and as many nodes as S and K want."""
         topk = 1 if topk is None else topk
         if steps is None:
-            steps = 3
+            steps = DEFAULT_STEPS
             if self is Algorithm.NGRAM and topk == 1 and nodes is not None:
                 steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
         if nodes is None:

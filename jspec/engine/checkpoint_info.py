@@ -14,9 +14,10 @@ from typing import Any
 
 from jspec.core.cache_groups import CacheGroup
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import JspecError
+from jspec.core.errors import ConfigError, JspecError
 from jspec.core.json_files import Fields, read_fields
 from jspec.core.model_spec import ModelSpec, MoESpec, cache_groups
+from jspec.core.speculation import DEFAULT_STEPS
 from jspec.engine.memory import kv_bytes_per_token
 from jspec.models.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.head_files import LAYER, stored_names
@@ -24,7 +25,7 @@ from jspec.models.hf_weights import Tensors, has_tensors, open_tensors
 from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.registry import DRAFTERS
-from jspec.speculative.source import DraftRequest
+from jspec.speculative.source import DraftRequest, DraftSource
 
 # Bits of a number, in safetensors' spelling.
 BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
@@ -96,7 +97,15 @@ def describe(
         algorithm = "STANDALONE"
     info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
     info = _of_target(info, path) if algorithm is None else _of_draft(info, path, fields, target)
-    return info if memory is None else _with_memory(info, memory)
+    if memory is None:
+        return info
+    if algorithm is not None and target is None:
+        raise ConfigError(
+            f"a memory is named for {path}, a draft, which serves beside its target; expected "
+            f"--target too"
+        )
+    beside = None if target is None else describe(target, dtype=dtype)
+    return _with_memory(info, memory, beside=beside)
 
 
 def _told_by_names(path: Path) -> str | None:
@@ -203,28 +212,47 @@ def _of_draft(
     )
     if target is None:
         return info
-    args = EngineArgs(
-        model_path=str(target),
-        speculative_algorithm=info.algorithm,
-        speculative_draft_model_path=str(path),
-    )
     try:
-        spec = load_model_spec(target)
+        source, words = _served_draft(info, path, target)
+    except JspecError as error:
+        return _with_problem(info, error)
+    info = replace(info, serve=f"{serve}{words}")
+    if info.algorithm == "NEXTN":  # its config.json is the target's
+        layers = sum(each.num_layers for each in source.specs)
+        info = replace(info, shapes={**info.shapes, "num_hidden_layers": layers})
+    groups = tuple(g for each in source.specs for g in cache_groups(each, name="draft"))
+    shapes = {**info.shapes, "aux_layer_ids": list(source.aux_layer_ids)}
+    return replace(info, shapes=shapes, cache_bytes_per_token=_cache_bytes(groups, info.dtype))
+
+
+def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
+    """What is built of it, and the words of the command beside those of every draft: layers for
+    multi-token prediction may be fewer than the default S. Raises JspecError."""
+    least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
+    faults: list[JspecError] = []  # the last says what is wrong whatever S is
+    for steps in range(DEFAULT_STEPS, least - 1, -1):
+        args = EngineArgs(
+            model_path=str(target),
+            speculative_algorithm=info.algorithm,
+            speculative_draft_model_path=str(path),
+            speculative_num_steps=None if steps == DEFAULT_STEPS else steps,
+        )
         request = DraftRequest(
             args=args,
             path=path,
-            target=spec,
+            target=load_model_spec(target),
             target_path=target,
             tokenizer=target,
             shards=1,
             families=FAMILIES,
         )
-        source = DRAFTERS[args.algorithm](request)
-    except JspecError as error:
-        return _with_problem(info, error)
-    groups = tuple(g for each in source.specs for g in cache_groups(each, name="draft"))
-    shapes = {**info.shapes, "aux_layer_ids": list(source.aux_layer_ids)}
-    return replace(info, shapes=shapes, cache_bytes_per_token=_cache_bytes(groups, info.dtype))
+        try:
+            source = DRAFTERS[args.algorithm](request)
+        except JspecError as error:
+            faults.append(error)
+            continue
+        return source, "" if not faults else f" --speculative-num-steps {steps}"
+    raise faults[-1]
 
 
 def _shapes(spec: ModelSpec) -> dict[str, Any]:
@@ -251,11 +279,19 @@ def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
     return kv_bytes_per_token(groups, shards=1, dtype=dtype, ops=Ops())
 
 
-def _with_memory(info: CheckpointInfo, memory: int) -> CheckpointInfo:
-    left = memory * 9 // 10 - info.weight_bytes
-    tokens = max(left, 0) // info.cache_bytes_per_token if info.cache_bytes_per_token else 0
+def _with_memory(
+    info: CheckpointInfo, memory: int, *, beside: CheckpointInfo | None
+) -> CheckpointInfo:
+    """beside: the target of a draft, which has its place there, too."""
+    both = (info,) if beside is None else (info, beside)
+    weights = sum(each.weight_bytes for each in both)
+    of_token = sum(each.cache_bytes_per_token for each in both)
+    left = max(memory * 9 // 10 - weights, 0)
     fit = MemoryFit(
-        device_bytes=memory, weight_bytes=info.weight_bytes, cache_bytes=max(left, 0), tokens=tokens
+        device_bytes=memory,
+        weight_bytes=weights,
+        cache_bytes=left,
+        tokens=left // of_token if of_token else 0,
     )
     return replace(info, memory=fit)
 

@@ -71,7 +71,8 @@ def count_lines(path: Path) -> int:
 
 def _opened(path: Path) -> BinaryIO:
     if not path.is_file():
-        raise ConfigError(f"batch file {str(path)!r} is not there; expected a file of JSON lines")
+        found = "is no file" if path.exists() else "is not there"
+        raise ConfigError(f"batch file {str(path)!r} {found}; expected a file of JSON lines")
     try:
         return path.open("rb")
     except OSError as error:
@@ -103,7 +104,7 @@ def _parse(number: int, text: bytes) -> Line:
         return wrong(f"is {shown(found)}; expected an object")
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return wrong(f"custom_id is {shown(custom_id)}; expected text")
+        return wrong(f"custom_id is {shown(custom_id)}; expected text that is not empty")
     why = _why_not(found)
     if why:
         return wrong(why, custom_id)
@@ -160,9 +161,9 @@ class AnswerFile:
         whole = 0
         with closing(read_lines(requests)) as lines:
             for text in self._file:
-                if not text.endswith(b"\n"):
-                    break
                 line = next(lines, None)
+                if line is not None and not text.endswith(b"\n") and _begins(line, text):
+                    break
                 found = None if line is None else _answer_to(line, text)
                 if found is None:
                     expected = "no more lines"
@@ -187,6 +188,13 @@ class AnswerFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _begins(line: Line, text: bytes) -> bool:
+    """Whether `text` may be what was written of an answer to this line when a run was stopped."""
+    ids = {"id": line.answer_id, "custom_id": line.custom_id}
+    first = json.dumps(ids, ensure_ascii=False).encode()[:-1]
+    return text[: len(first)] == first[: len(text)]
 
 
 def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from jspec.cli_info import size_of
 from jspec.core.errors import ConfigError
 from jspec.core.model_spec import Eagle1Config
 from jspec.engine.checkpoint_info import describe
+from jspec.engine.loading import BUNDLED
 from jspec.models.convert import Format, convert
 from jspec.models.eagle1 import eagle1_params, save_eagle1
 from jspec.models.hf_mtp import save_mtp, written_config
@@ -81,6 +82,35 @@ def test_a_draft_is_read_beside_its_target(pair: TinyPair) -> None:
     assert info.problems == ()
     assert info.cache_bytes_per_token == 2 * 2 * 8 * 2
     assert "--speculative-algorithm EAGLE3" in info.serve
+
+
+def test_a_device_holds_a_draft_and_its_target(pair: TinyPair) -> None:
+    alone = describe(pair.target_path, memory=10**6)
+    both = describe(pair.draft_path, target=pair.target_path, memory=10**6)
+    draft = describe(pair.draft_path, target=pair.target_path)
+    assert alone.memory is not None
+    assert both.memory is not None
+    assert both.memory.weight_bytes == alone.weight_bytes + draft.weight_bytes
+    of_token = alone.cache_bytes_per_token + draft.cache_bytes_per_token
+    assert both.memory.tokens == (900_000 - both.memory.weight_bytes) // of_token
+    with pytest.raises(ConfigError, match="a draft, which serves beside its target; expected --t"):
+        describe(pair.draft_path, memory=10**6)
+
+
+def test_layers_that_are_fewer_than_the_default_steps_are_served(tmp_path: Path) -> None:
+    """A step runs one of them each."""
+    target, head = BUNDLED / "target", copy_of(BUNDLED / "draft_mtp", tmp_path / "head")
+    assert "--speculative-num-steps" not in describe(head, target=target).serve
+    tensors = load_file(head / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if ".layers.2." not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, head / "model.safetensors")
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    info = describe(head, target=target)
+    assert info.problems == ()
+    assert info.shapes["num_hidden_layers"] == 2
+    assert info.serve.endswith(" --speculative-num-steps 2")
 
 
 def test_heads_that_name_a_language_model_are_told_by_their_tensors(

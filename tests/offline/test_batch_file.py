@@ -138,7 +138,12 @@ def test_errors_of_earlier_runs_are_counted(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     requests = written(tmp_path / "in", request("a"))
     (line,) = read_lines(requests)
-    for content in ("mine\n", f"{json.dumps(refusal(line, 'c', 'm'))}\n" * 2, '{"id": "x"}\n'):
+    whole = json.dumps(refusal(line, "c", "m"))
+    other = whole.replace('"a"', '"b"')
+    for content in (
+        *("mine\n", f"{whole}\n" * 2, '{"id": "x"}\n'),
+        *("mine", '{"my": "settings"}', json.dumps(request("a")), other, f"{whole}\n{whole}"),
+    ):
         path = tmp_path / "out"
         path.write_text(content)
         with pytest.raises(ConfigError, match="is not of an earlier run"):
