@@ -29,11 +29,12 @@ from typing import Any
 import numpy as np
 
 from jspec.core.errors import ConfigError, JspecError, shown
+from jspec.text.chat_messages import ROLES
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.tokenizer import Tokenizer
 
 KINDS = ("text", "messages", "conversations", "input_ids")
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+SHAREGPT = {"human": "user", "gpt": "assistant"}
 SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
 
 
@@ -196,7 +197,12 @@ def _messages(value: object) -> list[dict[str, Any]]:
                 "both text"
             )
         rest = {key: each for key, each in given.items() if key not in ("from", "value")}
-        found.append({**rest, "role": ROLES.get(role, role), "content": content})
+        if role not in (*ROLES, *SHAREGPT):
+            raise ConfigError(
+                f"has a message of the role {shown(role)}; expected one of "
+                f"{', '.join((*ROLES, *SHAREGPT))}"
+            )
+        found.append({**rest, "role": SHAREGPT.get(role, role), "content": content})
     if not found:
         raise ConfigError(f"has the messages {shown(value)}; expected a list of some")
     return found

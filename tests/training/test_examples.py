@@ -132,6 +132,10 @@ def test_calls_and_tools_are_shown_as_the_template_has_them(tokenizer: Tokenizer
         ('{"text": "\\ud800"}', "expected valid Unicode"),
         ('{"messages": []}', r"has the messages \[\]; expected a list of some"),
         ('{"messages": [{"role": "user"}]}', "expected role and content, or from and value"),
+        (
+            '{"conversations": [{"from": "alien", "value": "x"}]}',
+            "a message of the role 'alien'; expected one of system, .*, human, gpt",
+        ),
         ('{"input_ids": [1, "b"]}', "expected a list of token ids"),
         ('{"input_ids": [5, 320]}', r"has the token id 320; expected ids in \[0, 320\)"),
     ],
