@@ -67,19 +67,19 @@ class Mailbox:
 
 
 def wake(readers: Iterable[Waiting | None]) -> None:
-    """Wakes readers, with one call for each of their event loops; on the caller's own that is no
-    system call."""
+    """Wakes readers, with one call for each of their event loops; on the caller's own at once, as
+    they run when the caller waits."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiting in readers:
         if waiting is not None:
             by_loop.setdefault(waiting[0], []).append(waiting[1])
     own = _running_loop() if by_loop else None
     for event_loop, futures in by_loop.items():
+        if event_loop is own:
+            _wake(futures)
+            continue
         with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
-            if event_loop is own:
-                event_loop.call_soon(_wake, futures)
-            else:
-                event_loop.call_soon_threadsafe(_wake, futures)
+            event_loop.call_soon_threadsafe(_wake, futures)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
