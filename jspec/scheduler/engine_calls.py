@@ -26,6 +26,7 @@ from jspec.scheduler.live_weights import LiveWeights
 from jspec.scheduler.loop_thread import EngineStream
 from jspec.scheduler.room import Room, Submit
 from jspec.scheduler.stats import SchedulerStats
+from jspec.text.encoding import encoded
 from jspec.text.intake import Ids, Intake, LogprobOptions, Params, PromptSource, in_list
 from jspec.text.scoring import ScoreCall, label_names, watched_of
 from jspec.text.token_texts import TokenTexts
@@ -364,10 +365,7 @@ class EngineCalls(LiveWeights, ABC):
 
     def encode(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Any:
         """The ids of a text, or of each text of a list, as a prompt has them."""
-        encode = self.tokenizer.encode
-        if isinstance(text, str):
-            return list(encode(text, add_special_tokens=add_special_tokens))
-        return [list(encode(each, add_special_tokens=add_special_tokens)) for each in text]
+        return encoded(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def check_ids(self, name: str, ids: Ids) -> tuple[int, ...]:
         """The ids as Python's integers. Raises RequestError, which names them so, for the first

@@ -353,7 +353,7 @@ def _is_list(value: Any) -> bool:
 
 def _texts(prompt: str | Sequence[str] | None) -> tuple[list[str | None], bool]:
     """The prompts, and whether they were a list; what is neither is checked with its request."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
         return [prompt], False
     return list(prompt), True
 

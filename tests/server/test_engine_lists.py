@@ -135,6 +135,22 @@ def test_one_prompt_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch
     wait_idle(engine)
 
 
+def test_what_is_no_text_is_named(engine: Engine) -> None:
+    whole = "expected text or a list of texts"
+    for wrong, message in (
+        *((None, f"text is None; {whole}"), (5, f"text is 5; {whole}")),
+        *(
+            (b"a", "text 0, counted from 0, is 97; expected text"),
+            (["a", 5], "text 1, counted from 0, is 5; expected t"),
+        ),
+    ):
+        with pytest.raises(jspec.RequestError, match=message):
+            engine.encode(wrong)  # type: ignore[arg-type]
+    with pytest.raises(jspec.RequestError, match="prompt is bytes; expected text"):
+        engine.generate(b"abc")  # type: ignore[arg-type]
+    assert engine.encode([]) == []
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_lists_of_several_callers_wait_for_room(engine: Engine, *, streams: bool) -> None:
     """The queue holds 32; one prompt beside them may be refused, a list is not."""
