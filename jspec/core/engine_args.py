@@ -236,8 +236,8 @@ class EngineArgs:
     )
     prefill_budget_ms: float | None = argument(
         None,
-        "Milliseconds instead of tokens: that prompts take between two decode steps, in bursts too, "
-        "by what the last ones took",
+        "Milliseconds instead of tokens: that prompts take between two decode steps, in bursts "
+        "too, by what the last ones took",
         _MEMORY,
         above=0,
     )
