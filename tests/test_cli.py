@@ -159,8 +159,9 @@ def test_generate_says_when_its_text_will_mean_nothing(capsys: pytest.CaptureFix
 def test_words_that_only_print(capsys: pytest.CaptureFixture[str]) -> None:
     usage = "usage: jspec"
     words = {"version": "jspec 0.", "--help": usage, "help": usage, "flags": "### Model"}
-    for word, text in words.items():
-        assert main([word]) == 0
+    words |= {"version --help": "jspec 0.", "flags -h": "### Model"}
+    for asked, text in words.items():
+        assert main(asked.split()) == 0
         assert text in capsys.readouterr().out
 
 

@@ -140,6 +140,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         (["--out", "x"], "the following arguments are required: --data"),
         (["--data", "a.jsonl", "--out", "x"], "a.jsonl is no file; expected one with JSON lines"),
         (["--data", "a", "--out", "x", "--num-depths", "511"], "num_depths is 511; expected 1 to"),
+        (["--data", "a", "--out", "x", "--length", "2"], "length is 2; expected at least 3 tokens"),
         (["--data", "a", "--out", "x", "--batch-size", "0"], "batch_size is 0; expected at least"),
         (
             ["--data", "a", "--out", "x", "--num-depths", "0"],
