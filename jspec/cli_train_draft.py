@@ -24,7 +24,7 @@ from jspec.server.flags import FlagParser
 from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
-from jspec.training.examples import LossOn, RowTable
+from jspec.training.examples import SHORTEST, LossOn, RowTable
 from jspec.training.loop import LoopConfig
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
@@ -133,8 +133,8 @@ def job_of(options: argparse.Namespace) -> DraftJob:
     check_numbers(options)
     kind = Kind(options.algorithm)
     depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
-    if options.length < 3:
-        raise ConfigError(f"length is {options.length}; expected at least 3 tokens")
+    if options.length < SHORTEST:
+        raise ConfigError(f"length is {options.length}; expected at least {SHORTEST} tokens")
     if not 1 <= depths <= options.length - 2:
         raise ConfigError(
             f"num_depths is {depths}; expected 1 to {options.length - 2}, two less than the length"
