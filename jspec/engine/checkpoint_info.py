@@ -229,7 +229,10 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
     """What is built of it, and the words of the command beside those of every draft: layers for
     multi-token prediction may be fewer than the default S. Raises JspecError."""
     least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
-    faults: list[JspecError] = []  # the last says what is wrong whatever S is
+    spec, faults = (
+        load_model_spec(target),
+        list[JspecError](),
+    )  # the last says what is wrong whatever S is
     for steps in range(DEFAULT_STEPS, least - 1, -1):
         args = EngineArgs(
             model_path=str(target),
@@ -240,7 +243,7 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
         request = DraftRequest(
             args=args,
             path=path,
-            target=load_model_spec(target),
+            target=spec,
             target_path=target,
             tokenizer=target,
             shards=1,

@@ -162,9 +162,10 @@ class AnswerFile:
         with closing(read_lines(requests)) as lines:
             for text in self._file:
                 line = next(lines, None)
-                if line is not None and not text.endswith(b"\n") and _begins(line, text):
-                    break
                 found = None if line is None else _answer_to(line, text)
+                is_left_off = line is not None and (found is not None or _begins(line, text))
+                if is_left_off and not text.endswith(b"\n"):
+                    break  # to be written again
                 if found is None:
                     expected = "no more lines"
                     if line is not None:

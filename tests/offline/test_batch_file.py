@@ -149,6 +149,11 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is not of an earlier run"):
             AnswerFile(path, requests)
         assert path.read_text() == content
+    turned = json.dumps(dict(reversed(json.loads(whole).items())))
+    path.write_text(turned)  # an answer as others write it: its line has no end, so it is redone
+    with closing(AnswerFile(path, requests)) as file:
+        assert file.num_written == 0
+    assert path.read_text() == ""
     with pytest.raises(ConfigError, match="expected another file"):
         AnswerFile(requests, requests)
     with pytest.raises(ConfigError, match="is no regular file"):
