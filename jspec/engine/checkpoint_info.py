@@ -229,10 +229,8 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
     """What is built of it, and the words of the command beside those of every draft: layers for
     multi-token prediction may be fewer than the default S. Raises JspecError."""
     least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
-    spec, faults = (
-        load_model_spec(target),
-        list[JspecError](),
-    )  # the last says what is wrong whatever S is
+    spec = load_model_spec(target)
+    faults: list[JspecError] = []  # the last says what is wrong whatever S is
     for steps in range(DEFAULT_STEPS, least - 1, -1):
         args = EngineArgs(
             model_path=str(target),
