@@ -193,12 +193,10 @@ class DeviceRunner(PlanRunner):
         operands: arrays of the host, and outputs of former programs. Raises EngineClosedError
         after close().
         """
-        placed = [
-            jax.device_put(each, self._replicated) if isinstance(each, np.ndarray) else each
-            for each in operands
-        ]
+        # An executable places an array of the host itself; device_put would take longer than that
+        # and all else here together.
         executable = self._programs.executables[key]
-        self._state, output = executable(self._params, self.state, *placed)
+        self._state, output = executable(self._params, self.state, *operands)
         if is_read:
             output.copy_to_host_async()
         return output
