@@ -73,9 +73,9 @@ def poison_some_new_rows(rng: np.random.Generator, rows: list[Row]) -> None:
         poison(rng, row.new, [slot for slot in range(1, len(row.new)) if rng.random() < 0.3])
 
 
-@pytest.mark.parametrize("ops", ["reference", "xla"])
 @pytest.mark.parametrize("name", MASKS)
-def test_poison_in_a_pool_reaches_nobody_who_does_not_see_it(name: str, ops: str) -> None:
+def test_poison_in_a_pool_reaches_nobody_who_does_not_see_it(name: str) -> None:
+    """In the reference: all others rely on it that nothing but finite numbers is written."""
     case = replace(MASKS[name], writes=False, sinks=False)
     hidden = []
     for seed in range(3):
@@ -84,7 +84,7 @@ def test_poison_in_a_pool_reaches_nobody_who_does_not_see_it(name: str, ops: str
         if "window" in name:  # what no window reaches
             poison(rng, rows[0].prefix, range(case.longest - 20))
         poison_some_new_rows(rng, rows)
-        out, _ = call(case, rows, ops=ops, sinks=None)
+        out, _ = call(case, rows, ops="reference", sinks=None)
         hidden.append(check_queries_that_see_no_poison(case, rows, out))
     assert any(hidden)
 

@@ -20,10 +20,10 @@ Which keys query j of row b sees:
 c * tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
 
 What is not finite in k_new or v_new is made so when it is written (kv_write), so the rows
-of a pool that anybody wrote are finite. Slots that nobody wrote may hold anything. The kernels of
-TPUs and GPUs rely on both: they replace what nobody wrote, and multiply a row that only some of
-their queries see by a weight of 0. The reference and XLA let no row reach a query that does not
-see it, whatever it holds.
+of a pool that anybody wrote are finite. Slots that nobody wrote may hold anything. XLA and the
+kernels rely on both: they replace what nobody wrote, and multiply a row that only some of their
+queries see by a weight of 0. The reference lets no row reach a query that does not see it,
+whatever it holds.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def attend(
         flat = kv_pages.reshape(kv_pages.shape[0], -1, width)
         kv = flat.at[ids].get(mode="promise_in_bounds")
         kv = kv.reshape(ids.shape[0], -1, num_kv, 2, width).astype(jnp.float32)
-        # A weight of 0 times NaN is NaN: slots nobody wrote, and what is not finite, become 0
-        # before any product. Then no query meets them, whoever's they are and whatever its mask.
+        # A weight of 0 times NaN is NaN: slots nobody wrote become 0 before any product. What was
+        # written is finite (kv_write).
         is_written = (slot < limit[:, None])[:, :, None, None, None]
-        kv = jnp.where(is_written & (jnp.abs(kv) < jnp.inf), kv, 0.0)
+        kv = jnp.where(is_written, kv, 0.0)
         kv = kv.reshape(groups, -1, num_kv, 2, width)
         seen = _visible(slot, rows, q.shape[0], queries_per_row, window, row)
         return step + 1, _absorb(partial, queries, kv, seen, soft_cap=soft_cap)
