@@ -14,6 +14,9 @@ from dataclasses import dataclass
 class Feature(enum.Enum):
     """One that costs time in a step, and is compiled in or left out."""
 
+    # Each step looks programs up by these; Enum's own hash is of the name, and made in Python.
+    __hash__ = object.__hash__
+
     FILTERS = "filters"  # top-k, top-p, min-p
     PENALTIES = "penalties"  # what changes logits by token ids: penalties, bias, minimum length
     LOGPROBS = "logprobs"  # log-probabilities of what is emitted, and of prompts

@@ -82,6 +82,8 @@ class StepKind(enum.Enum):
     CATCH_UP before a decode that says so, and runs PROPOSE, SCORE and SETTLE for a decode in which
     a row follows a grammar."""
 
+    __hash__ = object.__hash__  # as Feature's
+
     PREFILL = "prefill"
     DECODE = "decode"
     RECALL = "recall"
@@ -120,9 +122,12 @@ class StepPlan:
         """S/K/N of a decode."""
         return limits.spec if self.shape is None else self.shape
 
-    def most_emitted(self, limits: ServeLimits) -> int:
-        """Tokens that a row of a decode can emit in all its rounds."""
-        return self.num_rounds(limits) * self.spec(limits).max_emitted
+    def decode_rounds(self, limits: ServeLimits) -> tuple[int, int]:
+        """Verifications of a decode, and tokens that a row can emit in all of them; no others."""
+        if self.kind is StepKind.PREFILL:
+            return 0, 0
+        num_rounds = self.num_rounds(limits)
+        return num_rounds, num_rounds * self.spec(limits).max_emitted
 
     def num_rounds(self, limits: ServeLimits) -> int:
         """Verifications of a decode: one where the host must look at every tree. A prefill is 1."""

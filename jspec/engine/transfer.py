@@ -74,17 +74,13 @@ def pack(
     if tree is not None:
         return packed.pack(_settle_fields(plan, packed, tree))
     if plan.kind is StepKind.DECODE:
-        fields = {name: np.zeros(shape, np.int32) for name, shape in packed.fields}
-        fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
-        _write_grants(fields["grants"], plan, space=0)
-        _write_window_grants(fields, plan, limits)
-        if "leaders" in fields and plan.shared:
-            shared = np.array(plan.shared, np.int32)
-            fields["leaders"][: len(shared)], fields["shared_keys"][: len(shared)] = shared.T
-        return packed.pack(fields)
-    flat = _neutral_prefill(packed, vocab_size, table).copy()
-    fields = packed.unpack(flat)  # views
-    _write_prefill(fields, plan, vocab_size=vocab_size, table=table)
+        flat = np.zeros(packed.size, np.int32)
+        fields = packed.unpack(flat)  # views
+        _write_decode(fields, plan)
+    else:
+        flat = _neutral_prefill(packed, vocab_size, table).copy()
+        fields = packed.unpack(flat)
+        _write_prefill(fields, plan, vocab_size=vocab_size, table=table)
     _write_window_grants(fields, plan, limits)
     return flat
 
@@ -141,6 +137,14 @@ def _write_grants(field: np.ndarray, plan: StepPlan, *, space: int) -> None:
     grants = [(g.slot, g.index, g.page) for g in plan.grants if g.space == space]
     if grants:
         field[: len(grants)] = grants
+
+
+def _write_decode(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
+    fields["slots"][: len(plan.rows)] = [row.slot for row in plan.rows]
+    _write_grants(fields["grants"], plan, space=0)
+    if "leaders" in fields and plan.shared:
+        shared = np.array(plan.shared, np.int32)
+        fields["leaders"][: len(shared)], fields["shared_keys"][: len(shared)] = shared.T
 
 
 @functools.lru_cache(maxsize=64)  # more than the sizes and features of an engine

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 from jspec.core.config import ServeLimits, SpeculativeConfig
 from jspec.core.errors import InvariantError
-from jspec.core.features import PLAIN, SAMPLING, Feature, StepFeatures
+from jspec.core.features import SAMPLING, StepFeatures
 from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.core.shared_prefixes import SharedPrefix
 from jspec.scheduler import policy
 from jspec.scheduler.pages import FullPages
 from jspec.scheduler.results import Flight, Lineup
 from jspec.scheduler.row_table import Ints, RowTable
-from jspec.scheduler.sequence import Sequence, Tenancy, constraints_of
+from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.shape_choice import ShapeChooser
 from jspec.scheduler.sharing import PrefixSharing
 from jspec.scheduler.windows import WindowPages
@@ -40,6 +40,7 @@ class DecodePlanner:
         shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
+        self._deferred_tokens = limits.deferred_tokens
         self._table = table
         self._pages = pages
         self._windows = windows
@@ -64,37 +65,42 @@ class DecodePlanner:
         """
         running = self._running_rows()
         lineup = running.take(self._table.may_decode(running.slots).nonzero()[0])
-        if not lineup.rows or self._table.waits_to_be_read(lineup.slots):
+        if not lineup.rows or self._waits_to_be_read(lineup):
             return None
-        missing = self._table.pages_missing(lineup.slots, self._limits)
-        if missing.sum() > self._pages.num_free:
+        missing = self._table.pages_missing(lineup.slots, self._limits).tolist()
+        if sum(missing) > self._pages.num_free:
             decoding, grants = self._choose_short_of_pages()
             lineup = Lineup.of(decoding)
         else:
             grants = []
-            has_to_grow = missing > 0 if not self._limits.windows else missing >= 0
-            for i in has_to_grow.nonzero()[0].tolist():
-                grants += self._grant(lineup.tenancies[i], int(missing[i]))
+            for tenancy, num_pages in zip(lineup.tenancies, missing, strict=True):
+                if num_pages or self._limits.windows:
+                    grants += self._grant(tenancy, num_pages)
         if not lineup.rows:
             return None
-        features, tenancies = PLAIN, lineup.tenancies
-        if self._table.is_featured[lineup.slots].any():
-            features = PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
-        shape = self._limits.spec
-        if Feature.GRAMMAR not in features:  # its programs are of one shape
-            shape = self._shapes.choose(num_rows=len(tenancies), features=features)
+        features, shape = lineup.features, self._limits.spec
+        if not lineup.constraints:  # the programs of grammars are of one shape
+            shape = self._shapes.choose(num_rows=len(lineup.rows), features=features)
         plan = StepPlan(
             step=step,
             kind=StepKind.DECODE,
             features=features,
             rows=lineup.rows,
             grants=tuple(grants),
-            constraints=constraints_of(tenancies) if Feature.GRAMMAR in features else (),
+            constraints=lineup.constraints,
             shape=None if shape == self._limits.spec else shape,
             owed=self._owed(lineup.slots, shape),
             shared=self._shared(lineup.slots, features, shape),
         )
         return Flight(plan, lineup)
+
+    def _waits_to_be_read(self, lineup: Lineup) -> bool:
+        """Whether a row that follows a grammar has a step in flight."""
+        steps = self._table.steps
+        return any(
+            constraint is not None and steps[row.slot] > 0
+            for constraint, row in zip(lineup.constraints, lineup.rows, strict=False)
+        )
 
     def _shared(
         self, slots: Ints, features: StepFeatures, shape: SpeculativeConfig
@@ -110,10 +116,10 @@ class DecodePlanner:
     def _owed(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
         """What the drafter must be told of before a decode of this shape: all that it was not, if
         it is to draft, or where a plain one would leave more than W tokens waiting."""
-        if not self._limits.deferred_tokens:
+        if not self._deferred_tokens:
             return ()
         owed = self._table.owed[slots]
-        room = self._limits.deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
+        room = self._deferred_tokens - self._limits.num_rounds if shape.is_plain else 0
         return tuple(owed.tolist()) if owed.max() > room else ()
 
     def _running_rows(self) -> Lineup:

@@ -24,6 +24,7 @@ class Prefilling:
         self._rows: dict[str, Sequence] = {}  # in order of admission
         self._since_decode = 0  # prompt tokens dispatched after the last decode step
         self._pace = PrefillPace(limits.prefill_buckets)
+        self._nothing = policy.ChunkPacker(limits, 0)  # never has room
 
     @property
     def tenancies(self) -> list[Tenancy]:
@@ -45,19 +46,20 @@ class Prefilling:
         """For the next step: before a decode step is tried, and after it if there is none."""
         tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
         tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
+        if not tokens:
+            return self._nothing, self._nothing
         unfilled = policy.Unfilled(num_rows=len(tokens), num_tokens=sum(tokens))
-        room = later = 0
-        if tokens:
-            room = policy.prefill_room(
-                self._limits,
-                unfilled,
-                num_decoding=num_running - len(self._rows),
-                since_decode=self._since_decode,
-                timed=self._timed_budget(),
-            )
-        if tokens and not room:
+        room = policy.prefill_room(
+            self._limits,
+            unfilled,
+            num_decoding=num_running - len(self._rows),
+            since_decode=self._since_decode,
+            timed=self._timed_budget(),
+        )
+        later = 0
+        if not room:
             later = policy.prefill_room(self._limits, unfilled, num_decoding=0, since_decode=0)
-        shortest = min(tokens, default=0)
+        shortest = min(tokens)
         first, last = (
             policy.ChunkPacker(self._limits, size, leaves_half=2 * shortest <= size)
             for size in (room, later)

@@ -14,6 +14,8 @@ import numpy as np
 
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError
+from jspec.core.features import PLAIN, StepFeatures
+from jspec.core.grammar import Constraint
 from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
 from jspec.core.request import Request
 from jspec.scheduler.row_table import Bools, Ints, RowTable
@@ -36,26 +38,30 @@ def check_result(
             f"plan {plan.step} came with result {result.step}; expected both to be the "
             f"oldest step in flight, {oldest}"
         )
-    is_decode = plan.kind is StepKind.DECODE
-    num_rounds = plan.num_rounds(limits)
-    most = plan.spec(limits).max_emitted if is_decode else 1
-    if is_decode:
-        least = np.ones(len(plan.rows), np.int64)
+    if plan.kind is StepKind.DECODE:
+        most, emits = plan.spec(limits).max_emitted, [1] * len(plan.rows)
     else:
-        least = np.array([chunk.is_final for chunk in plan.chunks], np.int64)
-    if len(result.rounds) != num_rounds or not all(
-        of_round.num_emitted.shape == least.shape
-        and (of_round.num_emitted >= least).all()
-        and (of_round.num_emitted <= least * most).all()
-        for of_round in result.rounds
+        most, emits = 1, [int(chunk.is_final) for chunk in plan.chunks]
+    rounds = [of_round.num_emitted.tolist() for of_round in result.rounds]
+    if len(rounds) != plan.num_rounds(limits) or not all(
+        _are_within(counts, emits, most=most) for counts in rounds
     ):
-        rounds = [of_round.num_emitted.tolist() for of_round in result.rounds]
         raise InvariantError(
-            f"step {plan.step} emitted {rounds} ids; expected {num_rounds} rounds, in each a "
-            f"number from {least.tolist()} on, and at most {most}, for its {len(least)} rows"
+            f"step {plan.step} emitted {rounds} ids; expected {plan.num_rounds(limits)} rounds, in "
+            f"each a number from {emits} on, and at most {most}, for its {len(emits)} rows"
         )
     for of_round in result.rounds:
         _check_proposed(limits, plan, of_round)
+
+
+def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
+    """Whether the rows with a 1 in `emits` emitted 1 to `most` ids, and the others none. Without
+    numpy, which takes longer for a list until it is long."""
+    if len(counts) != len(emits):
+        return False
+    if 0 not in emits:
+        return min(counts, default=1) >= 1 and max(counts, default=1) <= most
+    return all(emit <= count <= emit * most for count, emit in zip(counts, emits, strict=True))
 
 
 def _check_proposed(limits: ServeLimits, plan: StepPlan, of_round: RoundResult) -> None:
@@ -73,13 +79,19 @@ def _check_proposed(limits: ServeLimits, plan: StepPlan, of_round: RoundResult) 
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """Rows of a step, in its order, and what is the same in all of their steps."""
+    """Rows of a step, in its order, and what is the same in all of their steps.
+
+    features: what they need, all of them together. constraints: each row's, or empty where none
+    follows a grammar.
+    """
 
     slots: Ints
     tenancies: tuple[Tenancy, ...]
     rows: tuple[RowRef, ...]
     transcripts: tuple[Transcript, ...]
     origins: tuple[Origin, ...]
+    features: StepFeatures
+    constraints: tuple[Constraint | None, ...]
 
     @classmethod
     def of(cls, tenancies: Iterable[Tenancy]) -> Lineup:
@@ -92,6 +104,8 @@ class Lineup:
             rows=rows,
             transcripts=tuple([tenancy.sequence.transcript for tenancy in of_all]),
             origins=tuple([tenancy.sequence.origin for tenancy in of_all]),
+            features=_features_of(of_all),
+            constraints=_constraints_of(of_all),
         )
 
     def take(self, indices: Ints) -> Lineup:
@@ -99,13 +113,27 @@ class Lineup:
         if len(indices) == len(self.slots):
             return self
         chosen = indices.tolist()
+        tenancies = tuple(map(self.tenancies.__getitem__, chosen))
         return Lineup(
             slots=self.slots[indices],
-            tenancies=tuple(map(self.tenancies.__getitem__, chosen)),
+            tenancies=tenancies,
             rows=tuple(map(self.rows.__getitem__, chosen)),
             transcripts=tuple(map(self.transcripts.__getitem__, chosen)),
             origins=tuple(map(self.origins.__getitem__, chosen)),
+            features=_features_of(tenancies) if self.features.members else PLAIN,
+            constraints=_constraints_of(tenancies) if self.constraints else (),
         )
+
+
+def _features_of(tenancies: Iterable[Tenancy]) -> StepFeatures:
+    """What a step of these rows needs."""
+    return PLAIN.union(tenancy.sequence.features for tenancy in tenancies)
+
+
+def _constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:
+    """Of a plan's rows, in their order; nothing where none follows a grammar."""
+    found = tuple(tenancy.sequence.constraint for tenancy in tenancies)
+    return found if any(constraint is not None for constraint in found) else ()
 
 
 @dataclass(frozen=True, slots=True)

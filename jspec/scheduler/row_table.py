@@ -35,9 +35,8 @@ class RowTable:
     decodes: its final chunk is dispatched and it has not ended.
     ended: its tenancy is over, though steps may name it. is_plain: ids alone say where it ends;
     is_watched: and these must be shown to its StopWatch.
-    is_featured: its steps need features. is_constrained: by a grammar, which must have
-    seen all. drafts: drafts may be accepted. stop_ids: those ids, NO_ID after them. out_ids:
-    emitted ids; past `emitted` anything.
+    drafts: drafts may be accepted. stop_ids: those ids, NO_ID after them. out_ids: emitted ids;
+    past `emitted` anything. unread: steps, rounds and ahead side by side, which are its columns.
     """
 
     left: Ints
@@ -45,31 +44,34 @@ class RowTable:
     fill: Ints
     emitted: Ints
     pages: Ints
-    steps: Ints
-    rounds: Ints
-    ahead: Ints
+    unread: Ints  # [slots, 3]
     owed: Ints
     decodes: Bools
     ended: Bools
     is_plain: Bools
     is_watched: Bools
-    is_featured: Bools
-    is_constrained: Bools
     drafts: Bools
     stop_ids: np.ndarray  # i32[slots, MAX_STOP_IDS]
     out_ids: np.ndarray  # i32[slots, context_length + M]
+    steps: Ints = field(init=False)
+    rounds: Ints = field(init=False)
+    ahead: Ints = field(init=False)
     most_stop_ids: int = field(default=0, init=False)  # that a row has had
+
+    def __post_init__(self) -> None:
+        self.steps, self.rounds, self.ahead = self.unread.T  # views
 
     @classmethod
     def empty(cls, limits: ServeLimits) -> RowTable:
         rows = limits.num_slots + 1
         # Of memory only what rows have come to is ever touched.
         out_ids = np.empty((rows, limits.context_length + limits.spec.max_emitted), np.int32)
-        counts = ("left", "last", "fill", "emitted", "pages", "steps", "rounds", "ahead", "owed")
-        flags = ("decodes", "ended", "is_plain", "is_watched", "is_featured", "is_constrained")
+        counts = ("left", "last", "fill", "emitted", "pages", "owed")
+        flags = ("decodes", "ended", "is_plain", "is_watched", "drafts")
         return cls(
             **{name: np.zeros(rows, np.int64) for name in counts},
-            **{name: np.zeros(rows, np.bool_) for name in (*flags, "drafts")},
+            **{name: np.zeros(rows, np.bool_) for name in flags},
+            unread=np.zeros((rows, 3), np.int64),
             stop_ids=np.full((rows, MAX_STOP_IDS), NO_ID, np.int32),
             out_ids=out_ids,
         )
@@ -84,18 +86,15 @@ class RowTable:
         stop_ids: tuple[int, ...] = (),
         is_cut: bool = False,
         is_watched: bool = False,
-        is_featured: bool = False,
-        is_constrained: bool = False,
         drafts: bool = True,
     ) -> None:
         """Begins a row that nothing in flight names. is_cut: more than its ids is to be looked at:
         its text may end it, it has log-probabilities, or its grammar is to go on; so it is where
         its steps count as plain ones (not drafts)."""
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
-        self.is_featured[slot], self.is_constrained[slot] = is_featured, is_constrained
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
-        self.emitted[slot] = self.pages[slot] = self.steps[slot] = self.rounds[slot] = 0
-        self.ahead[slot] = self.owed[slot] = 0
+        self.emitted[slot] = self.pages[slot] = self.owed[slot] = 0
+        self.unread[slot] = 0
         self.decodes[slot] = self.ended[slot] = False
         self.is_plain[slot] = not is_cut and len(stop_ids) <= MAX_STOP_IDS
         self.is_watched[slot] = is_watched and self.is_plain[slot]
@@ -112,24 +111,29 @@ class RowTable:
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
 
-    def waits_to_be_read(self, slots: Ints) -> bool:
-        """Whether a row that follows a grammar has a step in flight."""
-        constrained = slots[self.is_constrained[slots]]
-        return constrained.size > 0 and bool((self.steps[constrained] > 0).any())
-
     def pages_missing(self, slots: Ints, limits: ServeLimits) -> Ints:
         """`budget.pages_for_decode` of each row, less the pages that it holds; 0 at least."""
         spec = limits.spec
-        first = self.committed(slots) + self.ahead[slots]
-        final = first + (limits.num_rounds - 1) * spec.max_emitted
-        start = np.maximum(first, np.minimum(final, self.last[slots]))
-        positions = start + spec.num_scratch_rows
-        needed = -(-positions // limits.page_size)
+        start = self.committed(slots) + self.ahead[slots]
+        if limits.num_rounds > 1:
+            final = start + (limits.num_rounds - 1) * spec.max_emitted
+            start = np.maximum(start, np.minimum(final, self.last[slots]))
+        needed = -(-(start + spec.num_scratch_rows) // limits.page_size)
         return np.maximum(needed - self.pages[slots], 0)
 
     def committed(self, slots: Ints) -> Ints:
         """L as far as it was read."""
         return self.fill[slots] + np.maximum(self.emitted[slots] - 1, 0)
+
+    # In flight.
+
+    def dispatched(self, slots: Ints, *, rounds: int, tokens: int) -> None:
+        """A step of these rows; of a decode, its rounds, and the tokens that they can emit."""
+        self.unread[slots] += (1, rounds, tokens)
+
+    def collected(self, slots: Ints, *, rounds: int, tokens: int) -> None:
+        """That step."""
+        self.unread[slots] -= (1, rounds, tokens)
 
     # Committing.
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence as Ordered
 from jspec.core import shapes
 from jspec.core.config import ServeLimits
 from jspec.core.errors import InvariantError, RequestError
-from jspec.core.features import PLAIN
 from jspec.core.plan import (
     Admission,
     PageGrant,
@@ -37,7 +36,7 @@ from jspec.scheduler.pages import FullPages, Hit
 from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result, text_failure
 from jspec.scheduler.row_table import RowTable
-from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy, constraints_of
+from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
 from jspec.scheduler.transcript import Piece, Tally
@@ -59,6 +58,7 @@ class Scheduler:
         shapes: ShapeChooser | None = None,
     ) -> None:
         self._limits = limits
+        self._deferred_tokens = limits.deferred_tokens
         self._shapes = shapes or FixedShape(limits.spec)
         self._make_stream = make_stream
         self._windows = WindowPages(limits)
@@ -176,7 +176,7 @@ class Scheduler:
         if self._in_flight:
             self._pages.withdraw(self._in_flight[0].plan.step)
         self._in_flight.clear()
-        self._table.steps[:] = self._table.rounds[:] = self._table.ahead[:] = 0
+        self._table.unread[:] = 0
         for tenancy in tuple(self._tenancies.values()):
             if tenancy.ended:
                 self._release(tenancy)
@@ -243,6 +243,8 @@ class Scheduler:
         return None
 
     def _plan_prefill(self, packer: policy.ChunkPacker) -> Flight | None:
+        if not packer.has_room:
+            return None
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
@@ -265,11 +267,11 @@ class Scheduler:
         plan = StepPlan(
             step=self._num_steps + 1,
             kind=StepKind.PREFILL,
-            features=PLAIN.union(tenancy.sequence.features for tenancy in lineup.tenancies),
+            features=lineup.features,
             admissions=tuple(admissions),
             chunks=tuple(chunks),
             grants=tuple(grants),
-            constraints=constraints_of(lineup.tenancies),
+            constraints=lineup.constraints,
         )
         return Flight(plan, lineup)
 
@@ -279,7 +281,7 @@ class Scheduler:
         return self._windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
 
     def _mark_in_flight(self, flight: Flight) -> None:
-        plan, table = flight.plan, self._table
+        plan, slots, table = flight.plan, flight.slots, self._table
         self._num_steps = plan.step
         self._prefilling.count(plan)
         self._in_flight.append(flight)
@@ -288,15 +290,12 @@ class Scheduler:
             self._pages.publish(tenancy, step=plan.step)
             self._windows.trim(tenancy)
             table.decodes[chunk.row.slot] = chunk.is_final
-        if plan.kind is StepKind.DECODE:
-            num_rounds = plan.num_rounds(self._limits)
-            table.rounds[flight.slots] += num_rounds
-            table.ahead[flight.slots] += plan.most_emitted(self._limits)
-            if plan.owed:
-                table.owed[flight.slots] = 0
-            if self._limits.deferred_tokens and plan.spec(self._limits).is_plain:
-                table.owed[flight.slots] += num_rounds
-        table.steps[flight.slots] += 1
+        rounds, tokens = plan.decode_rounds(self._limits)
+        table.dispatched(slots, rounds=rounds, tokens=tokens)
+        if plan.owed:
+            table.owed[slots] = 0
+        if self._deferred_tokens and plan.spec(self._limits).is_plain:
+            table.owed[slots] += rounds
 
     # Results in.
 
@@ -314,10 +313,9 @@ class Scheduler:
         oldest = self._in_flight[0].plan.step if self._in_flight else None
         check_result(self._limits, plan, result, oldest=oldest)
         flight, table = self._in_flight.popleft(), self._table
-        table.steps[flight.slots] -= 1
-        if plan.kind is StepKind.DECODE:
-            table.rounds[flight.slots] -= plan.num_rounds(self._limits)
-            table.ahead[flight.slots] -= plan.most_emitted(self._limits)
+        rounds, tokens = plan.decode_rounds(self._limits)
+        table.collected(flight.slots, rounds=rounds, tokens=tokens)
+        if rounds:
             tell(self._shapes, plan, result, drafts=table.drafts[flight.slots])
         for i in table.ended[flight.slots].nonzero()[0].tolist():
             if flight.tenancies[i].steps_in_flight == 0:

@@ -11,7 +11,7 @@ counters all derive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from jspec.cache.prefix_cache import CachedPage
@@ -78,8 +78,6 @@ class Tenancy:
             or sequence.constraint is not None,
             drafts=request.sampling.speculative,
             is_watched=sequence.watch is not None,
-            is_constrained=sequence.constraint is not None,
-            is_featured=len(sequence.features) > 0,
         )
         return cls(row=row, sequence=sequence, table=table, fill_ids=fill_ids, page_ids=[])
 
@@ -392,9 +390,3 @@ class Sequence:
         """The last piece of a sequence whose text raised; nothing more is asked of its text."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         return self.piece(Cut(ids=(), text="", num_shown=0, finish=finish))
-
-
-def constraints_of(tenancies: Iterable[Tenancy]) -> tuple[Constraint | None, ...]:
-    """Of a plan's rows, in their order; nothing where none follows a grammar."""
-    found = tuple(tenancy.sequence.constraint for tenancy in tenancies)
-    return found if any(constraint is not None for constraint in found) else ()
