@@ -64,6 +64,9 @@ class DeviceRunner(PlanRunner):
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        # A CPU's executable takes arrays of the host as they are; device_put costs 0.2 ms there. A
+        # GPU's copies them while its caller waits (a prefill of 128 tokens: 11% longer).
+        self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._num_programs = len(executables)
 
     @classmethod
@@ -193,8 +196,11 @@ class DeviceRunner(PlanRunner):
         operands: arrays of the host, and outputs of former programs. Raises EngineClosedError
         after close().
         """
-        # An executable places an array of the host itself; device_put would take longer than that
-        # and all else here together.
+        if not self._is_cpu:
+            operands = tuple(
+                jax.device_put(each, self._replicated) if isinstance(each, np.ndarray) else each
+                for each in operands
+            )
         executable = self._programs.executables[key]
         self._state, output = executable(self._params, self.state, *operands)
         if is_read:
