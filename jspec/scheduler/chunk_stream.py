@@ -50,6 +50,11 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         )
         self._on_drop.atexit = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its last chunk was read, or it was closed."""
+        return self._is_done
+
     async def __anext__(self) -> StreamChunk:
         try:
             item = await self.receive()

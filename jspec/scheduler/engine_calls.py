@@ -82,7 +82,7 @@ class EngineCalls(LiveWeights, ABC):
         requests = await self._constrained(requests)
         await self._may_submit.wait()
         # Nothing yields between the check and the last submit, so the check still holds there.
-        await self._check(requests, num_queued=self.stats.num_queued)
+        await self._check(requests, num_queued=self._loop.num_queued)
         return self._loop.submit_call(requests, max_unread=max_unread)
 
     async def _check(self, requests: Sequence[Request], *, num_queued: int) -> None:
@@ -171,14 +171,7 @@ class EngineCalls(LiveWeights, ABC):
         """
         found: list[dict[int, Any]] = [{} for _ in calls]
         bound = self._limits.max_queued_requests
-        screen = BatchProgress(
-            sys.stderr,
-            total=len(calls),
-            before=0,
-            read_stats=lambda: self.stats,
-            noun="prompts",
-            emitted_before=self.stats.num_emitted,
-        )
+        screen = self._progress_of(len(calls)) if progress else None
         left = [0] * len(calls)
 
         async def run(item: tuple[int, int, Request | RequestError]) -> None:
@@ -193,7 +186,7 @@ class EngineCalls(LiveWeights, ABC):
                 answer = error
             found[prompt][choice] = answer
             left[prompt] -= 1
-            if progress and left[prompt] == 0:
+            if screen is not None and left[prompt] == 0:
                 screen.add(not isinstance(answer, Exception))
 
         num_sequences = sum(call.num_choices for call in calls)
@@ -201,9 +194,19 @@ class EngineCalls(LiveWeights, ABC):
             await self._check_all(calls)
         most = min(bound, num_sequences)
         submit = Room(self.submit).submit if is_list else self.submit
-        with closing(screen) if progress else nullcontext():
+        with nullcontext() if screen is None else closing(screen):
             await run_all(self._requests_of(calls, left), run, most=most)
         return [[by_choice[i] for i in sorted(by_choice)] for by_choice in found]
+
+    def _progress_of(self, num_prompts: int) -> BatchProgress:
+        return BatchProgress(
+            sys.stderr,
+            total=num_prompts,
+            before=0,
+            read_stats=lambda: self.stats,
+            noun="prompts",
+            emitted_before=self.stats.num_emitted,
+        )
 
     async def _check_all(self, calls: Sequence[PromptSource]) -> None:
         """Raises what any of them would. They are made once more when they run, which costs less

@@ -101,6 +101,11 @@ class EngineLoop:
         return self._scheduler.stats
 
     @property
+    def num_queued(self) -> int:
+        """Of `stats`, which counts much more."""
+        return self._scheduler.num_queued
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
         """Requests that are waiting or running."""
         return tuple(self._queues)

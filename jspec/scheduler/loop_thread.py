@@ -229,7 +229,7 @@ class EngineStream(AsyncIterator[StreamChunk]):
 
     async def aclose(self) -> None:
         """May be called twice, and after the engine was closed."""
-        if self._loop_thread.is_running:
+        if self._loop_thread.is_running and not self._stream.is_done:
             # Shielded: whoever closes is often being cancelled, and the abort must still happen.
             with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
                 await asyncio.shield(self._loop_thread.call(self._stream.aclose()))

@@ -91,12 +91,17 @@ class Scheduler:
         return self._limits
 
     @property
+    def num_queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
     def stats(self) -> SchedulerStats:
         """Exact between turns; another thread may read it at any time, and see half of one."""
         tenancies = tuple(self._tenancies.values())
         return SchedulerStats(
             num_running=len(self._running),
-            num_queued=len(self._waiting),
+            num_queued=self.num_queued,
             num_pages=self._pages.num_pages,
             num_free_pages=self._pages.num_free,
             num_cached_pages=self._pages.num_cached,
@@ -243,8 +248,6 @@ class Scheduler:
         return None
 
     def _plan_prefill(self, packer: policy.ChunkPacker) -> Flight | None:
-        if not packer.has_room:
-            return None
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
         grants: list[PageGrant] = []
@@ -307,7 +310,6 @@ class Scheduler:
         """Applies the oldest step in flight; returns a piece for each row and round that emitted.
 
         The rounds after a row's end are dropped: pieces and counters are those of single rounds.
-
         Raises InvariantError for a result out of order or of the wrong shape.
         """
         oldest = self._in_flight[0].plan.step if self._in_flight else None
