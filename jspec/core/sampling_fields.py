@@ -233,7 +233,7 @@ class Row:
         return self.neutral(vocab_size) if callable(self.neutral) else self.neutral
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # its table is hashed once a prefill
 class SamplingField:
     """One line of the table: a parameter of a request, by SGLang's name.
 

@@ -93,6 +93,8 @@ class WindowPages:
 
     def may_admit(self, sequence: Sequence) -> bool:
         """Whether what `sequence` may ever hold is left in every space."""
+        if not self.pools:
+            return True
         of_chunks = self._limits.pages_of_chunks(self._limits.chunk_size)
         for i, needed in enumerate(self._most(sequence)):
             promised = sum(row[i].promised for row in self._held.values())
@@ -169,6 +171,8 @@ class WindowPages:
 
     def _seen_from(self, tenancy: Tenancy) -> list[int]:
         """Of each space, the index of the first page that a query of the row may still see."""
+        if not self.pools:
+            return []
         length, size = tenancy.drafted_len - self._limits.spec.lag, self._limits.page_size
         return [max(length - (space.window - 1), 0) // size for space in self._limits.windows]
 
@@ -178,6 +182,8 @@ class WindowPages:
     def _most(self, sequence: Sequence) -> tuple[int, ...]:
         """Pages of each space that the row may hold between two plans: bounded also by its end."""
         limits = self._limits
+        if not limits.windows:
+            return ()
         last = budget.last_committed(sequence.prompt_len, sequence.max_new_tokens)
         whole = shapes.num_pages(limits.reserved_tokens_at_most(last), limits.page_size)
         return tuple(min(limits.window_pages_per_row(s.window), whole) for s in limits.windows)
