@@ -199,9 +199,10 @@ class Fields:
         return tuple(value)
 
     def architecture(self) -> str:
-        names = self.get("architectures")
-        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise self._unfit("architectures", names, "a list of one name")
+        """The first name: others say who else may read the checkpoint."""
+        names = self.strings("architectures")
+        if not names:
+            raise self._unfit("architectures", self.get("architectures"), "a list of names")
         return names[0]
 
     def refuse(self, name: str, *, allowed: tuple[Any, ...], why: str) -> None:

@@ -353,10 +353,11 @@ def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
         )
     written = family_named("llama").to_json(replace(config.layer, tie_word_embeddings=False)) | {
         "torch_dtype": dtype,
-        "architectures": ["LlamaForCausalLMEagle"],
-        "bias": config.fc_bias,
+        "architectures": ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"],  # SGLang's, vLLM's
         "attention_bias": attention.out_bias,
     }
+    if not config.fc_bias:  # vLLM takes a `bias` that is true for the attention's
+        written["bias"] = False
     unusual = {
         "qkv_bias": attention.qkv_bias and not attention.out_bias,
         "add_para_norm": config.norms_inputs,

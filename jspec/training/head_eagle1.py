@@ -6,7 +6,7 @@ does (arXiv:2408.15766), the head meets in training what it meets in serving.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,18 @@ class TrainedEagle1:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
+        """With a bias of fc, of zeros: SGLang's class makes one whether a file has it or not, and
+        would leave it as it was made. vLLM reads over it."""
         del draft_ids, target
-        save_eagle1(folder, self.config, jax.device_get(params), dtype=dtype)
+        whole = dict(jax.device_get(params))
+        width = self.config.layer.hidden_size
+        whole["fc"] = {**whole["fc"], "bias": np.zeros(width, np.float32)}
+        save_eagle1(folder, replace(self.config, fc_bias=True), whole, dtype=dtype)
 
 
 def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
     """A head with its target's heads, width and vocabulary; fc has no bias, as Llama 3's published
-    head has none. SGLang makes a bias all the same and leaves it as it was made."""
+    head has none."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedEagle1(
         Eagle1Config(

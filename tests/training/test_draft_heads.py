@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from jspec.core.errors import CheckpointError, ConfigError
+from jspec.core.json_files import read_fields
 from jspec.core.model_spec import ModelSpec
 from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.models.decoder import Params
 from jspec.models.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
 from jspec.models.eagle3 import Eagle3Head
 from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.families import mimo_v2
 from jspec.models.hf_eagle3 import load_eagle3
 from jspec.models.hf_mtp import load_mtp, load_mtp_config
+from jspec.models.hf_weights import open_tensors
 from jspec.models.mtp import MtpHead
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.ops import Ops
@@ -86,11 +89,33 @@ def test_an_exported_eagle1_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
     config = load_eagle1_config(tmp_path, target=target)
-    assert config == head.config
+    assert config == replace(head.config, fc_bias=True)
+    check_what_peers_read(tmp_path)
     params = load_eagle1(tmp_path, config, target_params=target_params, dtype=np.float32)
     paged = PagedHead(Eagle1Head(config, Ops()), params)
     check_chain(paged, ids, features.hidden[0], guesses)
     assert guesses[1].feature is not None
+
+
+def check_what_peers_read(folder: Path) -> None:
+    """SGLang's class of the first name has a bias of fc always, and leaves it random where a file
+    has none; vLLM knows the second name, and takes a `bias` that is true for the attention's."""
+    written = read_fields(folder / "config.json")
+    assert written.strings("architectures") == ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+    assert not written.get("bias")
+    with open_tensors(folder) as tensors:
+        assert not tensors.read("fc.bias").any()
+
+
+def test_a_config_of_mimo_has_what_peers_read_of_it() -> None:
+    """vLLM refuses a rotary factor above 1, SGLang layers without these keys."""
+    target, _ = tiny_target()
+    written = mimo_v2.to_json(target)
+    attention = target.layers[0].attention
+    assert written["partial_rotary_factor"] == 1.0
+    assert written["layernorm_epsilon"] == target.rms_norm_eps
+    assert written["swa_num_attention_heads"] == attention.num_heads
+    assert (written["swa_head_dim"], written["swa_v_head_dim"]) == (attention.head_dim,) * 2
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,11 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "add_full_attention_sink_bias": full.sinks,
         "rope_theta": full.rope.theta,
         "swa_rope_theta": sliding.rope.theta,
-        "partial_rotary_factor": ((full.rotary_dim or full.head_dim) + 0.5) / full.head_dim,
+        "swa_num_attention_heads": sliding.num_heads,
+        "swa_head_dim": sliding.head_dim,
+        "swa_v_head_dim": sliding.value_dim,
+        "layernorm_epsilon": spec.rms_norm_eps,
+        "partial_rotary_factor": _rotary_factor(full),
         "hybrid_layer_pattern": [int(kind == SLIDING) for kind in kinds],
         "moe_layer_freq": [int(isinstance(x.ffn, MoESpec)) for x in spec.layers],
     }
@@ -246,6 +250,13 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
             "routed_scaling_factor": mixture.weight_scale,
         }
     return written
+
+
+def _rotary_factor(attention: AttentionSpec) -> float:
+    """Half a number more than is rotated, which a reader's product cuts off; 1 for all of a head:
+    vLLM refuses more."""
+    rotated = attention.rotary_dim or attention.head_dim
+    return min((rotated + 0.5) / attention.head_dim, 1.0)
 
 
 FAMILY = Family(
