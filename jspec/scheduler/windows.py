@@ -93,8 +93,6 @@ class WindowPages:
 
     def may_admit(self, sequence: Sequence) -> bool:
         """Whether what `sequence` may ever hold is left in every space."""
-        if not self.pools:
-            return True
         of_chunks = self._limits.pages_of_chunks(self._limits.chunk_size)
         for i, needed in enumerate(self._most(sequence)):
             promised = sum(row[i].promised for row in self._held.values())
