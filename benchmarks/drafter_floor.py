@@ -112,7 +112,7 @@ def draft_floor(drafter: Drafter, spec: SpeculativeConfig, rows: Rows) -> Floor:
         raise ValueError(f"the drafter is {type(drafter).__name__}; expected one of the registry")
     emitted = rows.batch * spec.max_emitted
     if isinstance(drafter, StandaloneDrafter):
-        emitted += rows.batch  # the new root has a row, too
+        emitted = 2 * rows.batch  # propose has written the rest (drafter.last_two)
     # EAGLE-3 projects the target's features once; EAGLE-1 joins tokens and features in a forward.
     is_eagle3 = isinstance(drafter, EagleDrafter) and isinstance(drafter.head, Eagle3Head)
     head = matrices(tuple(w for w in drafter.table if "lm_head" in w.path))

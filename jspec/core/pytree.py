@@ -15,9 +15,9 @@ import jax
 T = TypeVar("T")
 
 
-def static() -> Any:
+def static(*, default: Any = dataclasses.MISSING) -> Any:
     """A field that is compiled in: hashable, and equal for arrays laid out alike."""
-    return dataclasses.field(metadata={"static": True})
+    return dataclasses.field(metadata={"static": True}, default=default)
 
 
 @dataclass_transform(

@@ -38,9 +38,9 @@ from jspec.pallas_kernels.sample import gpu as sample_gpu
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
 #   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
-#   256   without XLA's split sums 10.74, by default 10.94
+#   256   without XLA's split sums 10.74, by default 10.94; without Triton 0.986 of the former
 #   1, 8, 32, 1,024   the default is best, or no worse
-WITHOUT_TRITON, WITHOUT_SPLITS = range(48, 129), range(129, 513)
+WITHOUT_TRITON = range(48, 513)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,8 @@ class GpuOps(Ops):
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """For some widths other products: one in splits is faster by itself, but not with the
-        kernel that then adds them up."""
-        options: dict[str, Any] = {}
-        if decode_tokens in WITHOUT_TRITON:
-            options["xla_gpu_enable_triton_gemm"] = False
-        if decode_tokens in WITHOUT_SPLITS:
-            options["xla_gpu_experimental_force_split_k"] = 1
-        return options
+        """For some numbers of tokens no products by Triton: by themselves they are as fast."""
+        return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
     def attend(
         self,

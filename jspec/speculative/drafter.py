@@ -71,6 +71,7 @@ class Emitted:
     is_first: jax.Array  # bool[R], nothing of the row's tenancy came before: state starts anew
     sampling: SamplingRows  # [R]
     queries_per_row: int | None = static()  # None: packed chunks; else T = R * queries_per_row
+    is_chain: bool = static(default=False)  # a verified chain: its drafts lie where they stand
 
 
 def index_emitted(emitted: Emitted) -> QueryIndex:
@@ -151,7 +152,35 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
     )
 
 
-def emitted_by(verified: Verified, rows: RowsInStep) -> Emitted:
+def last_two(emitted: Emitted) -> TokenRows:
+    """Of each row that verified a chain the last emitted token, and the one after it.
+
+    The rows before hold what the drafter wrote when it proposed: the same tokens at the same
+    places. It proposed nothing after the chain's last token, whose row is missing.
+
+    In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
+    Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of the first are there
+    """
+    num_rows = emitted.next_ids.shape[0]
+    own = jnp.take(emitted.token_ids, emitted.last, mode="clip")
+    start = next_positions(emitted) - 1
+    place = jnp.arange(2, dtype=jnp.int32)
+    every_row = jnp.arange(num_rows + 1, dtype=jnp.int32)
+    return TokenRows(
+        token_ids=jnp.stack((own, emitted.next_ids), axis=1).reshape(-1),
+        rows=AttentionRows(
+            page_table=emitted.rows.page_table,
+            window_tables=emitted.rows.window_tables,
+            prefix_lens=start,
+            cu_q_lens=2 * every_row,
+            q_positions=shapes.emitted_position(start[:, None], place).reshape(-1),
+        ),
+        last=2 * every_row[:-1] + 1,
+        queries_per_row=2,
+    )
+
+
+def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) -> Emitted:
     """What a verification emitted, M tokens a row; those after num_accepted are padding."""
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
@@ -173,6 +202,7 @@ def emitted_by(verified: Verified, rows: RowsInStep) -> Emitted:
         is_first=jnp.zeros((batch,), bool),
         sampling=rows.sampling,
         queries_per_row=most,
+        is_chain=is_chain,
     )
 
 

@@ -12,6 +12,9 @@ row is scratch: it lies at slot L', and the next advance writes the same numbers
               RoPE 8; two of their children in rows 10 11 at RoPE 9
     advance   rows 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
               logits, with the noise of position 11, are the next level 1
+
+With K = 1 the drafts' rows are where a chain's tokens stand, so `propose` has written all that
+`advance` would, but for the last draft's and the new root's: it runs over two tokens a row.
 """
 
 from __future__ import annotations
@@ -43,7 +46,14 @@ from jspec.models.stored import Place
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
 from jspec.speculative.candidates import Ranking, rank_candidates
-from jspec.speculative.drafter import Emitted, Needs, RowsInStep, next_positions, with_next_ids
+from jspec.speculative.drafter import (
+    Emitted,
+    Needs,
+    RowsInStep,
+    last_two,
+    next_positions,
+    with_next_ids,
+)
 from jspec.speculative.source import DraftRequest, DraftSource
 from jspec.speculative.target import KVPool, Params
 from jspec.text.tokenizer import check_same_vocabulary
@@ -154,13 +164,13 @@ class StandaloneDrafter:
     def advance(
         self, params: Params, caches: KVPool, state: StandaloneState, emitted: Emitted
     ) -> tuple[KVPool, StandaloneState]:
-        """Runs the draft over the emitted tokens and the one after them.
+        """Runs the draft over the emitted tokens and the one after them, of a chain's the last two.
 
         The same for every kind of chunk. After one that is not final stands the next prompt token:
         the next chunk writes its row again, and what it predicts is not used.
         """
         del state  # it was the former root's
-        tokens = with_next_ids(emitted)
+        tokens = last_two(emitted) if emitted.is_chain else with_next_ids(emitted)
         final, _, caches = self.model.forward(
             params,
             tokens.token_ids,

@@ -185,7 +185,8 @@ def settle_tree(
     if program.is_deferring:
         state = dataclasses.replace(state, deferred=defer(state.deferred, slots, told, rows))
     else:
-        state = _tell_drafter(program, params, state, slots, emitted_by(told, rows))
+        emitted = emitted_by(told, rows, is_chain=spec.topk == 1)
+        state = _tell_drafter(program, params, state, slots, emitted)
     after = advance_rows(
         state.rows,
         slots,

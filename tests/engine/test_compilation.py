@@ -45,23 +45,22 @@ def limits_of(shape: str) -> ServeLimits:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bucket", "shape", "has_triton", "has_no_splits"),
+    ("kind", "bucket", "shape", "has_triton"),
     [
-        (StepKind.DECODE, 64, "0/1/1", False, False),
-        (StepKind.DECODE, 16, "3/1/4", False, False),  # 64 tokens as well
-        (StepKind.DECODE, 16, "0/1/1", True, False),
-        (StepKind.DECODE, 64, "3/1/4", True, True),
-        (StepKind.DECODE, 64, "3/4/16", True, False),
-        (StepKind.PREFILL, 64, "3/4/16", True, False),  # only decoding was measured
+        (StepKind.DECODE, 64, "0/1/1", False),
+        (StepKind.DECODE, 16, "3/1/4", False),  # 64 tokens as well
+        (StepKind.DECODE, 16, "0/1/1", True),
+        (StepKind.DECODE, 64, "3/1/4", False),
+        (StepKind.DECODE, 64, "3/4/16", True),
+        (StepKind.PREFILL, 64, "3/4/16", True),  # only decoding was measured
     ],
 )
 def test_the_tokens_of_a_gpu_step_choose_its_products(
-    kind: StepKind, bucket: int, shape: str, has_triton: bool, has_no_splits: bool
+    kind: StepKind, bucket: int, shape: str, has_triton: bool
 ) -> None:
     key = ProgramKey(kind, bucket, PLAIN)
     options = compiler_options(key, limits_of(shape), platform="gpu", ops=OPS["gpu"])
     assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
-    assert ("xla_gpu_experimental_force_split_k" in options) is has_no_splits
     passes = options["xla_disable_hlo_passes"].split(",")
     assert passes[0] == "rematerialization"
     assert passes[1:] == (["dot-strength-reduction"] if kind is StepKind.DECODE else [])

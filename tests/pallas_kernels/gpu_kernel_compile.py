@@ -15,7 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
+from jspec.pallas_kernels.attention.gpu import attend_rows
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.rows import AttentionRows
 
 # As the chip reports itself: what XLA asks of a device description.

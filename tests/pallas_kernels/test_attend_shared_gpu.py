@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from jspec.core.batch import SharedPrefixes
 from jspec.core.shared_prefixes import UNIT
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.gpu import Tuning
 from jspec.pallas_kernels.attention.gpu_shared import (
     Packs,
     attend_shared,
@@ -27,6 +26,7 @@ from jspec.pallas_kernels.attention.gpu_shared import (
     rows_a_pack,
     serves,
 )
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.query_tiles import pack_queries
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
+from jspec.pallas_kernels.attention.gpu import attend_rows
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from tests.pallas_kernels.chips import (
     in_turns,

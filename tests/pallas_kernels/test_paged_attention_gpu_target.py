@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.attention import reference
-from jspec.pallas_kernels.attention.gpu import Tuning, attend_rows
+from jspec.pallas_kernels.attention.gpu import attend_rows
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_hopper, needs_mosaic_gpu

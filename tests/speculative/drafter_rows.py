@@ -181,6 +181,16 @@ class Texts:
     def verify(self, num_accepted: list[int]) -> None:
         """A proposal, then as many of the text's next tokens as drafts, and one after them."""
         self.propose()
+        self._emit(num_accepted, is_chain=False)
+
+    def accept(self, num_accepted: list[int]) -> None:
+        """A proposal, of whose chain so many tokens become the text."""
+        tokens = np.asarray(self.propose()[0].tokens)
+        for row, (told, count) in enumerate(zip(self.told, num_accepted, strict=True)):
+            self.ids[row, told + 1 : told + 1 + count] = tokens[row, 1 : 1 + count]
+        self._emit(num_accepted, is_chain=True)
+
+    def _emit(self, num_accepted: list[int], *, is_chain: bool) -> None:
         rows, most = self.rows(), self.shape[0] + 1
         every_row = np.arange(NUM_ROWS)
         position = np.asarray(self.told)[:, None] + np.arange(most)
@@ -192,7 +202,7 @@ class Texts:
             node_path=jnp.zeros((NUM_ROWS, most), jnp.int32),
             features=self._features(every_row[:, None], position),
         )
-        self._advance(emitted_by(verified, rows), [True] * NUM_ROWS)
+        self._advance(emitted_by(verified, rows, is_chain=is_chain), [True] * NUM_ROWS)
         self.told = [n + a + 1 for n, a in zip(self.told, num_accepted, strict=True)]
 
     def known(self, row: int) -> tuple[list[int], npt.NDArray[Any]]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import DraftTree, Features
+from jspec.core.batch import DraftTree, Features, Verified
 from jspec.core.cache_groups import CacheGroup, KVEntry
 from jspec.core.config import Algorithm, SpeculativeConfig
 from jspec.core.errors import ConfigError
@@ -29,6 +29,7 @@ from jspec.speculative.drafter import (
     RowsInStep,
     emitted_by,
     following_ids,
+    last_two,
     next_positions,
     with_next_ids,
 )
@@ -130,6 +131,32 @@ def test_rows_of_tokens_end_with_the_next_root() -> None:
     assert packed.rows.q_positions.tolist()[:8] == [0, 1, 2, 3, 10, 11, 12, 20]
     assert packed.rows.cu_q_lens.tolist() == [0, 4, 7, 8]
     assert packed.last.tolist() == [3, 6, 7]
+
+
+def test_of_a_chain_the_last_two_tokens_are_left_to_do() -> None:
+    """The worked example of `last_two`: one row accepts a1 a2 with bonus y, one none with z."""
+    rows = RowsInStep(
+        root_ids=jnp.asarray([T7, T7], jnp.int32),
+        seq_lens=both(SEQ_LENS),
+        page_table=both(TABLE),
+        sampling=empty_sampling(2, vocab_size=100),
+    )
+    verified = Verified(
+        emitted_ids=jnp.asarray([[A1, A2, Y], [Z, 0, 0]], jnp.int32),
+        bonus_ids=jnp.asarray([Y, Z], jnp.int32),
+        num_accepted=jnp.asarray([2, 0], jnp.int32),
+        node_path=jnp.asarray([[0, 1, 2], [0, 0, 0]], jnp.int32),
+        features=Features(hidden=jnp.zeros((2, 3, 0)), aux_hidden=jnp.zeros((2, 3, 0))),
+    )
+    emitted = emitted_by(verified, rows, is_chain=True)
+    assert emitted.is_chain
+    tokens = last_two(emitted)
+    assert tokens.queries_per_row == 2
+    assert tokens.token_ids.tolist() == [A2, Y, T7, Z]
+    assert tokens.rows.q_positions.tolist() == [9, 10, 7, 8]
+    assert tokens.rows.prefix_lens.tolist() == [9, 7]
+    assert tokens.rows.cu_q_lens.tolist() == [0, 2, 4]
+    assert tokens.last.tolist() == [1, 3]
 
 
 def test_how_rows_lie_is_part_of_the_program() -> None:

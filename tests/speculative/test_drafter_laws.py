@@ -109,15 +109,32 @@ def check_caches(kind: Kind, shape: Shape, programs: Programs | None = None) -> 
     for seed in range(3):
         texts = Texts(kind, shape, seed=seed, programs=programs)
         random_history(texts, np.random.default_rng(100 + seed))
-        fresh = refilled(texts)
-        for row in range(NUM_ROWS):
-            for own, other in zip(texts.cached(row), fresh.cached(row), strict=True):
-                assert np.isfinite(other).all(), "a row that nobody wrote"
-                np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
-        for own, other in zip(
-            jax.tree.leaves(texts.state), jax.tree.leaves(fresh.state), strict=True
-        ):
+        assert_refilled(texts)
+
+
+def assert_refilled(texts: Texts) -> None:
+    fresh = refilled(texts)
+    for row in range(NUM_ROWS):
+        for own, other in zip(texts.cached(row), fresh.cached(row), strict=True):
+            assert np.isfinite(other).all(), "a row that nobody wrote"
             np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+    for own, other in zip(jax.tree.leaves(texts.state), jax.tree.leaves(fresh.state), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+def check_chain(kind: Kind, shape: Shape, programs: Programs | None = None) -> None:
+    """A chain's own drafts become the text: what a drafter keeps of them is what a prompt leaves,
+    and what it guesses after them is float64's."""
+    texts = Texts(kind, shape, seed=7, programs=programs)
+    texts.chunk([3, 1, 5])
+    for accepted in ([shape[0], 0, 1], [0, shape[0], shape[0]], [1, 2, 0]):
+        texts.accept(accepted)
+        assert_refilled(texts)
+    assert texts.check_guesses()
+
+
+def test_of_a_chain_a_drafter_of_tokens_runs_the_last_two_alone() -> None:
+    check_chain(KINDS["standalone"], (3, 1))
 
 
 @pytest.mark.parametrize(("kind", "shape"), cases())
@@ -271,6 +288,28 @@ MUTATIONS = (
             )
         ),
         ("standalone",),
+    ),
+    Mutation(
+        "a chain's last two",
+        standalone,
+        "last_two",
+        lambda f: lambda emitted: dataclasses.replace(f(emitted), last=f(emitted).last - 1),
+        ("standalone",),
+        check_chain,
+        (3, 1),
+    ),
+    Mutation(
+        "the last of a chain",  # whose row nobody has written where all of it is accepted
+        standalone,
+        "last_two",
+        lambda f: (
+            lambda emitted: dataclasses.replace(
+                f(emitted), token_ids=f(emitted).token_ids.at[::2].set(0)
+            )
+        ),
+        ("standalone",),
+        check_chain,
+        (3, 1),
     ),
     Mutation(
         "looked-up position",

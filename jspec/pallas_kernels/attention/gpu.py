@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -40,6 +40,7 @@ from jax import lax
 from jspec.pallas_kernels.attention import block_plan
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
 from jspec.pallas_kernels.attention.gpu_merge import in_order, merge_shares
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning, choose_tuning
 from jspec.pallas_kernels.attention.query_tiles import can_place, pack_queries, tiles_of
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.hopper import (
@@ -51,26 +52,6 @@ from jspec.pallas_kernels.hopper import (
 )
 
 MAX_QUERIES = 64  # R
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """What changes the speed and nothing else. `splits` None: chosen by `choose_splits`."""
-
-    block_tokens: int = 64  # keys of one step: 64 or 128
-    stages: int = 2  # blocks in a consumer's ring
-    consumers: int = 1
-    loader: Literal["self", "producer"] = "self"
-    weights: Literal["registers", "shared"] = "registers"  # where P is for the second product
-    splits: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.block_tokens not in (64, 128):
-            raise ValueError(f"block_tokens is {self.block_tokens}; expected 64 or 128")
-        if self.stages < 1 or self.consumers < 1:
-            raise ValueError(f"stages {self.stages}, consumers {self.consumers}; expected >= 1")
-        if self.splits is not None and self.splits < 1:
-            raise ValueError(f"splits is {self.splits}; expected at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +121,7 @@ def attend_rows(
     packed_heads: H, where q comes as query_tiles.pack_queries lays it, in the pool's D and dtype.
     Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
     """
-    tuning = tuning or Tuning()
+    tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
     if interpret:  # its matrix product takes no operand from registers
         tuning = replace(tuning, weights="shared")
     num_queries, num_heads = rows.page_table.shape[0] * queries_per_row, packed_heads or q.shape[1]

@@ -22,6 +22,7 @@ from jspec.core.shared_prefixes import UNIT
 from jspec.pallas_kernels.attention import block_plan, gpu
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
 from jspec.pallas_kernels.attention.gpu_merge import OtherShares, merge_shares
+from jspec.pallas_kernels.attention.gpu_tuning import Tuning
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
 from jspec.pallas_kernels.attention.rows import AttentionRows
 
@@ -85,14 +86,14 @@ def attend_shared(
     scale: float,
     soft_cap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
-    tuning: gpu.Tuning | None = None,
+    tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
     """As gpu.attend_rows without a window; q as query_tiles.pack_queries lays it.
 
     rows.shared must be there, and `serves` true. Raises as gpu.attend_rows does.
     """
-    tuning = tuning or gpu.Tuning()
+    tuning = tuning or Tuning()
     if interpret:
         tuning = replace(tuning, weights="shared")
     batch, num_kv = rows.page_table.shape[0], kv_pages.shape[2] // 2
