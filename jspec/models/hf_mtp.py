@@ -24,7 +24,7 @@ from jspec.models.fp8 import open_tensors
 from jspec.models.head_files import refuse_unknown
 from jspec.models.hf_weights import Tensors, write_checkpoint
 from jspec.models.mtp_params import MtpNames, draft_ids, mtp_params
-from jspec.models.params import ParamTable
+from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.placement import nested
 from jspec.models.registry import DRAFTS, family_named
 from jspec.models.stored import (
@@ -43,6 +43,9 @@ _OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
 _EMBED = "embed_tokens.weight"
 _HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
 WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
+# The number of a written chain's first layer, whatever its target's: SGLang's class takes the
+# published one for every layer.
+CHAIN_FIRST = 45
 
 
 def load_mtp_config(
@@ -78,6 +81,8 @@ def load_mtp_config(
             f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
         )
     names = mtp.names(target)
+    if names.is_after_own:
+        names = replace(names, first=fields.integer("num_hidden_layers", names.first))
     if config.recurrent:
         is_after_target = fields.architecture() in DRAFTS and names.around is None
         also = fields.integer("num_hidden_layers", target.num_layers) if is_after_target else None
@@ -142,15 +147,15 @@ def written_config(
     """Layers as `save_mtp` can write them for a target of any family. The first reads its hidden
     before its final norm; so do the others, or, chained, each reads what the one before it made.
 
-    layer: plain, with heads of one width; its window is not read. In a chain heads of q and k are
-    normed and every head's output is gated, as that layout has it.
+    layer: plain, with heads of one width; its window is not read: peers give such layers pools with
+    one, so theirs is the whole context. In a chain heads of q and k are normed and every head's
+    output is gated, as that layout has it.
     """
-    own = layer.attention
+    own, window = layer.attention, target.max_position
     if chained:
-        attention = replace(own, window=None, qk_norm=True, gate=HeadGate.OF_HEADS)
+        attention = replace(own, window=window, qk_norm=True, gate=HeadGate.OF_HEADS)
         target = replace(target, tie_word_embeddings=False, family=WRITTEN_CHAIN)
     else:
-        window = target.max_position  # the whole context
         attention = replace(own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=window)
     layers = (replace(layer, attention=attention),) * num_layers
     return MtpConfig(
@@ -170,13 +175,18 @@ def save_mtp(
     target: ModelSpec,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+    """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain,
+    with a copy of the target's embedding (`params` has it), which peers' classes for that read.
 
     Raises ConfigError as mtp_config_json does.
     """
     written = mtp_config_json(config, target=target, dtype=np.dtype(dtype).name)
     _, family = _written_family(config)
-    table = _own_table(config, family.names(target))
+    names = family.names(target)
+    if config.chained:
+        table = (_embedding(config), *_own_table(config, replace(names, first=CHAIN_FIRST)))
+    else:
+        table = _own_table(config, names)
     write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
 
 
@@ -187,15 +197,15 @@ def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict
     """
     name, family = _written_family(config)
     model = replace(config.model, tie_word_embeddings=False)
-    if config.chained:  # whose layers are numbered after the target's, in every list of the config
-        before = config.model.layers[:1] * config.target_num_layers
+    if config.chained:  # whose layers come after others, in every list of the config
+        before = config.model.layers[:1] * CHAIN_FIRST
         model = replace(model, layers=(*before, *config.model.layers))
     written = family_named(name).to_json(model) | {
         "num_nextn_predict_layers": config.num_layers,
         "torch_dtype": dtype,
     }
     if config.chained:
-        written["num_hidden_layers"] = config.target_num_layers
+        written["num_hidden_layers"] = CHAIN_FIRST
     read = family.read(Fields(Path("config.json"), written), target)
     if read != config:
         raise ConfigError(
@@ -217,6 +227,13 @@ def _written_family(config: MtpConfig) -> tuple[str, MtpFamily]:
 def shared(config: MtpConfig) -> tuple[str, ...]:
     """Names of params that are the target's."""
     return ("embed",) if config.own_heads else ("embed", "lm_head")
+
+
+def _embedding(config: MtpConfig) -> ParamSpec:
+    """The target's table as a file with a target has it."""
+    shape = (config.model.vocab_size, config.model.hidden_size)
+    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    return ParamSpec(path=("embed", "table"), shape=shape, layouts=((part,),))
 
 
 def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:

@@ -26,17 +26,19 @@ class MtpNames:
     """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
 
     first: the number of layer 0. also: another that a file may give it, which then has none of
-    `first`. Names of weights stand without their ".weight"; of several, a file
-    has one. head: of a layer with its own lm_head. zero_centred: norms are stored less one.
-    around: in front of what stands around a layer (its two input norms, the fusion, its final norm
-    and head), where that is not what stands in front of the layer. further: layers after those that
-    are used, which the same file may hold. is_counted: config.json says how many there are.
-    infix: may stand between prefix and name, of every name that does not have it here.
+    `first`. is_after_own: the number of layer 0 is the num_hidden_layers of the config.json beside
+    the file, or `first` where that says none. Names of weights stand without their ".weight"; of
+    several, a file has one. head: of a layer with its own lm_head. zero_centred: norms are stored
+    less one. around: in front of what stands around a layer (its two input norms, the fusion, its
+    final norm and head), where that is not what stands in front of the layer. further: layers after
+    those that are used, which the same file may hold. is_counted: config.json says how many there
+    are. infix: may stand between prefix and name, of every name that does not have it here.
     """
 
     prefix: str = "model.mtp.layers.{}."
     first: int = 0
     also: int | None = None
+    is_after_own: bool = False
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     fuse: str = "eh_proj"

@@ -63,7 +63,8 @@ class DraftHead(Protocol):
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """config.json and model.safetensors in the public layout."""
+        """config.json and model.safetensors in the public layout. params: `whole`, or those of
+        them that the layout stores."""
 
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:

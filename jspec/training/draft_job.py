@@ -79,7 +79,11 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
     if all(stores):
         features_of = stored_features
         params = {name: params[name] for name in ("embed", "norm", "lm_head")}
-    save = partial(head.save, draft_ids=draft_ids, dtype=job.export_dtype, target=spec)
+    kept = partial(head.save, draft_ids=draft_ids, dtype=job.export_dtype, target=spec)
+
+    def save(folder: Path, trained: Params) -> None:
+        kept(folder, head.whole(trained, params, draft_ids))
+
     result = train_head(
         head,
         params,

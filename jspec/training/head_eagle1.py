@@ -76,7 +76,8 @@ class TrainedEagle1:
         """With a bias of fc, of zeros: SGLang's class makes one whether a file has it or not, and
         would leave it as it was made. vLLM reads over it."""
         del draft_ids, target
-        whole = dict(jax.device_get(params))
+        shared = ("embed", "lm_head")  # the target's, which nothing stores
+        whole = jax.device_get({name: x for name, x in params.items() if name not in shared})
         width = self.config.layer.hidden_size
         whole["fc"] = {**whole["fc"], "bias": np.zeros(width, np.float32)}
         save_eagle1(folder, replace(self.config, fc_bias=True), whole, dtype=dtype)

@@ -89,7 +89,8 @@ class TrainedEagle3:
     ) -> None:
         """Without the embedding: the target's is shared."""
         del target
-        host = {**jax.device_get(params), "draft_ids": draft_ids}
+        own = {name: x for name, x in params.items() if name != "embed"}
+        host = {**jax.device_get(own), "draft_ids": draft_ids}
         save_eagle3(folder, self.config, host, dtype=dtype)
 
 

@@ -94,8 +94,10 @@ class TrainedMtp:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
+        """With a copy of the target's embedding in a chain: SGLang's class for it shares none."""
         del draft_ids
-        host = jax.device_get(params)
+        stored = ("layers", "embed") if self.config.chained else ("layers",)
+        host = jax.device_get({name: params[name] for name in stored})
         save_mtp(folder, self.config, host, target=target, dtype=dtype)
 
 

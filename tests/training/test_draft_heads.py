@@ -55,7 +55,7 @@ def trained(
     features = TargetFeatures(hidden=hidden, aux=aux)
     whole = head.whole(params, target_params, jnp.asarray(ids))
     guesses = head.guesses(whole, rows, features, num_depths=DEPTHS, dtype=jnp.float32)
-    head.save(folder, params, draft_ids=ids, dtype=np.float32, target=target)
+    head.save(folder, whole, draft_ids=ids, dtype=np.float32, target=target)
     return np.asarray(rows[0]), features, guesses
 
 

@@ -115,6 +115,18 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert len(report["held_out"]["accuracy"]) == 2
 
 
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_chain_is_exported_with_the_target_s_embedding(
+    has_store: bool, folder: Path, tmp_path: Path
+) -> None:
+    """Also where the target left the device before the training."""
+    stored: dict[str, Any] = {"features_dir": tmp_path / "features"} if has_store else {}
+    made = run(folder, tmp_path / "out", kind=Kind.NEXTN, is_chained=True, **stored)
+    given = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(made["model.embed_tokens.weight"], given)
+    assert sum(name.endswith(".eh_proj.weight") for name in made) == RECIPE.num_depths
+
+
 def test_two_devices_learn_what_one_does(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:

@@ -6,7 +6,8 @@ output is gated, and all norms are stored less one. The first layers' MLPs are d
 mixtures (sigmoid scores, chosen with a bias) beside one expert that every token runs through; in
 some layers the gates are limited.
 
-Layers for multi-token prediction follow the target's by number. They are a chain: the first reads
+Layers for multi-token prediction come after num_hidden_layers others by number, as the config.json
+beside them says: the target's own, or none where they lie alone. They are a chain: the first reads
 the target's hidden before its final norm, the next one what that one made, before its own, and each
 has an lm_head (as SGLang and vLLM have it).
 
@@ -58,7 +59,9 @@ NAMES = MtpNames(
     ),
     infix="transformer.",
     zero_centred=True,
+    is_after_own=True,
 )
+NO_MIXTURE = "-1"  # peers split moe_layers_enum into numbers without asking whether it has any
 EXPERT_LIMIT = 7.0  # what Gate.SILU_WITHIN_7 computes
 # What the published config says, where another value would be another computation.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -194,7 +197,8 @@ def _mixtures(fields: Fields) -> frozenset[int]:
 
 
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
-    first, count = target.num_layers, fields.integer("num_nextn_predict_layers")
+    first = fields.integer("num_hidden_layers", target.num_layers)
+    count = fields.integer("num_nextn_predict_layers")
     model = _layers(fields, range(first, first + count))
     mixtures = [i for i, layer in enumerate(model.layers) if isinstance(layer.ffn, MoESpec)]
     if mixtures:
@@ -259,6 +263,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     attentions = [layer.attention for layer in spec.layers]
     full = next((a for a in attentions if a.window is None), attentions[0])
     sliding = next((a for a in attentions if a.window is not None), full)
+    scaled = [a for a in attentions if rope_json(a.rope)["rope_scaling"] is not None]
     mixture = next((x.ffn for x in spec.layers if isinstance(x.ffn, MoESpec)), None)
     dense = next((x.ffn for x in spec.layers if isinstance(x.ffn, DenseSpec)), None)
     written = decoder_json(spec, architecture="Step3p5ForCausalLM", model_type="step3p5")
@@ -272,20 +277,24 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
             "num_attention_groups": sliding.num_kv_heads,
             "head_dim": sliding.head_dim,
         },
-        "layer_types": [FULL if a.window is None else SLIDING for a in attentions],
+        "layer_types": [_kind(a) for a in attentions],
         "sliding_window": sliding.window,
         "rope_theta": [a.rope.theta for a in attentions],
-        "rope_scaling": rope_json(full.rope)["rope_scaling"],
-        "yarn_only_types": [FULL],
+        "rope_scaling": rope_json((scaled or [full])[0].rope)["rope_scaling"],
+        "yarn_only_types": sorted({_kind(a) for a in scaled} or {FULL}),
         "partial_rotary_factors": [
             1.0 if a.rotary_dim is None else (a.rotary_dim + 0.5) / a.head_dim for a in attentions
         ],
         "moe_layers_enum": ",".join(
             str(i) for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoESpec)
-        ),
+        )
+        or NO_MIXTURE,
         "swiglu_limits": [_limits(layer.ffn)[0] for layer in spec.layers],
         "swiglu_limits_shared": [_limits(layer.ffn)[1] for layer in spec.layers],
         "intermediate_size": dense.inner if dense else spec.hidden_size,
+        # keys that this family does without, and peers' classes do not
+        "use_head_wise_attn_gate": True,
+        "max_seq_len": spec.max_position,
     }
     if mixture is not None and mixture.shared is not None:
         written |= {
@@ -296,6 +305,10 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
             "share_expert_dim": mixture.shared.inner,
         }
     return written
+
+
+def _kind(attention: AttentionSpec) -> str:
+    return FULL if attention.window is None else SLIDING
 
 
 def _limits(ffn: FeedForward) -> tuple[float, float]:

@@ -1,0 +1,156 @@
+"""A chain of layers as `train-draft` writes it: numbered as the published one, whatever its target.
+
+SGLang's class for the layout has the number of Step-3.5-Flash's first such layer in its source, and
+takes no embedding from the target.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec.core.config import RopeConfig
+from jspec.core.errors import CheckpointError
+from jspec.core.model_spec import ModelSpec
+from jspec.models.decoder import Params
+from jspec.models.hf_mtp import (
+    check_mtp,
+    load_mtp,
+    load_mtp_config,
+    mtp_config_json,
+    written_config,
+)
+from jspec.models.registry import FAMILIES
+from jspec.training.head_mtp import TrainedMtp, mtp_head
+from tests.training.tiny_pair import tiny_target
+
+COUNT, PUBLISHED = 3, 45
+
+
+def target_of(num_layers: int) -> tuple[ModelSpec, Params]:
+    """The tiny target said to have so many layers: of its params the head reads none of them."""
+    target, params = tiny_target()
+    return replace(target, layers=target.layers[:1] * num_layers), params
+
+
+def exported(folder: Path, target: ModelSpec, params: Params) -> tuple[TrainedMtp, Params]:
+    """(the head, its own parameters), every tensor away from how it starts."""
+    head = mtp_head(target, num_layers=COUNT, intermediate_size=40, chained=True)
+    ids = np.arange(target.vocab_size, dtype=np.int32)
+    own = head.init(params, ids, seed=3)
+    leaves, tree = jax.tree.flatten(own)
+    keys = jax.random.split(jax.random.key(4), len(leaves))
+    moved = [x + jax.random.normal(k, x.shape) / 8 for x, k in zip(leaves, keys, strict=True)]
+    own = jax.tree.unflatten(tree, moved)
+    whole = head.whole(own, params, ids)
+    head.save(folder, whole, draft_ids=ids, dtype=np.float32, target=target)
+    return head, own
+
+
+def check_reads(folder: Path, target: ModelSpec, params: Params, head: TrainedMtp, own: Any) -> Any:
+    """As an engine does beside its target; the config that was read."""
+    config, names = load_mtp_config(folder, target=target, families=FAMILIES, num_layers=COUNT)
+    check_mtp(folder, config, names)
+    read = load_mtp(folder, config, names, target_params=params, dtype=np.float32)
+    assert read["embed"] is params["embed"]
+    assert config.target_num_layers == target.num_layers
+    assert config.own_heads
+    assert config.chained
+    got, expected = {"layers": read["layers"]}, {"layers": own["layers"]}
+    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(expected))
+    assert head.aux_layer_ids == config.aux_layer_ids
+    return config
+
+
+def test_a_chain_has_what_the_peers_classes_look_for(tmp_path: Path) -> None:
+    """Numbers from 45, lists with entries up to the last, the gate by name, one number at least
+    among mixtures, and the embedding; vLLM wants layers with a window, here the whole context."""
+    target, params = target_of(3)
+    exported(tmp_path, target, params)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["num_hidden_layers"] == PUBLISHED
+    assert written["num_nextn_predict_layers"] == COUNT
+    assert written["use_head_wise_attn_gate"] is True
+    assert [int(i) for i in written["moe_layers_enum"].split(",")] == [-1]
+    assert written["layer_types"] == ["sliding_attention"] * (PUBLISHED + COUNT)
+    assert written["sliding_window"] == target.max_position == written["max_seq_len"]
+    for name in ("rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared"):
+        assert len(written[name]) == PUBLISHED + COUNT, name
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors.pop("model.embed_tokens.weight")
+    np.testing.assert_array_equal(table, np.asarray(params["embed"]["table"]))
+    numbers = {int(re.match(r"model\.layers\.(\d+)\.", name)[1]) for name in tensors}  # type: ignore[index]
+    assert numbers == {45, 46, 47}
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 44, 45, 46, 47, 48, 61])
+def test_a_chain_is_read_beside_a_target_of_any_number_of_layers(
+    num_layers: int, tmp_path: Path
+) -> None:
+    """By the number in the config.json beside it, also where the target's is among its numbers."""
+    target, params = target_of(num_layers)
+    head, own = exported(tmp_path, target, params)
+    assert check_reads(tmp_path, target, params, head, own) == head.config
+
+
+@pytest.mark.parametrize("num_layers", [3, 45, 46])
+def test_a_chain_of_an_earlier_export_is_read(num_layers: int, tmp_path: Path) -> None:
+    """Which had the target's number, no window, no embedding and none of the keys for peers."""
+    target, params = target_of(num_layers)
+    head, own = exported(tmp_path, target, params)
+    file, said = tmp_path / "model.safetensors", tmp_path / "config.json"
+    written = json.loads(said.read_text())
+    for name, value in written.items():
+        if isinstance(value, list) and len(value) == PUBLISHED + COUNT:
+            written[name] = value[:1] * (num_layers + COUNT)
+    del written["use_head_wise_attn_gate"], written["max_seq_len"]
+    written |= {
+        "layer_types": ["full_attention"] * (num_layers + COUNT),
+        "sliding_window": None,
+        "moe_layers_enum": "",
+        "num_hidden_layers": num_layers,
+    }
+    said.write_text(json.dumps(written))
+    tensors = load_file(file)
+    del tensors["model.embed_tokens.weight"]
+    renumbered = {
+        re.sub(r"\d+", lambda m: str(int(m[0]) - PUBLISHED + num_layers), name, count=1): value
+        for name, value in tensors.items()
+    }
+    save_file(renumbered, file)
+    config = check_reads(tmp_path, target, params, head, own)
+    assert {layer.attention.window for layer in config.model.layers} == {None}
+
+
+def test_a_chain_that_has_not_the_number_beside_it_is_refused(tmp_path: Path) -> None:
+    target, params = target_of(3)
+    exported(tmp_path, target, params)
+    said = tmp_path / "config.json"
+    written = json.loads(said.read_text())
+    said.write_text(json.dumps(written | {"num_hidden_layers": 44}))
+    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=COUNT)
+    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.44\."):
+        check_mtp(tmp_path, config, names)
+    said.write_text(json.dumps(written | {"num_hidden_layers": 46}))
+    with pytest.raises(CheckpointError, match=r"layer_types has 48 entries; expected .* layer 48"):
+        load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=COUNT)
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(theta=10000.0), RopeConfig(theta=5e5, factor=8.0)])
+def test_a_chain_says_again_how_its_rope_is_scaled(rope: RopeConfig) -> None:
+    """Of layers with a window, too."""
+    target, _ = target_of(3)
+    layer = target.layers[0]
+    layer = replace(layer, attention=replace(layer.attention, rope=rope))
+    config = written_config(target, layer, num_layers=COUNT, chained=True)
+    written = mtp_config_json(config, target=target, dtype="float32")  # which reads it again
+    assert (written["rope_scaling"] is not None) == (rope.factor > 1)
+    assert written["rope_theta"][PUBLISHED:] == [rope.theta] * COUNT
