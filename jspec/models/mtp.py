@@ -180,6 +180,10 @@ class RecurrentHead:
         return self.layer.shard
 
     @property
+    def ops(self) -> Ops:
+        return self.layer.ops
+
+    @property
     def table(self) -> ParamTable:
         return (*self.layer.table, draft_ids(self.config.model.vocab_size))
 

@@ -27,6 +27,7 @@ from jspec.pallas_kernels.compaction import reference as compaction
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
+from jspec.pallas_kernels.sample import rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,33 @@ class Ops:
             perturbed = jnp.where(keep, perturbed, -jnp.inf)
         best = jnp.argmax(perturbed, axis=-1)
         return jnp.max(perturbed, axis=-1), jnp.take(token_ids, best, mode="clip")
+
+    def rank_one(
+        self,
+        logits: Float[Array, "B R U"],
+        *,
+        temperature: Float[Array, "B"],
+        seed: UInt32[Array, "B 2"],
+        positions: Int[Array, "B R"],
+        token_ids: Int[Array, "U"],
+        scale: float,
+        lowest: float,
+    ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
+        """(largest of scale * (logit + T * noise), its first column, the sum of exp(score - it)).
+
+        lowest: what NaN and lower scores count as, and -lowest what higher ones do.
+        """
+        found = rank.reference(
+            logits.reshape(-1, logits.shape[-1]),
+            temperature,
+            seed,
+            positions.reshape(-1),
+            token_ids,
+            scale=scale,
+            lowest=lowest,
+        )
+        top, column, mass = (x.reshape(positions.shape) for x in found)
+        return top, column, mass
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
+from jspec.pallas_kernels.sample import rank_gpu
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
 #   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
@@ -242,6 +243,30 @@ class GpuOps(Ops):
             interpret=self.interpret,
         )
         return value.reshape(positions.shape), best.reshape(positions.shape)
+
+    def rank_one(
+        self,
+        logits: jax.Array,
+        *,
+        temperature: jax.Array,
+        seed: jax.Array,
+        positions: jax.Array,
+        token_ids: jax.Array,
+        scale: float,
+        lowest: float,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        found = rank_gpu.rank_one(
+            logits.reshape(-1, logits.shape[-1]),
+            temperature,
+            seed,
+            positions.reshape(-1),
+            token_ids,
+            scale=scale,
+            lowest=lowest,
+            interpret=self.interpret,
+        )
+        top, column, mass = (x.reshape(positions.shape) for x in found)
+        return top, column, mass
 
 
 def _planned(

@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.pytree import pytree
 from jspec.core.state import SamplingRows
 from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
+from jspec.pallas_kernels.sample.rank import finite
 from jspec.sampling.choose import perturb
 from jspec.speculative.tree import LOWEST
 
@@ -41,15 +44,28 @@ def rank_candidates(
     positions: Int[Array, "B R"],
     ranking: Ranking,
     shard: Shard,
+    ops: Ops,
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
     """The best K target ids after each row and the log-probability of each, best first.
 
     token_ids: target id of each column of this device's logits. positions: token position of the
     candidates (their noise).
     """
-    if ranking.noise:
-        logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
-    return top_candidates(ranking.scale * logits, token_ids, topk=ranking.topk, shard=shard)
+    if ranking.topk > 1:
+        if ranking.noise:
+            logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
+        return top_candidates(ranking.scale * logits, token_ids, topk=ranking.topk, shard=shard)
+    top, column, mass = ops.rank_one(
+        logits,
+        temperature=jnp.where(ranking.noise, sampling.temperature, 0.0),
+        seed=sampling.seed,
+        positions=positions,
+        token_ids=token_ids,
+        scale=ranking.scale,
+        lowest=LOWEST,
+    )
+    best = _Best(values=top[..., None], columns=column[..., None], top=top, mass=mass)
+    return _joined(best, token_ids, topk=1, shard=shard)
 
 
 def top_candidates(
@@ -60,11 +76,31 @@ def top_candidates(
     Ties prefer the lower draft id: shards hold ascending ids and top_k is stable. NaN is the lowest
     there is, and all scores are finite.
     """
-    scaled = jnp.where(scaled > LOWEST, jnp.minimum(scaled, -LOWEST), LOWEST)
-    values, idx = _largest(scaled, min(topk, scaled.shape[-1]))  # a shard may hold fewer than K
-    found = jnp.take(ids, idx, mode="clip")
+    scaled = finite(scaled, lowest=LOWEST)
+    values, columns = _largest(scaled, min(topk, scaled.shape[-1]))  # a shard may hold fewer
     top = jnp.max(scaled, axis=-1)
     mass = jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1)
+    best = _Best(values=values, columns=columns, top=top, mass=mass)
+    return _joined(best, ids, topk=topk, shard=shard)
+
+
+@pytree
+class _Best:
+    """Of one device's columns: the K best of each row, the largest, and the sum of
+    exp(score - largest)."""
+
+    values: jax.Array  # [B, R, K], best first
+    columns: jax.Array  # i32[B, R, K]
+    top: jax.Array  # [B, R]
+    mass: jax.Array  # [B, R]
+
+
+def _joined(
+    best: _Best, ids: Int[Array, "U"], *, topk: int, shard: Shard
+) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+    """What all shards' columns have as their K best, and the log-probability of each."""
+    values, found = best.values, jnp.take(ids, best.columns, mode="clip")
+    top, mass = best.top, best.mass
     if shard.axis is not None:
         values, found = (
             jax.lax.all_gather(x, shard.axis, axis=2, tiled=True) for x in (values, found)
@@ -72,8 +108,8 @@ def top_candidates(
         tops, masses = jax.lax.all_gather(top, shard.axis), jax.lax.all_gather(mass, shard.axis)
         top = jnp.max(tops, axis=0)
         mass = jnp.sum(masses * jnp.exp(tops - top), axis=0)
-        values, best = _largest(values, topk)
-        found = jnp.take_along_axis(found, best, axis=2, mode="clip")
+        values, place = _largest(values, topk)
+        found = jnp.take_along_axis(found, place, axis=2, mode="clip")
     log_total = top + jnp.log(mass)
     return found, jnp.where(values > LOWEST, values - log_total[..., None], LOWEST)
 

@@ -79,6 +79,9 @@ class FeatureHead(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def ops(self) -> Ops: ...
+
     def features(self, params: Params, given: jax.Array, /) -> jax.Array: ...
 
     def forward(
@@ -154,6 +157,7 @@ class EagleDrafter:
             positions=positions,
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.head.shard,
+            ops=self.head.ops,
         )
 
     def of_shape(self, spec: SpeculativeConfig) -> EagleDrafter:

@@ -143,6 +143,7 @@ class MultiLayerDrafter:
             positions=positions,
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.head.shard,
+            ops=self.head.ops,
         )
 
     def of_shape(self, spec: SpeculativeConfig) -> MultiLayerDrafter:

@@ -120,6 +120,7 @@ class StandaloneDrafter:
             positions=positions,
             ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
             shard=self.model.shard,
+            ops=self.model.ops,
         )
 
     def of_shape(self, spec: SpeculativeConfig) -> StandaloneDrafter:

@@ -27,6 +27,7 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import KVPool, Params
 from jspec.models.params import ParamTable, prefixed
 from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.eagle import EagleDrafter, FeatureHead, HeadConfig
 from jspec.speculative.multi_layer import MultiLayerDrafter
 
@@ -48,6 +49,10 @@ class DialHead:
     @property
     def shard(self) -> Shard:
         return self.inner.shard
+
+    @property
+    def ops(self) -> Ops:
+        return self.inner.ops
 
     def features(self, params: Params, given: jax.Array, /) -> jax.Array:
         return self.inner.features(params["head"], given)

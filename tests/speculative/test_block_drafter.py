@@ -110,6 +110,7 @@ class BlockDrafter:
             positions=shapes.chosen_position(rows.seq_lens[:, None], place[None, :-1]),
             ranking=Ranking(self.spec.topk),
             shard=Shard(),
+            ops=self.ops,
         )
         return (pool,), self.lattice(rows.root_ids, ids, terms)
 

@@ -1,0 +1,38 @@
+"""The best candidate of a draft's row and what its probability is of: the definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.core import noise
+
+
+def reference(
+    logits: Float[Array, "T U"],
+    temperature: Float[Array, "B"],
+    seed: UInt32[Array, "B 2"],
+    positions: Int[Array, "T"],
+    token_ids: Int[Array, "U"],
+    *,
+    scale: float,
+    lowest: float,
+) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
+    """(largest score, its first column, sum of exp(score - largest)) of each row, all finite.
+
+    temperature, seed: of T / B rows in succession each. token_ids: whose noise a column has.
+    lowest: what NaN and lower scores count as; -lowest bounds them above.
+    """
+    per_row = logits.shape[0] // temperature.shape[0]
+    temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)
+    noisy = logits + temperature[:, None] * noise.gumbel(seed, positions, token_ids)
+    scores = finite(scale * noisy, lowest=lowest)
+    top = jnp.max(scores, axis=1)
+    mass = jnp.sum(jnp.exp(scores - top[:, None]), axis=1)
+    return top, jnp.argmax(scores, axis=1).astype(jnp.int32), mass
+
+
+def finite(scores: jax.Array, *, lowest: float) -> jax.Array:
+    """NaN is the lowest there is."""
+    return jnp.where(scores > lowest, jnp.minimum(scores, -lowest), lowest)

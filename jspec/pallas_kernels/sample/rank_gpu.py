@@ -1,0 +1,100 @@
+"""The best candidate of a draft on GPUs, and what its probability is of, in one read of the logits
+(Pallas, Triton).
+
+Of each row it computes the largest scaled score, scale * (logit(v) + T * g(seed, position, v)), the
+first column that has it, and the sum of exp(score - largest): what log_softmax needs. One program a
+row and chunk of the vocabulary; XLA joins those. A row at temperature 0 makes no noise, which XLA's
+way makes for all rows alike and which is most of its time.
+
+It knows nothing of more candidates than one, nor of shards. benchmarks/rank_gpu.py has the times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int, UInt32
+
+from jspec.core import noise
+from jspec.pallas_kernels.sample.gpu import SampleTuning, choose_tuning
+from jspec.pallas_kernels.sample.rank import finite
+
+_NO_COLUMN = 2**31 - 1
+
+
+def rank_one(
+    logits: Float[Array, "T U"],
+    temperature: Float[Array, "B"],
+    seed: UInt32[Array, "B 2"],
+    positions: Int[Array, "T"],
+    token_ids: Int[Array, "U"],
+    *,
+    scale: float,
+    lowest: float,
+    tuning: SampleTuning | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
+    """As `rank.reference`, the sum in another order. Static: scale, lowest, tuning."""
+    num_rows, width = logits.shape
+    tuning = tuning or choose_tuning(num_rows)
+    chunk = min(tuning.chunk, pl.next_power_of_2(width))
+    num_chunks = pl.cdiv(width, chunk)
+    per_row = num_rows // temperature.shape[0]
+
+    def rank_gpu(*refs: Any) -> None:  # the name that profiles show
+        _body(*refs, chunk=chunk, per_row=per_row, scale=scale, lowest=lowest)
+
+    shape = (num_rows, num_chunks)
+    tops, columns, masses = pl.pallas_call(
+        rank_gpu,
+        grid=shape,
+        out_shape=[jax.ShapeDtypeStruct(shape, t) for t in (jnp.float32, jnp.int32, jnp.float32)],
+        compiler_params=plt.CompilerParams(num_warps=tuning.num_warps, num_stages=1),
+        interpret=interpret,
+        name="rank_gpu",
+    )(logits, temperature, seed, positions, token_ids)
+    top = jnp.max(tops, axis=1)
+    is_best = tops == top[:, None]
+    column = jnp.min(jnp.where(is_best, columns, _NO_COLUMN), axis=1)
+    return top, column, jnp.sum(masses * jnp.exp(tops - top[:, None]), axis=1)
+
+
+def _body(
+    logits: Any,
+    temperature: Any,
+    seed: Any,
+    positions: Any,
+    token_ids: Any,
+    tops: Any,
+    columns: Any,
+    masses: Any,
+    *,
+    chunk: int,
+    per_row: int,
+    scale: float,
+    lowest: float,
+) -> None:
+    """One row's chunk. The last chunk's columns past the row are below all, and weigh nothing."""
+    row, index = pl.program_id(0), pl.program_id(1)
+    batch_row = row // per_row
+    column = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    inside = column < logits.shape[1]
+    read = plt.load(logits.at[row, column], mask=inside, other=0.0).astype(jnp.float32)
+    t = temperature[batch_row]
+
+    def noisy() -> jax.Array:
+        key = noise.key_of_words(seed[batch_row, 0], seed[batch_row, 1], positions[row])
+        ids = plt.load(token_ids.at[column], mask=inside, other=0)
+        return read + t * noise.gumbel_from_bits(noise.noise_bits(key, ids))
+
+    scores = finite(scale * lax.cond(t != 0, noisy, lambda: read), lowest=lowest)
+    scores = jnp.where(inside, scores, -jnp.inf)
+    top = jnp.max(scores)
+    tops[row, index] = top
+    columns[row, index] = jnp.min(jnp.where(scores == top, column, _NO_COLUMN))
+    masses[row, index] = jnp.sum(jnp.exp(scores - top))
