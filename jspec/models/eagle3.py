@@ -13,7 +13,7 @@ each by itself; a head without aux layers takes the target's last hidden for h, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -57,7 +57,8 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
         norm_param("post_norm", "post_attention_layernorm", E),
         *ffn_params(layer.ffn, size=E),
     )
-    layers = (*prefixed(first, path=("layer",), stored=LAYER), *further_layers(model))
+    further = (_or_hidden_norm(spec) for spec in further_layers(model))
+    layers = (*prefixed(first, path=("layer",), stored=LAYER), *further)
     return (
         ParamSpec(path=("embed", "table"), shape=(model.vocab_size, E), init=Init.TABLE),
         *_feature_params(config),
@@ -66,6 +67,16 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
         lm_head(E, U, tied=False),
         ParamSpec(path=("draft_ids",), shape=(U,), split=Split.OUT, init=Init.IDS, is_integer=True),
     )
+
+
+def _or_hidden_norm(spec: ParamSpec) -> ParamSpec:
+    """A further layer's input norm has its first layer's other name in SGLang's layout."""
+    names = [part.name for layout in spec.layouts for part in layout]
+    if not names[0].endswith(".input_layernorm.weight"):
+        return spec
+    ((part,),) = spec.layouts
+    other = replace(part, name=part.name.replace("input_layernorm", "hidden_norm"))
+    return replace(spec, layouts=(*spec.layouts, (other,)))
 
 
 def _feature_params(config: Eagle3Config) -> ParamTable:

@@ -55,8 +55,8 @@ VARIANTS = {
     "fc.bias": "a bias in fc; expected bias true in config.json",
     "layers.0.self_attn.q_norm.": "a norm of q; expected model_type 'qwen3' in config.json",
     "layers.0.self_attn.k_norm.": "a norm of k; expected model_type 'qwen3' in config.json",
-    "additional_layers.": "SGLang's further layers, whose forward drops the first layer's "
-    "residual; expected layers.1 and so on",
+    "additional_layers.": "further layers of an earlier SGLang, whose forward drops the first "
+    "layer's residual; expected layers.1 and so on, as its 0.5.23 reads them",
     "mask_hidden": "parallel drafting, which is not served; expected a plain EAGLE-3 head",
 }
 

@@ -183,7 +183,7 @@ def test_a_map_that_contradicts_itself_is_refused(
         ("input_norm.weight", (24,), r"all aux features .* expected norm_before_fc true"),
         ("fc.bias", (8,), "a bias in fc; expected bias true"),
         ("midlayer.self_attn.q_norm.weight", (4,), "a norm of q; expected model_type 'qwen3'"),
-        ("additional_layers.0.hidden_norm.weight", (8,), "SGLang's further layers"),
+        ("additional_layers.0.hidden_norm.weight", (8,), "further layers of an earlier SGLang"),
         ("mask_hidden", (1, 24), "parallel drafting, which is not served"),
         ("midlayer.self_attn.qkv_proj.weight", (16, 16), r"unknown tensor .*qkv_proj\.weight"),
         ("other.weight", (3,), r"unknown tensor other\.weight of shape \(3,\)"),

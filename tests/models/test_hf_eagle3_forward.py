@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.core.config import RopeConfig
+from jspec.core.errors import CheckpointError
 from jspec.core.model_spec import DenseSpec, Eagle3Config, FeatureNorm, ModelSpec, uniform_decoder
 from jspec.models.decoder import Params
 from jspec.models.eagle3 import Eagle3Head, eagle3_params
@@ -242,6 +243,23 @@ def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -
     head = Eagle3Head(config, Ops())
     check_head(head, loaded, reference, vocab_size=96, width=width)
     assert jnp.asarray(loaded["draft_ids"]).shape == (config.draft_vocab_size,)
+
+
+def test_a_further_layers_input_norm_may_be_called_as_sglang_has_it(tmp_path: Path) -> None:
+    layout = LAYOUTS["3.1_of_two_qwen3_layers"]
+    written(tmp_path, layout, random_head(layout.config))
+
+    def load() -> Params:
+        return load_eagle3(tmp_path, layout.config, target_params={}, dtype=np.float32)
+
+    expected, file = load(), tmp_path / "model.safetensors"
+    old, new = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
+    tensors = load_file(file)
+    save_file({new if name == old else name: x for name, x in tensors.items()}, file)
+    jax.tree.map(np.testing.assert_array_equal, load(), expected)
+    save_file(tensors | {new: tensors[old]}, file)  # one of the two is not what the head reads
+    with pytest.raises(CheckpointError, match=rf"{new}"):
+        load()
 
 
 def test_a_head_that_feeds_back_its_norm_drafts_as_the_reference() -> None:
