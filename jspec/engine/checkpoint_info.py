@@ -52,7 +52,7 @@ class CheckpointInfo:
     by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`; tied_bytes
     of those are another order of a weight that is there, so no parameters more.
 
-    serve: the command that serves it. problems: each one keeps it from being served.
+    serve: the command that serves it, "" where problems keep it from being served.
     """
 
     path: str
@@ -177,15 +177,16 @@ def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
         tied_bytes=tied * _itemsize(info.dtype),
         cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
     )
+    if info.problems:
+        return info
     words = ["jspec serve --model-path", str(path)]
-    if not info.problems:
-        if _brings_draft(path, spec):
-            info = replace(info, algorithm="NEXTN")
-            words.append("--speculative-algorithm NEXTN")
-        try:
-            check_target(path, spec)
-        except JspecError as error:
-            return _with_problem(info, error)
+    if _brings_draft(path, spec):
+        info = replace(info, algorithm="NEXTN")
+        words.append("--speculative-algorithm NEXTN")
+    try:
+        check_target(path, spec)
+    except JspecError as error:
+        return _with_problem(info, error)
     return replace(info, serve=" ".join(words))
 
 
@@ -207,7 +208,7 @@ def _of_draft(
     sizes = ("num_hidden_layers", "hidden_size", "vocab_size", "draft_vocab_size")
     info = replace(
         info,
-        serve=serve,
+        serve="" if info.problems else serve,
         shapes={name: fields.get(name) for name in sizes if fields.get(name) is not None},
     )
     if target is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jspec.core.errors import CheckpointError, NoCheckpointError
+from jspec.core.errors import CheckpointError, ConfigError, NoCheckpointError
 from jspec.models.hf_weights import FILES, NAMES, ORBAX, HostArray, Tensors, open_tensors
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
@@ -45,14 +45,15 @@ def convert(
 
     The weights come from what `open_tensors` finds first: safetensors, torch's files, orbax. For
     orbax the host holds all tensors at once, for safetensors those of one file.
-    Raises CheckpointError; `out` is then as it was.
+    Raises ConfigError for an `out` that cannot be it, else CheckpointError; `out` is then as it
+    was.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already; expected a new or an empty directory")
+        raise ConfigError(f"{out} is there already; expected a new or an empty directory")
     if source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise CheckpointError(f"{out} lies in {source}; expected a directory elsewhere")
+        raise ConfigError(f"{out} lies in {source}; expected a directory elsewhere")
     is_new = not out.exists()
     with open_tensors(source) as tensors:
         try:

@@ -172,7 +172,10 @@ def test_what_is_wrong_is_said_in_the_loaders_words(
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     assert main(["info", str(cut)]) == 1
-    assert f"problem: {cut / 'model.safetensors'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"problem: {cut / 'model.safetensors'}" in said
+    assert "jspec serve" not in said
+    assert describe(bare).serve == ""
     other = copy_of(pair.target_path, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     for name, value, message in (

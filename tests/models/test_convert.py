@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jspec.cli import main
 from jspec.core import sharding
 from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError
+from jspec.core.errors import CheckpointError, ConfigError
 from jspec.engine.loading import load_models, resolve_paths
 from jspec.models.convert import Format, convert
 from jspec.models.hf_weights import open_tensors
@@ -109,9 +109,9 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
         convert(tmp_path / "none", tmp_path / "out", Format.ORBAX)
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
         convert(tmp_path, tmp_path.parent / "out", Format.ORBAX)
-    with pytest.raises(CheckpointError, match="expected a new or an empty directory"):
+    with pytest.raises(ConfigError, match="expected a new or an empty directory"):
         convert(pair.target_path, pair.draft_path, Format.ORBAX)
-    with pytest.raises(CheckpointError, match="expected a directory elsewhere"):
+    with pytest.raises(ConfigError, match="expected a directory elsewhere"):
         convert(pair.target_path, pair.target_path / "out", Format.ORBAX)
     cut = tmp_path / "cut"
     cut.mkdir()
@@ -122,5 +122,7 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=r"orbax: cannot (be read|read .*)"):
         convert(tmp_path / "orbax", tmp_path / "back", Format.SAFETENSORS)
     assert not (tmp_path / "back").exists()
+    assert main(["convert", str(cut), str(pair.draft_path), "--to", "orbax"]) == 2
+    assert "is there already; expected a new or an empty directory" in capsys.readouterr().err
     assert main(["convert", str(cut), str(tmp_path / "x"), "--to", "gguf"]) == 2
     assert "invalid choice: 'gguf'" in capsys.readouterr().err
