@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from jspec.core.errors import CheckpointError, ConfigError, NoCheckpointError
+from jspec.core.errors import ConfigError, NoCheckpointError
 from jspec.models.hf_weights import FILES, NAMES, ORBAX, HostArray, Tensors, open_tensors
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
