@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,10 @@ def _of_files(
     return replace(info, **counted, weight_bytes=counted["parameters"] * _itemsize(dtype))
 
 
-def _count(tensors: Tensors) -> dict[str, Any]:
+def _count(tensors: Tensors, *, without: Collection[str] = ()) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     numbers = 0
-    for name in tensors.sources:
+    for name in (name for name in tensors.sources if name not in without):
         count, kind = math.prod(tensors.shape(name)), tensors.dtype(name)
         sizes[kind] += count * BITS.get(kind, 8) // 8
         numbers += count
@@ -217,7 +218,12 @@ def _of_draft(
         source, words = _served_draft(info, path, target)
     except JspecError as error:
         return _with_problem(info, error)
-    info = replace(info, serve=f"{serve}{words}")
+    info = replace(info, serve="" if info.problems else f"{serve}{words}")
+    if source.copies and not info.problems:  # what the target holds for both
+        with open_tensors(path) as tensors:
+            own = _count(tensors, without=source.copies)
+        numbers = own["parameters"]
+        info = replace(info, parameters=numbers, weight_bytes=numbers * _itemsize(info.dtype))
     if info.algorithm == "NEXTN":  # its config.json is the target's
         layers = sum(each.num_layers for each in source.specs)
         info = replace(info, shapes={**info.shapes, "num_hidden_layers": layers})

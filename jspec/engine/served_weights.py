@@ -322,18 +322,28 @@ class ServedWeights:
         return new
 
     def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
-        """What is whose. A name that neither has is the target's, where it is an error."""
+        """What is whose. A name that neither has is the target's, where it is an error. What the
+        draft's files have of the target's is left out, as it is where they are read."""
         known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
         whose: dict[Model, dict[str, LazyTensor]] = {}
+        both: list[str] = []
         for name, array in update.arrays.items():
             stored = self._source.canonical(name)
             is_drafts = name not in known[TARGET] and stored in known[DRAFT]
             model = update.model or (DRAFT if is_drafts else TARGET)
+            if update.model is DRAFT and name in self._source.copies:
+                continue
+            both += [name] * (name in known[TARGET] and name in known[DRAFT])
             named = stored if model is DRAFT else name
             given = whose.setdefault(model, {})
             if named in given:
                 raise CheckpointError(f"{GIVEN}: {name} is a second {named}")
             given[named] = held(as_host(name, array))
+        if update.model is None and both and DRAFT in whose:
+            raise CheckpointError(
+                f"{GIVEN}: {both[0]} is a tensor of the target and of the draft, and "
+                f"{next(iter(whose[DRAFT]))} one of the draft alone; expected a selector"
+            )
         return whose
 
 

@@ -264,7 +264,7 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
     has_target = names.also is None and any(
         _OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources
     )
-    copies = _copies(whole, names)
+    copies = copies_of_target(whole, names)
     check_names(
         tensors,
         _own_table(whole, names),
@@ -284,7 +284,7 @@ def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
     return other if any(other.number(name) == 0 for name in tensors.sources) else names
 
 
-def _copies(config: MtpConfig, names: MtpNames) -> set[str]:
+def copies_of_target(config: MtpConfig, names: MtpNames) -> frozenset[str]:
     """What files hold of the target's embedding and lm_head, beside the layers and among them."""
     among = (_EMBED,) if config.own_heads else (_EMBED, *_HEADS)
     numbers, infixes = range(config.num_layers), {"", names.infix}
@@ -292,4 +292,4 @@ def _copies(config: MtpConfig, names: MtpNames) -> set[str]:
     if names.around is not None:
         places.add(names.around)
     outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
-    return outer | {place + name for place in places for name in among}
+    return frozenset(outer | {place + name for place in places for name in among})

@@ -73,7 +73,8 @@ class GpuOps(Ops):
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """For some numbers of tokens no products by Triton: by themselves they are as fast."""
+        """For some numbers of tokens no products by Triton, which XLA's autotuner takes where they
+        are as fast by themselves."""
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
     def attend(

@@ -156,7 +156,8 @@ def last_two(emitted: Emitted) -> TokenRows:
     """Of each row that verified a chain the last emitted token, and the one after it.
 
     The rows before hold what the drafter wrote when it proposed: the same tokens at the same
-    places. It proposed nothing after the chain's last token, whose row is missing.
+    places. It proposed nothing after the chain's last token, whose row is missing. (Under simulated
+    acceptance other tokens are emitted than were drafted: there only times are of use.)
 
     In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
     Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of the first are there

@@ -16,7 +16,7 @@ from jspec.core.config import Algorithm
 from jspec.core.drafting import Drafting
 from jspec.core.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.models.hf_mtp import check_mtp, load_mtp, load_mtp_config, shared
+from jspec.models.hf_mtp import check_mtp, copies_of_target, load_mtp, load_mtp_config, shared
 from jspec.models.mtp import MtpHead, RecurrentHead
 from jspec.models.stored import Place
 from jspec.pallas_kernels.ops import Ops
@@ -82,5 +82,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
         specs=(config.model,),
         aux_layer_ids=config.aux_layer_ids,
         shares=shared(config),
+        copies=copies_of_target(config, names),
         algorithm=algorithm,
     )

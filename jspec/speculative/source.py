@@ -74,7 +74,8 @@ class DraftSource:
     aux_layer_ids: what of the target is captured for it.
     shares: names of params that dummy weights take from the target's.
     published: how weights are stored whose entry in the drafter's table does not say, where they
-        are not the target's. canonical: the table's name of a stored tensor's.
+        are not the target's. canonical: the table's name of a stored tensor's. copies: what its
+        files may hold of the target's, under names that are not read.
     with_target: the params (second) once the target's (first) have changed, for what was computed
         from those; arrays that are the target's own follow by themselves.
     algorithm: what is in force, where the checkpoint decides that and not the arguments.
@@ -87,6 +88,7 @@ class DraftSource:
     shares: tuple[str, ...] = ()
     published: ParamTable = ()
     canonical: Callable[[str], str] = str
+    copies: frozenset[str] = frozenset()
     with_target: Callable[[Params, Params], Params] | None = None
     algorithm: Algorithm | None = None
 

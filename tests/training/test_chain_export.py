@@ -10,6 +10,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,9 +18,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jspec.core import sharding
 from jspec.core.config import RopeConfig
+from jspec.core.engine_args import EngineArgs
 from jspec.core.errors import CheckpointError
 from jspec.core.model_spec import ModelSpec
+from jspec.core.weight_update import ArrayUpdate, Model
+from jspec.engine.checkpoint_info import describe
+from jspec.engine.loading import load_models, resolve_paths
+from jspec.engine.served_weights import ServedWeights
+from jspec.models.checkpoint import save_target
 from jspec.models.decoder import Params
 from jspec.models.hf_mtp import (
     check_mtp,
@@ -154,3 +162,31 @@ def test_a_chain_says_again_how_its_rope_is_scaled(rope: RopeConfig) -> None:
     written = mtp_config_json(config, target=target, dtype="float32")  # which reads it again
     assert (written["rope_scaling"] is not None) == (rope.factor > 1)
     assert written["rope_theta"][PUBLISHED:] == [rope.theta] * COUNT
+
+
+def test_its_own_tensors_update_it_and_no_layer_of_its_target(tmp_path: Path) -> None:
+    """Beside a target that has layers 45 to 47, too, a tensor's name does not say whose it is."""
+    target, params = target_of(48)
+    params = {**params, "layers": dict.fromkeys(range(48), params["layers"][0])}
+    save_target(tmp_path / "target", target, params, dtype=np.float32)
+    exported(tmp_path / "head", target, params)
+    args = EngineArgs(
+        model_path=str(tmp_path / "target"),
+        speculative_algorithm="NEXTN",
+        speculative_draft_model_path=str(tmp_path / "head"),
+        dtype="float32",
+    )
+    mesh = sharding.make_mesh(jax.devices("cpu")[:1])
+    models = load_models(args, resolve_paths(args), mesh=mesh)
+    runner = SimpleNamespace(params=models.params)
+    served = ServedWeights(replace(models, params={}), runner, mesh=mesh)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    update = ArrayUpdate(arrays={name: 2 * x for name, x in stored.items()})
+    with pytest.raises(CheckpointError, match=r"layers\.45\.\S+ is a tensor of the target and of"):
+        served.prepare(update)
+    served.prepare(replace(update, model=Model.DRAFT))
+    both = next(name for name in stored if name.endswith("45.self_attn.q_proj.weight"))
+    served.prepare(ArrayUpdate(arrays={both: stored[both]}))  # by itself it is the target's
+    alone = describe(tmp_path / "head")
+    beside = describe(tmp_path / "head", target=tmp_path / "target")
+    assert alone.parameters - beside.parameters == target.vocab_size * target.hidden_size
