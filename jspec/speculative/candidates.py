@@ -51,13 +51,13 @@ def rank_candidates(
     token_ids: target id of each column of this device's logits. positions: token position of the
     candidates (their noise).
     """
-    if ranking.topk > 1:
+    if ranking.topk > 1 or not ranking.noise:
         if ranking.noise:
             logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
         return top_candidates(ranking.scale * logits, token_ids, topk=ranking.topk, shard=shard)
     top, column, mass = ops.rank_one(
         logits,
-        temperature=jnp.where(ranking.noise, sampling.temperature, 0.0),
+        temperature=sampling.temperature,
         seed=sampling.seed,
         positions=positions,
         token_ids=token_ids,

@@ -4,7 +4,7 @@
 Of each row it computes the largest scaled score, scale * (logit(v) + T * g(seed, position, v)), the
 first column that has it, and the sum of exp(score - largest): what log_softmax needs. One program a
 row and chunk of the vocabulary; XLA joins those. A row at temperature 0 makes no noise, which XLA's
-way makes for all rows alike and which is most of its time.
+way makes for all rows alike.
 
 It knows nothing of more candidates than one, nor of shards. benchmarks/rank_gpu.py has the times.
 """
