@@ -165,6 +165,7 @@ def test_no_cell_matches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no cell matches" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_mode_end_to_end(tmp_path: Path) -> None:
     """A cell that cannot run (a prompt longer than the context) costs only itself."""
     workload = replace(TINY, prefills=((1, 8), (1, 400)))
@@ -210,6 +211,7 @@ def test_out_of_time(tmp_path: Path) -> None:
     assert {cell["skipped"] for cell in cells.values()} == {"out of time"}
 
 
+@pytest.mark.slow_cases("tree]")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_part_goes_round_in_a_loop(mode: str, tmp_path: Path) -> None:
     """What a part returns has the shapes of what it takes; traced only."""

@@ -71,6 +71,7 @@ run(["version"])
     assert (process.returncode, out, errors) == (130, "", "jspec: interrupted\n")
 
 
+@pytest.mark.slow
 def test_run_server_says_each_stage_answers_and_stops(flags: list[str]) -> None:
     process = start("run_server.py", *flags, "--port", "0", "--enable-metrics")
     try:
@@ -118,6 +119,7 @@ def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
     assert "loading" not in errors
 
 
+@pytest.mark.slow
 def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> None:
     words = ["-m", "jspec.cli", "generate", *flags]
     process = start(*words, "--max-new-tokens", "8", "--plain-marks", stdin=subprocess.PIPE)
@@ -189,6 +191,7 @@ def test_an_interrupt_while_xla_compiles_ends_without_a_crash() -> None:
     assert "jspec: interrupted" in errors
 
 
+@pytest.mark.slow_cases("words1")
 @pytest.mark.parametrize(
     ("words", "moment"),
     [

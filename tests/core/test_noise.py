@@ -196,6 +196,7 @@ def test_gumbel_max_frequencies_are_softmax(axis: str) -> None:
     assert_fits(pairs, np.outer(np.exp(LOGITS), np.exp(LOGITS)).ravel())
 
 
+@pytest.mark.slow_cases("shape4]")
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 5), (17,), (4, 4)])
 def test_a_value_does_not_depend_on_the_shape_it_is_computed_in(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)

@@ -100,6 +100,7 @@ def test_a_second_start_traces_nothing_and_emits_the_same(
     assert reports == ["compiled decode B=2", "loaded decode B=2"]
 
 
+@pytest.mark.slow_cases("cut]", "flipped]")
 @pytest.mark.parametrize("damage", ["cut", "flipped", "another file"])
 def test_what_cannot_be_read_is_written_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -99,12 +99,14 @@ def use(arguments: dict[str, Any]) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_a_start_that_failed_keeps_no_programs_though_its_error_is_kept(
     first_start: Failed,
 ) -> None:
     assert first_start.after.num_programs == first_start.before.num_programs
 
 
+@pytest.mark.slow
 def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
     first_start: Failed,
 ) -> None:

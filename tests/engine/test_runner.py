@@ -97,6 +97,7 @@ def test_plain_decoding_is_the_dense_model_sampled() -> None:
     assert tuple(ids[length:]) == plain_ids(request)
 
 
+@pytest.mark.slow
 def test_poison_in_everything_nobody_wrote_changes_no_token() -> None:
     """NaN in both pools and in the draft's hidden, -1 in the dummy row: all must stay unread."""
     requests = six_requests()
@@ -141,6 +142,7 @@ async def _all_ids(view: ViewRunner, requests: list[Request]) -> list[tuple[int,
     return out
 
 
+@pytest.mark.slow_cases("2]")
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_gives_the_same_tokens_and_equal_shards(
     shards: int, tmp_path: Path

@@ -167,6 +167,7 @@ GOOD = """print('a warning'); print('{"seconds": 1.5}')"""
 WRONG = "raise ValueError('no such tile')"
 
 
+@pytest.mark.slow_cases("hang]")
 @pytest.mark.parametrize(
     ("bad", "ended"), [(CRASH, "signal 11"), (HANG, "no end within 5 s")], ids=["crash", "hang"]
 )

@@ -135,6 +135,16 @@ def test_the_texts_are_longer_than_the_windows(variant: str) -> None:
     assert apart[8:].min() > 1e-3
 
 
+@pytest.mark.slow_cases(
+    "glm4_moe-xla",
+    "qwen2-reference]",
+    "qwen2-xla",
+    "qwen3-reference]",
+    "qwen3_moe-reference]",
+    "qwen3_moe-xla",
+    "qwen3_moe_mixed-reference]",
+    "qwen3_moe_mixed-xla",
+)
 @pytest.mark.parametrize(
     ("variant", "ops"),
     [

@@ -254,6 +254,7 @@ def test_what_is_packed_stays_so_if_its_files_are(tmp_path: Path) -> None:
     assert packed_spec(tmp_path, odd, has_files=False) is None
 
 
+@pytest.mark.slow
 def test_a_model_with_packed_experts_has_the_same_logits(tmp_path: Path) -> None:
     """Every layer over XLA, float32: bit for bit, since XLA's form unpacks first."""
     shutil.copytree(GOLDEN, tmp_path / "model")
@@ -359,6 +360,7 @@ def pools_of(spec: ModelSpec, *, ops: str, shards: int = 1) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_two_shards_give_the_logits_of_one() -> None:
     spec = load_model_spec(GOLDEN)
     golden = arrays_of(GOLDEN / "outputs.npz")

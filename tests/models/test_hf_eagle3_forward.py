@@ -63,6 +63,7 @@ def golden_head(name: str) -> tuple[Eagle3Config, Params, Any]:
     return config, params, golden
 
 
+@pytest.mark.slow_cases("norm_before_fc", "plain")
 @pytest.mark.parametrize("name", [*OF_SPECULATORS, *OF_ITS_ROPE])
 def test_every_chain_row_equals_speculators(name: str) -> None:
     """Step s of row t is the s-th draft forward after a prompt of t + 1 rows."""
@@ -220,6 +221,7 @@ def written(path: Path, layout: Layout, params: Params) -> None:
 SLOW = {"speculators_names": [pytest.mark.slow]}
 
 
+@pytest.mark.slow_cases("last_hidden", "sglang_fused")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in LAYOUTS])
 def test_every_layout_drafts_as_the_numpy_reference(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]

@@ -89,6 +89,7 @@ def check(case: Case, *, interpret: bool) -> None:
         np.testing.assert_allclose(numbers, wanted, atol=tolerance)
 
 
+@pytest.mark.slow_cases("group of 16", "no keys", "norms]")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str) -> None:
     check(CASES[name], interpret=True)

@@ -62,6 +62,7 @@ def draw_plan_rows(
     )
 
 
+@pytest.mark.slow_cases("4-4", "40-40")
 @pytest.mark.parametrize(
     ("queries", "tail", "window", "block"),
     [

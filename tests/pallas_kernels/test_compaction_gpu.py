@@ -43,6 +43,7 @@ def test_the_kernel_is_the_reference(
         check_equals_the_reference(compact, kv, rows)
 
 
+@pytest.mark.slow_cases("1-3", "3-20")
 @pytest.mark.parametrize(
     ("layers", "num_path", "row", "dtype"),
     [

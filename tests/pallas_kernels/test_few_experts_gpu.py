@@ -59,6 +59,7 @@ def is_served(case: Case) -> bool:
     return "few_experts_down" in served_by(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 2**32 - 1))
 def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None:
@@ -70,6 +71,7 @@ def test_the_bundle_takes_the_kernels(case: Case) -> None:
     assert is_served(case)
 
 
+@pytest.mark.slow_cases("case0]")
 @pytest.mark.parametrize("case", [CASES[1], CASES[2]])
 def test_bf16_is_within_a_few_roundings(case: Case) -> None:
     """The kernels gate in float32 and round once; XLA on a CPU rounds between."""

@@ -169,6 +169,7 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
     return np.asarray(out, np.float32)
 
 
+@pytest.mark.slow_cases("tpu_interpret-F", "tpu_interpret-T", "xla-F", "xla-T")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "name", ["xla", "tpu_interpret", pytest.param("gpu_interpret", marks=needs_mosaic_gpu)]

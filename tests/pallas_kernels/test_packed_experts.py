@@ -34,6 +34,7 @@ def drawn(rng: np.random.Generator, width: int, length: int) -> tuple[Any, Any, 
     return np.array(E2M1)[nibbles & 7] * signs * 2.0**power, nibbles, scales
 
 
+@pytest.mark.slow_cases("3-4", "5-5")
 @pytest.mark.parametrize(("width", "blocks"), [(1, 1), (3, 4), (5, 5), (2, 9)])
 def test_what_is_packed_is_unpacked(width: int, blocks: int) -> None:
     values, nibbles, scales = drawn(np.random.default_rng(blocks), width, 32 * blocks)
@@ -118,6 +119,7 @@ def check_kernels(X: int, size: int, inner: int, *, tokens: int, interpret: bool
     assert_close(both[0][1].sum(), both[1][1].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5, 60, 100])  # of the last an expert has 67
 def test_packed_experts_are_as_good_as_unpacked_ones(tokens: int) -> None:
     """E of a group and a quarter, I of three quarters of one."""

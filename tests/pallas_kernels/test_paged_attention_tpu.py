@@ -210,6 +210,7 @@ def check(rng: np.random.Generator, case: Case) -> None:
     np.testing.assert_array_equal(pool, wanted_pool)
 
 
+@pytest.mark.slow_cases("decode, bf")
 @pytest.mark.parametrize("name", FAST)
 def test_equals_the_reference_and_reads_no_poison(name: str) -> None:
     check(np.random.default_rng(len(name)), FAST[name])
@@ -241,6 +242,7 @@ def test_an_overflow_in_one_node_changes_no_node_that_does_not_see_it() -> None:
     assert np.isfinite(after[rows.page_table[0, page], offset]).all()
 
 
+@pytest.mark.slow
 @given(
     rows=st.tuples(*[st.tuples(st.integers(0, 284), st.integers(0, 4))] * 4),
     seed=st.integers(0, 1 << 20),

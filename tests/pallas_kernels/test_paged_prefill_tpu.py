@@ -217,6 +217,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 @settings(_SLOW_EXAMPLES, max_examples=4)
 @given(drawn=row_lengths(batch=5, queries=80, slots=PACKED.slots_per_row), seed=st.integers(0, 99))
 def test_any_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed: int) -> None:
@@ -230,6 +231,7 @@ def test_more_rows_equal_the_reference(drawn: tuple[list[int], list[int]], seed:
     check(PACKED, np.random.default_rng(seed), *drawn)
 
 
+@pytest.mark.slow_cases("bf16")
 @pytest.mark.parametrize("name", FAST)
 def test_every_feature_equals_the_reference(name: str) -> None:
     rng = np.random.default_rng(len(name))

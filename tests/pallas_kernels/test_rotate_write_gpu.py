@@ -77,6 +77,7 @@ def in_steps(
     return q, write_rows(pool, page, offset, interleave_kv(k, v, width=pool.shape[3]))
 
 
+@pytest.mark.slow_cases("3-1-20", "6-2-64")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv", "width", "page_size", "dtype"),
     [
@@ -118,6 +119,7 @@ def norms_of(width: int, *, dtype: Any) -> HeadNorms:
     return HeadNorms(q=q, k=k, eps=1e-6)
 
 
+@pytest.mark.slow_cases("3-1-20")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv", "width", "dtype"),
     [(16, 2, 128, jnp.bfloat16), (3, 1, 20, jnp.float32)],

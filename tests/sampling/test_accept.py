@@ -259,6 +259,17 @@ def code(ids: np.ndarray) -> np.ndarray:
     return ids @ VOCABULARY ** np.arange(LENGTH)
 
 
+@pytest.mark.slow_cases(
+    "chain-filtered]",
+    "chain-greedy]",
+    "chain-free]",
+    "chain-hot]",
+    "chain-penalized]",
+    "lopsided",
+    "tree-filtered",
+    "tree-greedy]",
+    "tree-hot]",
+)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("guess", ["chain", "tree", "lopsided"])
 def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -> None:
@@ -273,6 +284,7 @@ def test_speculation_emits_what_plain_sampling_emits(guess: str, setting: str) -
         assert set(last.tolist()) == set(range(len(GUESSES[guess].tokens)))
 
 
+@pytest.mark.slow_cases("chain-free", "chain-hot", "chain-penalized", "tree-filtered", "tree-hot")
 @pytest.mark.parametrize("setting", ["free", "filtered", "penalized", "hot"])
 @pytest.mark.parametrize("guess", ["plain", "chain", "tree"])
 def test_the_emitted_distribution_is_the_targets(guess: str, setting: str) -> None:

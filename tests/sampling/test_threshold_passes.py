@@ -123,6 +123,7 @@ top_ps = two_rows(
 min_ps = two_rows(st.one_of(st.sampled_from([0.0, 0.0, 1.0]), st.floats(0, 1, width=32)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(logits_of_nodes, top_ks, top_ps, min_ps)
 def test_every_way_keeps_what_halving_keeps(

@@ -129,6 +129,7 @@ def test_a_server_that_shuts_down_takes_nothing(engine: Engine) -> None:
     assert "shutting down" in response.json()["message"]
 
 
+@pytest.mark.slow
 def test_a_profile_goes_where_the_flag_says(engine: Engine, tmp_path: Path) -> None:
     refused = ask(create_app(engine), "POST", "/start_profile")
     assert refused.status_code == 400

@@ -70,6 +70,7 @@ def kill_while(
     os.kill(engine.process_id, number)
 
 
+@pytest.mark.slow
 def test_text_goes_on_over_a_kill(engine: Engine, apart: Engine) -> None:
     prompts = [f"def {name}(" for name in KINDS]
     params = list(KINDS.values())

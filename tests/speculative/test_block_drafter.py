@@ -205,6 +205,7 @@ def test_guesses_and_caches_are_those_of_a_dense_forward(shape: tuple[int, int, 
             np.testing.assert_allclose(ours, anew, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [pytest.param(SHAPES[0], marks=pytest.mark.slow), SHAPES[1]], ids=["chain", "lattice"]
 )

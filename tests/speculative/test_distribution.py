@@ -73,6 +73,7 @@ def expected_pairs(sampling: SamplingParams, first: int) -> dict[tuple[int, int]
     return pairs
 
 
+@pytest.mark.slow
 def test_verified_tokens_are_distributed_as_the_target_says() -> None:
     check_distribution("tree", "jointly", num_seeds=FAST_SEEDS)
 

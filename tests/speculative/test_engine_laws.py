@@ -112,6 +112,7 @@ def check_identity(setting: Setting, run: dict[str, Any], *, num_tokens: int = 3
 RUNS = every_level(covering_array(RUN_FACTORS))
 
 
+@pytest.mark.slow_cases("eagle1", "multi_layer", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_the_text_depends_on_no_draft(setting: Setting) -> None:
     """All engines together show every value of every setting of a run."""
@@ -148,6 +149,7 @@ def test_the_array_covers_every_pair() -> None:
     assert len(RUNS) <= len(FAST)
 
 
+@pytest.mark.slow_cases("eagle1", "multi_layer", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_weights_of_nothing_but_nan_change_no_text(setting: Setting) -> None:
     """Of the drafter's own; a lookup has none, and looks into a corpus of ids of no token."""
@@ -176,6 +178,7 @@ def mixed_requests() -> list[Request]:
     ]
 
 
+@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_one_that_is_always_right_emits_exactly_s_plus_1(setting: Setting) -> None:
     kind, (num_steps, _, nodes) = KINDS[setting.kind], setting.shape
@@ -213,6 +216,7 @@ def check_retraction(setting: Setting, *, num_tokens: int, num_pages: int) -> No
     assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
 
 
+@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "stand")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> None:
     num_pages = {1: 310, 4: 78, 16: 20, 64: 6}[setting.page_size]
@@ -229,6 +233,7 @@ def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
     check_retraction(setting, num_tokens=120, num_pages=480 // page_size)
 
 
+@pytest.mark.slow_cases("eagle1", "multi", "ngram", "recurrent", "standalone")
 @pytest.mark.parametrize("setting", EVERY_ENGINE, scope="module")
 def test_a_step_without_a_live_row_changes_nothing(setting: Setting) -> None:
     """Of what rows keep: slot 0 and page 0 are where padding goes."""

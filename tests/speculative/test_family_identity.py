@@ -106,10 +106,12 @@ def test_every_family_has_layers_of_its_own() -> None:
     assert len(set(layers.values())) == len(names) - len(ALIKE)
 
 
+@pytest.mark.slow
 def test_a_chain_equals_plain() -> None:
     check(MOST, DRAFTS[:1])
 
 
+@pytest.mark.slow
 def test_a_chain_over_layers_of_unequal_heads() -> None:
     check(FAST, DRAFTS[:1])
 

@@ -166,6 +166,7 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
     assert END not in ids[:-1]
 
 
+@pytest.mark.slow_cases("1-tree]", "2-tree]")
 @pytest.mark.parametrize(
     "name",
     [

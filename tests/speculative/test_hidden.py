@@ -129,6 +129,7 @@ def without(request: Request) -> tuple[int, ...]:
     return plain_ids(dataclasses.replace(request, sampling=plain))
 
 
+@pytest.mark.slow_cases("tree")
 @pytest.mark.parametrize(
     ("name", "chunk_size", "depth"),
     [
@@ -152,6 +153,7 @@ def test_they_equal_a_dense_forward(name: str, chunk_size: int, depth: int) -> N
     assert len(served.logprobs[2]) == 12  # both of one row
 
 
+@pytest.mark.slow
 def test_those_of_a_prompt_are_whole_although_it_is_cached() -> None:
     engine = with_prefix_cache(compiled("tree"))
     asked = requests()[:4]
@@ -195,6 +197,7 @@ def test_they_stand_beside_rows_with_a_grammar() -> None:
         check(request, served.ids[i], served.hidden_states[i])
 
 
+@pytest.mark.slow
 def test_programs_without_the_feature_hold_nothing_of_it() -> None:
     """And those that have it hand out the path's rows alone, not the nodes'."""
     engine = compiled("tree")

@@ -149,6 +149,7 @@ def check(case: Case, num_tokens: int = TOKENS_PER_CASE) -> None:
         assert any(len(set(counts)) > 1 for counts in served.accepted_together)
 
 
+@pytest.mark.slow_cases("1-1-2", "1-3-4", "2-2-4", "3-1-4", "3-4-16_p1", "4-3-20", "5-1-6")
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
 def test_speculative_equals_plain(case: Case) -> None:
     check(case, FAST_TOKENS)

@@ -115,6 +115,7 @@ def test_two_shards_write_the_text_of_one(checkpoint: Path) -> None:
     check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
+@pytest.mark.slow_cases("glm4_moe", "mimo]")
 def test_a_target_brings_its_draft(checkpoint: Path) -> None:
     """Every layer its own weights, all that it shares the target's very arrays; plain decoding and
     dummy weights read the same file."""

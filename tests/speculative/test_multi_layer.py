@@ -75,6 +75,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow_cases("hidden_first-1]", "not_chained-2]")
 @pytest.mark.parametrize(("name", "topk"), KINDS)
 def test_every_guess_is_that_of_a_dense_forward(name: str, topk: int) -> None:
     """Rows of 1, 2 and 5 tokens, of which two are shorter than the last layer's lag would have it,
@@ -103,6 +104,7 @@ def random_history(texts: Texts, rng: np.random.Generator) -> None:
     texts.verify(rng.integers(0, S + 1, NUM_ROWS).tolist())
 
 
+@pytest.mark.slow_cases("hidden_first")
 @pytest.mark.parametrize(("name", "topk"), KINDS)
 def test_the_pool_law_holds_after_any_history(name: str, topk: int) -> None:
     for seed in range(6):
@@ -250,6 +252,7 @@ def check_identity(compiled: Compiled) -> set[int]:
     return accepted
 
 
+@pytest.mark.slow_cases("not_chained-(3, 2, 7)]")
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -300,6 +303,7 @@ def check_last_row(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -374,6 +378,7 @@ def test_a_cached_row_that_its_layer_did_not_know_is_noticed(name: str) -> None:
         resume(name, TREE, chunk=5, after=13, lookahead=0)
 
 
+@pytest.mark.slow
 def test_layers_of_nothing_but_nan_change_no_text() -> None:
     compiled = engine("not_chained", TREE)
     requests = some_requests(3)

@@ -128,6 +128,7 @@ def test_the_checks_pass_without_a_mutation() -> None:
     check_identity()
 
 
+@pytest.mark.slow_cases("bonus index]", "compaction source]", "noise position]")
 @pytest.mark.parametrize(
     "mutation",
     [

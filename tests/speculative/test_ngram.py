@@ -300,6 +300,7 @@ def nearly_true(requests: list[Request], *, copies: int) -> Params:
     return corpus_params(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_lookup_changes_no_token(spec: tuple[int, int, int]) -> None:
     """Greedy and sampled rows together, in every batch, chunk and depth that has its own path."""
@@ -319,6 +320,7 @@ def test_lookup_changes_no_token(spec: tuple[int, int, int]) -> None:
     assert histogram.all(), f"accepted counts {histogram}; expected each from 0 to S"
 
 
+@pytest.mark.slow
 def test_a_resumed_row_still_knows_what_it_said() -> None:
     """A pool too small for all: rows are retracted and filled again, history included."""
     requests = [

@@ -88,6 +88,7 @@ def dial_of(requests: list[Request], texts: list[tuple[int, ...]], *, decoy: int
     return dial_params(truths, rows=NUM_SLOTS, width=CONTEXT, decoy=decoy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [IS_NAN, IS_INF])
 def test_a_prompt_that_overflows_changes_no_text_but_its_own(token: int) -> None:
     """All in one prefill step, plainly and over a tree; its own text is what it is alone, too."""

@@ -221,6 +221,7 @@ def conversations(*, num_turns: int, session: Session) -> list[list[StreamChunk]
     return of_all
 
 
+@pytest.mark.slow_cases("32-1-multi_layer]", "32-1-ngram]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 @pytest.mark.parametrize(
     ("chunk_size", "depth"), [(32, 1), pytest.param(5, 2, marks=pytest.mark.slow)]
@@ -243,6 +244,7 @@ def test_text_with_cache_is_text_without(kind: str, chunk_size: int, depth: int)
     assert all(least <= found <= common for found in cached[1:])
 
 
+@pytest.mark.slow_cases("chain]", "multi_layer]", "ngram]", "plain]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_text_is_the_same_in_a_pool_that_is_short(kind: str) -> None:
     """Pages for the beginning of all rows: some are retracted, and cached pages are evicted."""
@@ -273,6 +275,7 @@ def resumed_over_output(kind: str) -> tuple[list[tuple[int, ...]], list[tuple[in
     return [ids_of(chunks) for chunks in served], [plain_ids(request) for request in requests]
 
 
+@pytest.mark.slow_cases("multi_layer]", "ngram]")
 @pytest.mark.parametrize("kind", KINDS_AND_PLAIN)
 def test_a_row_resumes_over_its_cached_output(kind: str) -> None:
     """With every penalty: the counts are those of the whole fill, whatever is computed of it."""
@@ -292,6 +295,7 @@ def accepted_by(chunks: list[StreamChunk]) -> tuple[int, ...]:
     return tuple(chunk.num_accepted for chunk in chunks)
 
 
+@pytest.mark.slow_cases("multi_layer]", "ngram]")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
     compiled = engine(kind)
@@ -314,6 +318,7 @@ def test_acceptance_warm_equals_cold_and_so_do_the_pages(kind: str) -> None:
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow_cases("multi_layer]", "ngram")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_rows_do_not_depend_on_the_chunks_of_a_prompt(kind: str) -> None:
     """Nor on what a retraction computes anew: in target and draft, up to rounding."""

@@ -96,6 +96,7 @@ def test_a_chain_in_rounds_gives_the_same_counters(depth: int) -> None:
     assert several.counters == single.counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_tree_in_rounds_with_filters_and_penalties(depth: int) -> None:
     requests = six_requests(**FULL)
@@ -107,6 +108,7 @@ def test_a_tree_in_rounds_with_filters_and_penalties(depth: int) -> None:
     assert served.num_free_pages == tree_engine().limits.num_pages
 
 
+@pytest.mark.slow_cases("sampling1]")
 @pytest.mark.parametrize("sampling", [{}, {"min_new_tokens": 12}])
 def test_a_stop_id_in_any_round_ends_the_text_there(sampling: dict[str, Any]) -> None:
     """Under a minimum length the tree's program masks the ids until it is reached."""
@@ -169,6 +171,7 @@ def test_an_abort_between_rounds_ends_one_request_and_no_other() -> None:
     check_an_abort_ends_one_and_no_other(chain_engine(), six_requests(), depth=1)
 
 
+@pytest.mark.slow
 def test_a_step_of_several_rounds_copies_no_pool_and_is_donated() -> None:
     for compiled in (chain_engine(), tree_engine()):
         runner = compiled.runner()

@@ -161,6 +161,7 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     return served
 
 
+@pytest.mark.slow_cases("plain-windows1", "plain-windows2", "tree")
 @pytest.mark.parametrize(
     ("name", "windows", "depth", "chunk"),
     [
@@ -183,6 +184,7 @@ def test_the_text_is_that_of_a_dense_forward(
         assert len({n for accepted in served.accepted for n in accepted}) > 1
 
 
+@pytest.mark.slow
 def test_a_draft_with_windows_reads_its_own_pages() -> None:
     """A target that drafts for itself is always right, but for what a row's end cuts.
 

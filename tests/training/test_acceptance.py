@@ -26,6 +26,7 @@ def test_a_walk_counts_the_bonus_and_jumps_by_what_it_emitted() -> None:
     assert acceptance.emitted_per_verification(hits, np.asarray([3])) == [2, 1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_the_simulator_equals_free_drafting(temperature: float) -> None:
     target, target_params = tiny_target()

@@ -21,6 +21,7 @@ from tests.models.family_checkpoints import checkpoint_of
 SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed", "step3p5", "glm4_moe", "mimo", "mimo_v2")
 
 
+@pytest.mark.slow_cases("gpt_oss]", "mistral]", "qwen3_moe]")
 @pytest.mark.parametrize(
     "variant",
     [

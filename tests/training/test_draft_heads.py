@@ -73,6 +73,7 @@ def check_chain(paged: PagedHead, ids: np.ndarray, given: Any, guesses: list[Gue
         np.testing.assert_allclose(logits[0], guesses[depth].logits[0, START], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_exported_eagle3_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head, _, draft_ids = tiny_head(target, target_params)
@@ -83,6 +84,7 @@ def test_an_exported_eagle3_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     check_chain(paged, ids, features.aux[0], guesses)
 
 
+@pytest.mark.slow
 def test_an_exported_eagle1_head_drafts_what_it_learnt(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head = eagle1_head(target, intermediate_size=40)
@@ -144,6 +146,7 @@ class OneLayer:
         return self.head.logits(params, self.index, out)
 
 
+@pytest.mark.slow
 def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40)
@@ -161,6 +164,7 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_p
         np.testing.assert_allclose(logits, guesses[layer].logits[0], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_exported_chain_of_layers_drafts_what_it_learnt(tmp_path: Path) -> None:
     target, target_params = tiny_target()
     head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=True)

@@ -97,6 +97,7 @@ def undisturbed(folder: Path) -> dict[str, np.ndarray]:
     return run(folder, folder / "undisturbed")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:
@@ -115,6 +116,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert len(report["held_out"]["accuracy"]) == 2
 
 
+@pytest.mark.slow_cases("True]")
 @pytest.mark.parametrize("has_store", [False, True])
 def test_a_chain_is_exported_with_the_target_s_embedding(
     has_store: bool, folder: Path, tmp_path: Path
@@ -127,6 +129,7 @@ def test_a_chain_is_exported_with_the_target_s_embedding(
     assert sum(name.endswith(".eh_proj.weight") for name in made) == RECIPE.num_depths
 
 
+@pytest.mark.slow
 def test_two_devices_learn_what_one_does(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:
@@ -136,6 +139,7 @@ def test_two_devices_learn_what_one_does(
         np.testing.assert_allclose(both[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_stored_features_teach_what_the_targets_own_forward_does(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:

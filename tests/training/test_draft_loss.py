@@ -44,6 +44,7 @@ def loss_of(target: ModelSpec, head: TrainedEagle3, *, num_depths: int, **weight
     )
 
 
+@pytest.mark.slow
 def test_a_row_of_the_unroll_is_incremental_drafting() -> None:
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
@@ -77,6 +78,7 @@ def test_a_head_of_several_layers_is_not_trained() -> None:
             TrainedEagle3(other)
 
 
+@pytest.mark.slow
 def test_the_last_feature_reaches_no_earlier_row() -> None:
     target, target_params = tiny_target()
     head, params, draft_ids = tiny_head(target, target_params)
@@ -91,6 +93,7 @@ def test_the_last_feature_reaches_no_earlier_row() -> None:
         np.testing.assert_array_equal(found[:, : LENGTH - 2], expected[:, : LENGTH - 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "counted", [pytest.param(slice(None), marks=pytest.mark.slow), slice(2, 10)]
 )
@@ -153,6 +156,7 @@ def test_the_overlap_of_a_perfect_draft_is_the_mass_of_the_draft_vocabulary() ->
     np.testing.assert_allclose(metrics["overlap"], [share], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_batch_can_be_learnt_to_the_last_depth() -> None:
     target, target_params = tiny_target()
     sharp = target_params["norm"]["scale"] * 3.0  # no near-ties whose order would be noise

@@ -64,6 +64,7 @@ def run(folder: Path | None, *, cut_at: int | None = None, config: LoopConfig = 
     )
 
 
+@pytest.mark.slow_cases("4]")
 @pytest.mark.parametrize("cut_at", [4, 7])
 def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(tmp_path: Path, cut_at: int) -> None:
     whole = run(tmp_path / "whole")
