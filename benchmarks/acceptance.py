@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.environment import write_result
 from benchmarks.heldout import bootstrap_interval, heldout_prompts, repeated_share
 from jspec import Engine
-from jspec.engine.loading import BUNDLED
-from jspec.training.corpus import read_corpus
+from jspec.engine.weights.loading import BUNDLED
+from jspec.training.data.corpus import read_corpus
 
 SHAPES = ("3/1/4", "5/1/6", "4/4/16")
 DRAFTERS: dict[str, tuple[dict[str, Any], str | None]] = {  # arguments, folder of the weights
@@ -68,7 +68,7 @@ def main() -> None:
         if folder is not None and not (args.heads / folder).is_dir():
             parser.error(
                 f"{drafter} needs {args.heads / folder}, which does not exist; train it with "
-                "jspec.training.pair_heads and name the folder by --heads"
+                "recipes.bundled_pair.pair_heads and name the folder by --heads"
             )
     rows: list[dict[str, Any]] = []
     for drafter in args.drafters:

@@ -5,7 +5,7 @@
     python -m benchmarks.adaptive_card --model tiny        (a smoke test on a CPU)
 
 One engine at Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4, random weights of which the output head is
-made such that the next token is the last one plus 1 (jspec/testing/counting_dial.py): so the dial
+made such that the next token is the last one plus 1 (tests/support/counting_dial.py): so the dial
 knows what is right, and a draft of each depth is accepted with the probability that a request's
 seed names. The head runs whole. All that differs between two runs is who chooses the shape: the
 engine's own chooser, or one that always says the same. Rows begin with a prompt of PROMPT tokens;
@@ -44,16 +44,16 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 from benchmarks.environment import write_result
 from benchmarks.workloads import WORKLOADS, Workload
 from jspec import Engine
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.features import PLAIN, StepFeatures
-from jspec.core.plan import StepKind, StepPlan, StepResult
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits, SpeculativeConfig
 from jspec.engine.building import build_runner
-from jspec.engine.loading import LoadedModels, ModelPaths, load_models
-from jspec.scheduler.adaptive_shapes import AdaptiveShapes
-from jspec.scheduler.shape_choice import FixedShape, ReadyShapes, ShapeChooser
-from jspec.scheduler.shape_policy import ShapeTotals
-from jspec.testing.counting_dial import COUNTING, counting_weights, seed_of
+from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models
+from jspec.messages.features import PLAIN, StepFeatures
+from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from jspec.scheduler.shapes.shape_choice import FixedShape, ReadyShapes, ShapeChooser
+from jspec.scheduler.shapes.shape_policy import ShapeTotals
+from tests.support.counting_dial import COUNTING, counting_weights, seed_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTIVE = "adaptive"

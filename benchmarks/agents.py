@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.environment import describe
 from jspec import Engine
-from jspec.engine.loading import BUNDLED
+from jspec.engine.weights.loading import BUNDLED
 
 SHARED = (
     "You write small Python functions.\nRules: no imports, type hints, one docstring.\n"

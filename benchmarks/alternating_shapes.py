@@ -26,10 +26,10 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 from benchmarks.adaptive_card import CountingEngine, seconds_of, start
 from benchmarks.environment import write_result
 from benchmarks.workloads import WORKLOADS, Workload
-from jspec.core.config import SpeculativeConfig
-from jspec.core.features import StepFeatures
-from jspec.core.plan import StepPlan, StepResult
-from jspec.scheduler.shape_policy import ShapeTotals
+from jspec.config.limits import SpeculativeConfig
+from jspec.messages.features import StepFeatures
+from jspec.messages.plan import StepPlan, StepResult
+from jspec.scheduler.shapes.shape_policy import ShapeTotals
 
 ROOT = Path(__file__).resolve().parent.parent
 

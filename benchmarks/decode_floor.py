@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from benchmarks.step_parts import READ_BYTES_PER_SECOND
-from jspec.core.model_spec import ModelSpec, MoESpec
 from jspec.models.params import Init
 from jspec.models.registry import table_of
+from jspec.spec.model_spec import ModelSpec, MoESpec
 
 
 def experts_touched(mixture: MoESpec, *, tokens: int) -> float:

@@ -17,16 +17,16 @@ import numpy as np
 
 from benchmarks.heldout import heldout_prompts
 from benchmarks.workloads import WORKLOADS, Workload
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle3Config, ModelSpec
-from jspec.engine.loading import BUNDLED
+from jspec.config.engine_args import EngineArgs
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, resolve
-from jspec.models.checkpoint import load_model_spec
-from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
-from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
+from jspec.engine.weights.loading import BUNDLED
+from jspec.errors import ConfigError
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.files.tensor_files import HostArray, open_tensors, write_checkpoint
+from jspec.models.heads.eagle3_config import eagle3_config_json, load_eagle3_config
 from jspec.models.registry import family_named
-from jspec.text.tokenizer import Tokenizer
+from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
 

@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.step_parts import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
-from jspec.core.cache_groups import CacheGroup
-from jspec.core.config import SpeculativeConfig
-from jspec.core.model_spec import MoESpec
+from jspec.config.limits import SpeculativeConfig
 from jspec.models.decoder import Decoder
-from jspec.models.eagle3 import Eagle3Head
+from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.params import Init, ParamSpec, ParamTable
+from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.model_spec import MoESpec
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.ngram import NgramDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 
 ID_BYTES = 4  # of a token in a lookup's history
 

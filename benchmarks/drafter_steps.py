@@ -36,10 +36,10 @@ from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, step_of, whole_step
 from benchmarks.step_timing import part_ms
 from benchmarks.workloads import DRAFTERS, WORKLOADS, Workload
-from jspec.core.features import PLAIN
-from jspec.core.plan import StepKind
-from jspec.engine.compilation import compiler_options
-from jspec.engine.programs import ProgramKey
+from jspec.engine.programs.compilation import compiler_options
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import StepKind
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLER = (1, 8)  # of the batches, beside the largest of the workload

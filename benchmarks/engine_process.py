@@ -24,9 +24,9 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.environment import write_result
-from jspec.bench.client import run_point
-from jspec.bench.figures import medians, summary
-from jspec.bench.load import Pattern, Point
+from jspec.cli.measurement.client import run_point
+from jspec.cli.measurement.figures import medians, summary
+from jspec.cli.measurement.load import Pattern, Point
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {"inside": (), "apart": ("--engine-process",)}
@@ -38,7 +38,10 @@ def server(flags: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     started = time.monotonic()
     words = ["serve", "--port", "0", "--log-interval", "0", "--disable-radix-cache", *flags]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jspec.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "jspec.cli.main", *words],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     try:

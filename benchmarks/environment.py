@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jspec.bench import environment
-from jspec.bench.environment import commit, cpu_name, without_paths
+from jspec.cli.measurement import environment
+from jspec.cli.measurement.environment import commit, cpu_name, without_paths
 
 __all__ = ["commit", "cpu_name", "describe", "without_paths", "write_result"]
 

@@ -34,7 +34,6 @@ from benchmarks.gpu_timing import (
     seconds_per_call,
     watched,
 )
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.gpu import down_product, gate_up_product
 from jspec.pallas_kernels.experts.gpu import run_experts as run_kernels
@@ -49,6 +48,7 @@ from jspec.pallas_kernels.experts.packed import (
 )
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.experts.reference import gated, run_experts
+from jspec.spec.model_spec import Gate
 
 PRODUCTS = ("gate_up", "down")
 CALLS = 4  # of one program, each with tokens and experts of its own

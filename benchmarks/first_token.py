@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jspec.bench.figures import Seen, percentile
+from jspec.cli.measurement.figures import Seen, percentile
 
-# What lies between two borders of jspec.scheduler.request_trace, in order; client to client.
+# What lies between two borders of jspec.serving.request_trace, in order; client to client.
 PARTS = (
     *("to_server", "http_parse", "tokenize", "submit", "queue", "plan", "dispatch", "device_read"),
     *("commit", "to_reader_and_text", "stream", "to_client"),

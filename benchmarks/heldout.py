@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jspec.text.tokenizer import Tokenizer
-from jspec.training.corpus import Document, Split, of_split, standard_library
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from jspec.training.data.corpus import Document, Split, of_split, standard_library
 
 
 def heldout_prompts(

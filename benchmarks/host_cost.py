@@ -36,29 +36,29 @@ import uvicorn
 
 from benchmarks.environment import write_result
 from benchmarks.null_runner import NullRunner
-from jspec.api import Engine
-from jspec.bench.client import run_point
-from jspec.bench.figures import summary
-from jspec.bench.load import Pattern, Point
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.plan import StepKind
-from jspec.core.request import Request, SamplingParams
-from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.shapes import powers_of_two
-from jspec.engine.compilation import Progress
-from jspec.engine.heap import settle_heap
-from jspec.engine.loading import resolve_paths
+from jspec.cli.measurement.client import run_point
+from jspec.cli.measurement.figures import summary
+from jspec.cli.measurement.load import Pattern, Point
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.engine.gc_control import settle_heap
+from jspec.engine.programs.compilation import Progress
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, resolve
 from jspec.engine.runner import DeviceRunner
-from jspec.engine.served_weights import ServedWeights
-from jspec.scheduler.loop import EngineLoop
+from jspec.engine.weights.loading import resolve_paths
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler.scheduler import Scheduler
 from jspec.server.app import create_app
 from jspec.server.serve import bind, url_of
 from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
+from jspec.serving.loop import EngineLoop
+from jspec.spec.indexing import powers_of_two
 from jspec.text.stream import IdsOnlyStream, TokenizedStream
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 STOPS = ("\nclass Nobody", "never written", "### END")
 PROMPT_LEN = 64

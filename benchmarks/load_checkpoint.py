@@ -41,13 +41,13 @@ from safetensors.numpy import save_file
 
 from benchmarks.environment import write_result
 from benchmarks.workloads import WORKLOADS
-from jspec.core import sharding
-from jspec.core.model_spec import ModelSpec
-from jspec.engine.weight_stream import put_on, stream
-from jspec.models.checkpoint import load_model_spec, load_target
-from jspec.models.hf_weights import HostArray
+from jspec.device import sharding
+from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.files.tensor_files import HostArray
 from jspec.models.params import Part
 from jspec.models.registry import family_named, table_of
+from jspec.spec.model_spec import ModelSpec
 
 MIB = 2**20
 RESULT = Path(__file__).parent / "results" / "load_checkpoint.json"

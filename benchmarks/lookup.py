@@ -20,7 +20,7 @@ from benchmarks.acceptance import measure, settings
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
 from jspec import Engine
-from jspec.training.corpus import Split, of_split, standard_library
+from jspec.training.data.corpus import Split, of_split, standard_library
 
 SHAPES = ((7, 1, 8), (4, 4, 16))
 

@@ -28,7 +28,6 @@ import numpy as np
 from benchmarks.environment import write_result
 from benchmarks.experts_gpu import MODELS, Model, parameters
 from benchmarks.gpu_timing import READ_TB_S, seconds_per_call
-from jspec.core.model_spec import MoESpec, Routing
 from jspec.layers.linear import Shard
 from jspec.layers.moe import mixture
 from jspec.pallas_kernels.choose import OPS
@@ -37,6 +36,7 @@ from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.mixed_gpu import mixed_norm
 from jspec.pallas_kernels.experts.plan import ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import SLICE, choose, norm_and_score
+from jspec.spec.model_spec import MoESpec, Routing
 
 LAYERS, EPS = 24, 1e-6
 TOKENS = (1, 4, 8, 16, 32, 64, 256)

@@ -39,7 +39,7 @@ from benchmarks.heldout import heldout_prompts
 from benchmarks.step_profile import compiled, prepare, whole_step
 from benchmarks.workloads import WORKLOADS, Workload
 from jspec import Engine
-from jspec.core.features import PLAIN
+from jspec.messages.features import PLAIN
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
     build,

@@ -13,18 +13,19 @@ from collections import deque
 
 import numpy as np
 
-from jspec.core import layout, shapes
-from jspec.core.config import ServeLimits
-from jspec.core.features import ALL
-from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.engine.programs import ProgramKey
+from jspec.config.limits import ServeLimits
+from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.transfer import pack, unpack_result
+from jspec.messages import layout
+from jspec.messages.features import ALL
+from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.spec import indexing
 
 NUM_TABLES = 16  # of random ids, made once
 
 
 class NullRunner:
-    """Implements `core.protocols.Runner`. step_seconds: of every step, prefills too.
+    """Implements `messages.protocols.Runner`. step_seconds: of every step, prefills too.
 
     acceptance: mean ids that a verification emits. busy_seconds, idle_seconds: of the device, since
     its first step; decode_idle_seconds: just before a decode, when nobody's prompt was waited for;
@@ -78,7 +79,7 @@ class NullRunner:
         is_decode = plan.kind is StepKind.DECODE
         buckets = self._limits.decode_buckets if is_decode else self._limits.prefill_buckets
         size = sum(len(chunk.token_ids) for chunk in plan.chunks) or len(plan.rows)
-        key = ProgramKey(plan.kind, shapes.bucket(size, buckets), ALL)
+        key = ProgramKey(plan.kind, indexing.bucket(size, buckets), ALL)
         pack(plan, key, self._limits, vocab_size=self.vocab_size)
         self.pack_seconds += time.thread_time() - began
         now = time.monotonic()

@@ -61,7 +61,7 @@ class Bundled:
     def arguments(self, mode: str, folder: Path, *, acceptance: float) -> dict[str, Any]:
         """With all programs at the start, if the tree knows how not to."""
         del folder, acceptance
-        from jspec.core.engine_args import EngineArgs
+        from jspec.config.engine_args import EngineArgs
 
         algorithm = "EAGLE3" if mode == "chain" else "NONE"
         found = {"speculative_algorithm": algorithm, "max_running_requests": max(self.batches)}

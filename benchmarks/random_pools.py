@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.engine.dummy_weights import hashed_normal
+from jspec.engine.weights.dummy_weights import hashed_normal
 
 
 def randomized(pages: jax.Array, seed: int) -> jax.Array:

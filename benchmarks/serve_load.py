@@ -37,9 +37,9 @@ if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec
 from benchmarks.first_token import summarise
 from benchmarks.h200_table import engine_arguments
 from benchmarks.workloads import WORKLOADS, Workload
-from jspec.bench.client import run_point
-from jspec.bench.figures import summary
-from jspec.bench.load import WORDS, Pattern, Point
+from jspec.cli.measurement.client import run_point
+from jspec.cli.measurement.figures import summary
+from jspec.cli.measurement.load import WORDS, Pattern, Point
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 400.0

@@ -30,12 +30,12 @@ import numpy as np
 from benchmarks.environment import write_result
 from benchmarks.step_profile import Bench, DecodeRuns, first_length, prepare, slope_ms, warm
 from benchmarks.workloads import WORKLOADS
-from jspec.core.features import PLAIN
-from jspec.core.plan import StepKind
-from jspec.core.state import EngineState
-from jspec.engine.compilation import compile_all
-from jspec.engine.programs import ProgramKey, with_sharing
+from jspec.device.state import EngineState
+from jspec.engine.programs.compilation import compile_all
+from jspec.engine.programs.program_keys import ProgramKey, with_sharing
 from jspec.engine.runner import init_state
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import StepKind
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = 168  # tokens after the prefix, in the middle of a run

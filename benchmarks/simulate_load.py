@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.virtual_card import Card, VirtualRunner
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.request import Request, SamplingParams, StreamChunk
-from jspec.core.shapes import powers_of_two
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.messages.request import Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
+from jspec.spec.indexing import powers_of_two
 from jspec.text.stream import IdsOnlyStream
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)

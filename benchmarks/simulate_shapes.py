@@ -4,7 +4,7 @@
 
 Batches of 1 to 64 rows that always decode; what a shape costs is one H200's (h200_table.json:
 plain and chain 3/1/4), between them in proportion to the tokens that a step runs, since 1/1/2 was
-not measured; what is accepted follows the dial's own draws (jspec/testing/dial_drafter.py), so that
+not measured; what is accepted follows the dial's own draws (tests/support/dial_drafter.py), so that
 a draft is accepted where the true token of its position was guessed, after all before it. The
 acceptance length of 3/1/4 goes from 1 to 4, held for a whole run or changing halfway.
 
@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.features import PLAIN
-from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
-from jspec.core.shape_sets import shapes_for
-from jspec.core.shapes import powers_of_two
-from jspec.scheduler.adaptive_shapes import AdaptiveShapes
-from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
-from jspec.testing.dial_drafter import dial_rank
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.config.shape_sets import shapes_for
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser
+from jspec.spec.indexing import powers_of_two
+from tests.support.dial_drafter import dial_rank
 
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=1, num_draft_tokens=4)
 TABLE = Path(__file__).parent / "results" / "h200_table.json"

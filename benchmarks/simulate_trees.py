@@ -4,7 +4,7 @@
 
 A tree 3/4/16 with plain steps, 3/1/4 and "3/4/16 of 8 a row" beside it, batches of 1 to 64 rows
 that always decode. What a shape costs is one H200's (adaptive_card_tree.json, the median over its
-acceptances); what is accepted follows the dial of jspec/testing/counting_dial.py, whose head is
+acceptances); what is accepted follows the dial of tests/support/counting_dial.py, whose head is
 more or less sure and says so by its scores, so that dropping the nodes that score least loses
 little. Of each cell: tokens a second of the chooser, its first steps included, and of the best
 shape held fixed.
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulate_shapes import catch_up_ms, limits_of, parsed, put, run
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.scheduler.adaptive_shapes import AdaptiveShapes
-from jspec.scheduler.shape_choice import FixedShape, ShapeChooser
-from jspec.testing.counting_dial import LEAST_SHARE, OTHERS, SPREAD
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser
+from tests.support.counting_dial import LEAST_SHARE, OTHERS, SPREAD
 
 TREE = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
 OTHER_SHAPES = (

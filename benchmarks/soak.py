@@ -151,7 +151,7 @@ def server(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str],
     words += ["--incremental-streaming-output", "--dtype", "float32"]
     words += ["--engine-process"] if options.engine_process else []
     process = subprocess.Popen(
-        [sys.executable, "-m", "jspec.cli", "serve", *words],
+        [sys.executable, "-m", "jspec.cli.main", "serve", *words],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -24,10 +24,10 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from jspec.core.plan import StepKind
-from jspec.engine.compilation import ProgramShape, compiler_options, lower
-from jspec.engine.programs import program_keys
+from jspec.engine.programs.compilation import ProgramShape, compiler_options, lower
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
+from jspec.messages.plan import StepKind
 from jspec.pallas_kernels.choose import OPS
 from tests.engine.step_compile import ALGORITHMS, MODELS, first_layers, make_case
 

@@ -15,10 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core import shapes
-from jspec.core.batch import DraftTree, Features, Verified
-from jspec.core.model_spec import AttentionSpec
-from jspec.core.state import EngineState, take_rows
+from jspec.device.batch import DraftTree, Features, Verified
+from jspec.device.state import EngineState, take_rows
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.rope import angles_of
@@ -29,6 +27,8 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops_gpu import GpuOps
+from jspec.spec import indexing
+from jspec.spec.model_spec import AttentionSpec
 from jspec.speculative.drafter import RowsInStep, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits
@@ -133,7 +133,7 @@ def products_part(step: Step) -> Part:
 
     def body(carry: Any, rows: RowsInStep, tree: DraftTree, params: Any) -> Any:
         logits, _ = carry
-        positions = shapes.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
+        positions = indexing.target_position(rows.seq_lens[:, None], tree.depths).reshape(-1)
 
         def layer(i: int, stream: Residual) -> Residual:
             return run_layer(
@@ -218,7 +218,7 @@ def writes_part(step: Step, state: EngineState) -> Part:
 def verified_rows(program: StepProgram, rows: RowsInStep, tree: DraftTree) -> AttentionRows:
     """What verify.score passes to every layer."""
     batch, nodes = tree.tokens.shape
-    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
+    positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = program.spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=program.spec.num_steps))
     return AttentionRows(

@@ -46,21 +46,21 @@ from benchmarks.step_parts import (
 )
 from benchmarks.step_timing import largest_operations, on_mesh, part_ms
 from benchmarks.workloads import MODES, WORKLOADS, Workload
-from jspec.core import sharding
-from jspec.core.config import ServeLimits
-from jspec.core.engine_args import EngineArgs
-from jspec.core.features import PLAIN, SAMPLING, StepFeatures
-from jspec.core.plan import StepKind
-from jspec.core.request import Request, SamplingParams
-from jspec.core.state import EngineState, take_rows
-from jspec.engine.compilation import compile_all, compiler_options, enable_persistent_cache
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.engine.memory import size_pool
-from jspec.engine.programs import ProgramKey
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits
+from jspec.device import sharding
+from jspec.device.state import EngineState, take_rows
+from jspec.engine.memory.pool_sizes import size_pool
+from jspec.engine.programs.compilation import compile_all, compiler_options, enable_persistent_cache
+from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
-from jspec.scheduler.loop import EngineLoop, TraceEvent, TraceKind
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.messages.features import PLAIN, SAMPLING, StepFeatures
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler.scheduler import Scheduler
+from jspec.serving.loop import EngineLoop, TraceEvent, TraceKind
 from jspec.speculative.step import StepProgram
 from jspec.text.stream import IdsOnlyStream
 

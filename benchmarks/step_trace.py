@@ -30,18 +30,18 @@ from benchmarks.decode_floor import floor_ms
 from benchmarks.environment import write_result
 from benchmarks.random_pools import randomized
 from benchmarks.workloads import GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, TINY_MOE
-from jspec.core import sharding
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.model_spec import ModelSpec
-from jspec.core.plan import StepKind
-from jspec.engine.compilation import ProgramShape, compile_with, compiler_options, lower
-from jspec.engine.dummy_weights import dummy_params
-from jspec.engine.programs import ProgramKey, program_keys
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.device import sharding
+from jspec.engine.programs.compilation import ProgramShape, compile_with, compiler_options, lower
+from jspec.engine.programs.program_keys import ProgramKey, program_keys
 from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
+from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.layers.linear import Shard
+from jspec.messages.plan import StepKind
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 

@@ -10,9 +10,9 @@ import bisect
 from collections import deque
 from dataclasses import dataclass
 
-from jspec.core import shapes
-from jspec.core.config import ServeLimits
-from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import RoundResult, StepKind, StepPlan, StepResult
+from jspec.spec import indexing
 
 # Rows of a decode step and its milliseconds; between them it is interpolated.
 H200_CHAIN = ((1, 4.85), (8, 5.46), (32, 7.03), (64, 10.64))
@@ -43,9 +43,9 @@ class Card:
     def step(self, plan: StepPlan, limits: ServeLimits) -> float:
         """Milliseconds of a step on the device, in the nearest of all its programs."""
         if plan.kind is StepKind.DECODE:
-            return self.decode_step(shapes.bucket(len(plan.rows), limits.decode_buckets))
+            return self.decode_step(indexing.bucket(len(plan.rows), limits.decode_buckets))
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        return self.prefill_step(shapes.bucket(num_tokens, limits.prefill_buckets))
+        return self.prefill_step(indexing.bucket(num_tokens, limits.prefill_buckets))
 
     def prefill_step(self, padded: int) -> float:
         """Of `padded` tokens."""
@@ -96,7 +96,7 @@ class VirtualRunner:
         if plan.kind is StepKind.PREFILL:
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
             self.prompt_tokens += num_tokens
-            self.padded_tokens += shapes.bucket(num_tokens, self._limits.prefill_buckets)
+            self.padded_tokens += indexing.bucket(num_tokens, self._limits.prefill_buckets)
         self._in_flight.append(_Running(plan, begun, self._free_at))
 
     def collect(self) -> tuple[StepPlan, StepResult, float, float]:

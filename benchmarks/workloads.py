@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import ConfigError
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import (
+from jspec.errors import ConfigError
+from jspec.models.heads.eagle1 import eagle1_config_json
+from jspec.models.heads.eagle3_config import eagle3_config_json
+from jspec.models.heads.hf_mtp import mtp_config_json, written_config
+from jspec.models.registry import family_named
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     Eagle1Config,
@@ -28,10 +31,7 @@ from jspec.core.model_spec import (
     MtpConfig,
     uniform_decoder,
 )
-from jspec.models.eagle1 import eagle1_config_json
-from jspec.models.eagle3_config import eagle3_config_json
-from jspec.models.hf_mtp import mtp_config_json, written_config
-from jspec.models.registry import family_named
+from jspec.spec.rope import RopeConfig
 
 # S/K/N of each mode; None decodes plainly.
 MODES: Mapping[str, tuple[int, int, int] | None] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jspec.training import pair
+from recipes.bundled_pair import pair
 
 
 def main() -> None:

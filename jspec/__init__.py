@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jspec.api import Engine as Engine
-    from jspec.core.engine_args import EngineArgs as EngineArgs
-    from jspec.core.errors import CheckpointError as CheckpointError
-    from jspec.core.errors import ConfigError as ConfigError
-    from jspec.core.errors import EngineClosedError as EngineClosedError
-    from jspec.core.errors import JspecError as JspecError
-    from jspec.core.errors import QueueFullError as QueueFullError
-    from jspec.core.errors import QueueTimeoutError as QueueTimeoutError
-    from jspec.core.errors import RequestError as RequestError
-    from jspec.core.request import SamplingParams as SamplingParams
+    from jspec.config.engine_args import EngineArgs as EngineArgs
+    from jspec.errors import CheckpointError as CheckpointError
+    from jspec.errors import ConfigError as ConfigError
+    from jspec.errors import EngineClosedError as EngineClosedError
+    from jspec.errors import JspecError as JspecError
+    from jspec.errors import QueueFullError as QueueFullError
+    from jspec.errors import QueueTimeoutError as QueueTimeoutError
+    from jspec.errors import RequestError as RequestError
+    from jspec.messages.request import SamplingParams as SamplingParams
+    from jspec.serving.engine import Engine as Engine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,11 +34,15 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
-_MODULES = {"Engine": "api", "EngineArgs": "core.engine_args", "SamplingParams": "core.request"}
+_MODULES = {
+    "Engine": "serving.engine",
+    "EngineArgs": "config.engine_args",
+    "SamplingParams": "messages.request",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jspec' has no attribute {name!r}")
-    module = importlib.import_module(f"jspec.{_MODULES.get(name, 'core.errors')}")
+    module = importlib.import_module(f"jspec.{_MODULES.get(name, 'errors')}")
     return getattr(module, name)

@@ -9,17 +9,17 @@ from typing import NoReturn
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """`jspec.cli.run`, whose imports take a moment in which Ctrl-C is to end us as quietly as
+    """`jspec.cli.main.run`, whose imports take a moment in which Ctrl-C is to end us as quietly as
     later."""
     try:
         from jspec.engine.interrupts import interruptible
 
         with interruptible():
-            from jspec import cli
+            from jspec.cli import main
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
-    cli.run(argv)
+    main.run(argv)
 
 
 if __name__ == "__main__":

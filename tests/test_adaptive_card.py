@@ -25,9 +25,9 @@ from benchmarks.adaptive_card import (
     summary,
 )
 from benchmarks.workloads import WORKLOADS
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.features import PLAIN
-from jspec.testing.counting_dial import dialled, seed_of, true_tokens
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.messages.features import PLAIN
+from tests.support.counting_dial import dialled, seed_of, true_tokens
 
 TINY = WORKLOADS["tiny"]
 TREE = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)

@@ -48,15 +48,15 @@ from benchmarks.step_profile import compiled, prepare, profile, step_of
 from benchmarks.step_profile import table as profile_table
 from benchmarks.step_timing import on_mesh
 from benchmarks.workloads import MODES, WORKLOADS, Workload
-from jspec.core.batch import DraftTree
-from jspec.core.config import SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.model_spec import DenseSpec, MoESpec
-from jspec.models.checkpoint import load_model_spec, packed_spec
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
 from jspec.models.decoder import Decoder
-from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.files.checkpoint import load_model_spec, packed_spec
+from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.model_spec import DenseSpec, MoESpec
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from jspec.api import Engine
-from jspec.cli import main
-from jspec.cli_chat import Chat
-from jspec.cli_generate import generate, read_prompt
-from jspec.cli_terminal import (
+from jspec.cli.chat import Chat
+from jspec.cli.flags import named_model
+from jspec.cli.generate import generate, read_prompt
+from jspec.cli.main import main
+from jspec.cli.terminal import (
     Painter,
     Style,
     Summary,
@@ -28,13 +28,13 @@ from jspec.cli_terminal import (
     sampling_asked,
     stream_answer,
 )
-from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams, SpecCounters
-from jspec.engine.loading import BUNDLED
-from jspec.models.checkpoint import load_sampling_defaults
-from jspec.server.flags import named_model
+from jspec.engine.weights.loading import BUNDLED
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams, SpecCounters
+from jspec.models.files.checkpoint import load_sampling_defaults
 from jspec.server.serve import log_progress
-from jspec.server.spec_tokens import SpecToken
+from jspec.serving.engine import Engine
+from jspec.text.spec_tokens import SpecToken
 
 from .one_stream import flags_of_one_stream
 

@@ -60,7 +60,7 @@ def test_an_interrupt_while_the_commands_are_imported_is_one_line() -> None:
 import sys
 class CtrlC:
     def find_spec(self, name, *_):
-        if name == "jspec.cli_bench":
+        if name == "jspec.cli.bench":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, CtrlC())
 from jspec.__main__ import run
@@ -112,7 +112,7 @@ def test_the_package_runs_as_the_command_does() -> None:
 def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        process = start("-m", "jspec.cli", "serve", *flags, "--port", port)
+        process = start("-m", "jspec.cli.main", "serve", *flags, "--port", port)
         errors = process.communicate(timeout=120)[1]
     assert process.returncode == 2
     assert f"cannot listen on host 127.0.0.1, port {port}" in errors
@@ -121,7 +121,7 @@ def test_a_taken_port_is_said_before_anything_loads(flags: list[str]) -> None:
 
 @pytest.mark.slow
 def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> None:
-    words = ["-m", "jspec.cli", "generate", *flags]
+    words = ["-m", "jspec.cli.main", "generate", *flags]
     process = start(*words, "--max-new-tokens", "8", "--plain-marks", stdin=subprocess.PIPE)
     out, errors = process.communicate("def fib(\n", timeout=120)
     assert process.returncode == 0, errors
@@ -201,7 +201,7 @@ def test_an_interrupt_while_xla_compiles_ends_without_a_crash() -> None:
             ["run_server.py", "--port", "0", "--engine-process"], "loading ", marks=pytest.mark.slow
         ),
         pytest.param(
-            ["-m", "jspec.cli", "generate", "x", "--trust-remote-code"],
+            ["-m", "jspec.cli.main", "generate", "x", "--trust-remote-code"],
             "--trust-remote-code has no",
             marks=pytest.mark.slow,
         ),

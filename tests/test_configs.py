@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jspec.server.flags import FlagParser, Settings, add_flags, parse_flags
+from jspec.cli.flags import FlagParser, add_flags, parse_flags
+from jspec.server.server_args import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

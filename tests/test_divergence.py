@@ -39,11 +39,11 @@ from benchmarks.divergence_pairs import (
 )
 from benchmarks.workloads import WORKLOADS
 from jspec import Engine
-from jspec.core.model_spec import ModelSpec
 from jspec.layers.rope import angles_of
-from jspec.models.checkpoint import load_model_spec
-from jspec.models.eagle3_config import load_eagle3_config
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.pallas_kernels.kv_write.rotation import rotate
+from jspec.spec.model_spec import ModelSpec
 
 SETTINGS = Settings(
     num_prompts=3, prompt_tokens=12, new_tokens=8, num_rows=1, num_alone=1, seconds=600

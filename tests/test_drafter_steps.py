@@ -24,17 +24,17 @@ from benchmarks.workloads import (
     eagle1_of,
     mtp_of,
 )
-from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.models.decoder import Decoder
-from jspec.models.eagle1 import Eagle1Head
-from jspec.models.eagle3 import Eagle3Head
-from jspec.models.mtp import MtpHead
+from jspec.models.heads.eagle1 import Eagle1Head
+from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.mtp import MtpHead
 from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.ngram import NgramDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 
 XLA = OPS["xla"]
 CHAIN = SpeculativeConfig(algorithm=Algorithm.EAGLE, num_steps=3, topk=1, num_draft_tokens=4)

@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from jspec.engine.loading import BUNDLED, end_of_sequence_ids
-from jspec.text.tokenizer import Tokenizer
+from jspec.engine.weights.loading import BUNDLED, end_of_sequence_ids
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 TARGET = BUNDLED / "target"
 

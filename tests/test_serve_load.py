@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import serve_load
 from benchmarks.first_token import PARTS, summarise
-from jspec.bench.client import run_point
-from jspec.bench.figures import Seen, percentile, summary
-from jspec.bench.load import Pattern, Point
-from jspec.scheduler.request_trace import Border
+from jspec.cli.measurement.client import run_point
+from jspec.cli.measurement.figures import Seen, percentile, summary
+from jspec.cli.measurement.load import Pattern, Point
+from jspec.serving.request_trace import Border
 
 GAP_SECONDS = 0.02
 

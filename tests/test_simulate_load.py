@@ -19,7 +19,7 @@ from benchmarks.simulate_load import (
     report,
 )
 from benchmarks.virtual_card import Card
-from jspec.core.shapes import powers_of_two
+from jspec.spec.indexing import powers_of_two
 
 BUSY = Pattern(name="busy", num=40, clients=16)
 

@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from jspec.server.flags import markdown_table
+from jspec.cli.flags import markdown_table
 
 DOCS = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")

@@ -13,23 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError, clear_frames
-from jspec.core.hidden_rows import HiddenRows
-from jspec.core.resolved_config import ResolvedConfig
+from jspec.config.engine_args import EngineArgs
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.device import sharding
 from jspec.engine import interrupts
-from jspec.engine.compilation import Progress, Recipe, enable_persistent_cache
-from jspec.engine.device_memory import least_memory
-from jspec.engine.loading import LoadedModels, ModelPaths, load_models, resolve_paths
-from jspec.engine.memory import sharing_limits, size_pool
-from jspec.engine.memory_report import check_scratch_fits, held_bytes, scratch_bytes
-from jspec.engine.program_bucket import GS, ProgramBucket
-from jspec.engine.program_growth import ProgramGrowth, maker_of
-from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import later_programs, program_keys, programs_at_start
+from jspec.engine.memory.device_memory import least_memory
+from jspec.engine.memory.memory_report import check_scratch_fits, held_bytes, scratch_bytes
+from jspec.engine.memory.pool_sizes import sharing_limits, size_pool
+from jspec.engine.programs.compilation import Progress, Recipe, enable_persistent_cache
+from jspec.engine.programs.program_bucket import GS, ProgramBucket
+from jspec.engine.programs.program_growth import ProgramGrowth, maker_of
+from jspec.engine.programs.program_keys import later_programs, program_keys, programs_at_start
+from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner
-from jspec.engine.served_weights import ServedWeights
+from jspec.engine.weights.loading import LoadedModels, ModelPaths, load_models, resolve_paths
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.errors import ConfigError, clear_frames
+from jspec.spec.hidden_rows import HiddenRows
 from jspec.speculative.step import StepProgram
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.features import PLAIN, StepFeatures
-from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.engine.programs import (
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.engine.programs.program_keys import (
     ProgramKey,
     nearest_program,
     program_for,
@@ -26,6 +24,8 @@ from jspec.engine.programs import (
     scored_for,
 )
 from jspec.engine.transfer import pack, pack_catch_up, pack_recalls, unpack_result
+from jspec.messages.features import PLAIN, StepFeatures
+from jspec.messages.plan import StepKind, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import threading
 
 import jax
 
-from jspec.core.errors import RequestError
+from jspec.errors import RequestError
 
 
 class Profiler:

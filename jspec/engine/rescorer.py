@@ -16,16 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspec.core import shapes, sharding
-from jspec.core.errors import RequestError
-from jspec.core.request import SAMPLING_FIELDS, Request
-from jspec.core.sampling_fields import PREFIX, packed_fields, rows_of, write_neutral, write_request
-from jspec.core.state import SamplingRows, Seen
+from jspec.device import sharding
+from jspec.device.state import SamplingRows, Seen
 from jspec.engine.runner import empty_pools
-from jspec.engine.served_weights import ServedWeights
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.errors import RequestError
+from jspec.messages.request import SAMPLING_FIELDS, Request
+from jspec.messages.sampling_fields import (
+    PREFIX,
+    packed_fields,
+    rows_of,
+    write_neutral,
+    write_request,
+)
 from jspec.models import placement
 from jspec.models.decoder import Decoder
 from jspec.sampling.margin import margin
+from jspec.spec import indexing
 from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
 
 CHUNK = 64
@@ -82,7 +89,7 @@ class Rescorer:
         self._target = target or served.models.target
         self._chunk_size = chunk_size
         self._most_tokens = most_tokens
-        self._num_pages = shapes.num_pages(most_tokens, PAGE_SIZE)
+        self._num_pages = indexing.num_pages(most_tokens, PAGE_SIZE)
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._kv = self._empty_pools()
         self._run = self._program()

@@ -13,16 +13,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.core import shapes
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import ModelSpec
-from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.shape_sets import read_candidates, shapes_for
-from jspec.engine.programs import FEW_PROGRAMS, step_programs
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.config.shape_sets import read_candidates, shapes_for
+from jspec.engine.programs.program_keys import FEW_PROGRAMS, step_programs
+from jspec.errors import ConfigError
 from jspec.pallas_kernels.choose import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec import indexing
+from jspec.spec.model_spec import ModelSpec
 
 LARGE_GPU_BYTES = 48 * 10**9  # of memory that jax may use
 # Clients send their whole benchmark or batch at once; each waiting request holds its ids.
@@ -103,7 +103,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         **(given | resolved),
         kernels=next(name for name, bundle in OPS.items() if bundle == ops),
         by_columns=spec.num_steps > 0 and dtype == "bfloat16",  # a lookup drafts, too
-        decode_buckets=_few(num_slots) if is_cpu else shapes.powers_of_two(1, num_slots),
+        decode_buckets=_few(num_slots) if is_cpu else indexing.powers_of_two(1, num_slots),
         prefill_buckets=prefill_buckets(chunk, is_cpu=is_cpu),
         prefill_rows=min(args.prefill_max_requests or (4 if is_cpu else 16), num_slots),
         other_shapes=_other_shapes(args, checkpoint),
@@ -212,7 +212,7 @@ def prefill_buckets(chunk: int, *, is_cpu: bool) -> tuple[int, ...]:
         return (chunk,)
     if is_cpu:
         return (first, chunk)
-    sizes = {size for octave in shapes.powers_of_two(first, chunk) for size in _between(octave)}
+    sizes = {size for octave in indexing.powers_of_two(first, chunk) for size in _between(octave)}
     return (*sorted(size for size in sizes if size < chunk), chunk)
 
 

@@ -18,25 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.core import sharding
-from jspec.core.cache_groups import CacheGroup
-from jspec.core.config import ServeLimits
-from jspec.core.errors import ConfigError, EngineClosedError
-from jspec.core.state import EngineState, empty_rows
-from jspec.engine.compilation import Progress, compile_all
+from jspec.config.limits import ServeLimits
+from jspec.device import sharding
+from jspec.device.state import EngineState, empty_rows
 from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
-from jspec.engine.program_growth import Maker, ProgramGrowth
-from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey
+from jspec.engine.programs.compilation import Progress, compile_all
+from jspec.engine.programs.program_growth import Maker, ProgramGrowth
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.program_store import ProgramStore
+from jspec.errors import ConfigError, EngineClosedError
 from jspec.layers.attention import kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.deferred import empty_deferred
+from jspec.spec.cache_groups import CacheGroup
+from jspec.speculative.drafters.deferred import empty_deferred
 from jspec.speculative.step import StepProgram
 
 
 class DeviceRunner(PlanRunner):
-    """Implements `core.protocols.Runner` on jax devices.
+    """Implements `messages.protocols.Runner` on jax devices.
 
     params: {"target": ..., "draft": ...} as placed by `loading.place`; programs are compiled by
     the constructor's caller and passed in, so that building one has no hidden cost. They must

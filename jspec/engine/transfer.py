@@ -6,12 +6,13 @@ import functools
 
 import numpy as np
 
-from jspec.core import layout
-from jspec.core.config import ServeLimits
-from jspec.core.features import PLAIN, Feature, StepFeatures
-from jspec.core.grammar import num_words
-from jspec.core.layout import PackedLayout
-from jspec.core.plan import (
+from jspec.config.limits import ServeLimits
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.messages import layout
+from jspec.messages.features import PLAIN, Feature, StepFeatures
+from jspec.messages.grammar import num_words
+from jspec.messages.layout import PackedLayout
+from jspec.messages.plan import (
     Admission,
     RoundResult,
     StepKind,
@@ -19,9 +20,8 @@ from jspec.core.plan import (
     StepPlan,
     StepResult,
 )
-from jspec.core.request import SAMPLING_FIELDS
-from jspec.core.sampling_fields import SamplingTable, write_neutral, write_request
-from jspec.engine.programs import ProgramKey
+from jspec.messages.request import SAMPLING_FIELDS
+from jspec.messages.sampling_fields import SamplingTable, write_neutral, write_request
 
 # A tree of one node: its token (which nobody reads), and no parent.
 ROOT, ABOVE_ROOT = np.zeros(1, np.int32), np.full(1, -1, np.int32)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import AttentionSpec
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate_and_split
+from jspec.spec.model_spec import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D]
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import MoESpec, Routing
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.mlp import gated_mlp
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.mixed import biases_of
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import MoESpec, Routing
 
 
 def route(

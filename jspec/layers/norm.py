@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import Array, Float
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.ops import Ops

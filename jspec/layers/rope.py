@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jspec.core.config import RopeConfig, YarnConfig
+from jspec.spec.rope import RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:

@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.cache_groups import CacheGroup
-from jspec.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups
 from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, logits_of
@@ -31,6 +29,8 @@ from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, cache_groups
 
 Params = dict[str, Any]
 KVPool = tuple[jax.Array, ...]

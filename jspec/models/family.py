@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import (
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.layer_params import decoder_params
+from jspec.models.params import ParamTable
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
@@ -16,10 +19,7 @@ from jspec.core.model_spec import (
     ModelSpec,
     MtpConfig,
 )
-from jspec.core.rope_io import TABLES, read_rope, rope_json
-from jspec.models.layer_params import decoder_params
-from jspec.models.mtp_params import MtpNames
-from jspec.models.params import ParamTable
+from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHAINS_NORMED, MASKS_FIRST = "chain_hidden_post_norm", "mask_first_embedding"

@@ -8,14 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from jspec.core.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    HeadGate,
-    ModelSpec,
-    MoESpec,
-)
 from jspec.models.params import (
     Form,
     Init,
@@ -25,6 +17,14 @@ from jspec.models.params import (
     Path,
     Split,
     prefixed,
+)
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    HeadGate,
+    ModelSpec,
+    MoESpec,
 )
 
 

@@ -19,7 +19,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jspec.core.errors import ConfigError
+from jspec.errors import ConfigError
 
 Path = tuple[str | int, ...]
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jspec.core.sharding import TENSOR_AXIS
+from jspec.device.sharding import TENSOR_AXIS
 from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
 
 SMALL_SCALE = 120  # of Init.SCALES

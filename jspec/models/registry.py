@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from jspec.core.errors import ConfigError
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import ModelSpec
+from jspec.errors import ConfigError
 from jspec.models.families import (
     glm4_moe,
     gpt_oss,
@@ -23,6 +21,8 @@ from jspec.models.families import (
 )
 from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,

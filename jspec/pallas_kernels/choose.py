@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
-from jspec.core.errors import ConfigError
+from jspec.errors import ConfigError
 from jspec.pallas_kernels.ops import Ops, ReferenceOps
 
 

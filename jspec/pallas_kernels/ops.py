@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core import noise
-from jspec.core.model_spec import Gate, MoESpec
+from jspec.device import noise
 from jspec.pallas_kernels.add_norm.reference import rms_norm
 from jspec.pallas_kernels.attention import reference, streaming
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
@@ -28,6 +27,7 @@ from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.sample import rank
+from jspec.spec.model_spec import Gate, MoESpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jspec.core.model_spec import Gate, MoESpec
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
@@ -36,6 +35,7 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import rank_gpu
+from jspec.spec.model_spec import Gate, MoESpec
 
 # Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
 #   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26

@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.attention import tpu as paged_attention_tpu
 from jspec.pallas_kernels.attention.contract import AttentionCall, check_call
 from jspec.pallas_kernels.attention.rows import AttentionRows
@@ -17,6 +16,7 @@ from jspec.pallas_kernels.compaction import tpu as compaction_tpu
 from jspec.pallas_kernels.experts import tpu as experts_tpu
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
+from jspec.spec.model_spec import Gate
 
 LANES = 128
 

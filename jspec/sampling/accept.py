@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jspec.core.batch import DraftTree
+from jspec.device.batch import DraftTree
 
 
 def accept_tree(

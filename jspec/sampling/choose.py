@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core import noise
-from jspec.core.state import SamplingRows
+from jspec.device import noise
+from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops, scaled
 from jspec.sampling.filters import threshold

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.state import SamplingRows
+from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
 
 _LOWEST = -3.4e38  # -inf is never kept for its own sake

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core.grammar import WORD_BITS
 from jspec.layers.linear import Shard
+from jspec.messages.grammar import WORD_BITS
 
 
 def restrict(

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.pytree import pytree
-from jspec.core.request import MAX_TOP_LOGPROBS
+from jspec.device.pytree import pytree
 from jspec.layers.linear import Shard
+from jspec.messages.request import MAX_TOP_LOGPROBS
 
 
 @pytree

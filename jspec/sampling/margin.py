@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import noise
-from jspec.core.request import SamplingParams
+from jspec.device import noise
+from jspec.messages.request import SamplingParams
 
 _TINY = 1e-300
 

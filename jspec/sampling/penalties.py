@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.batch import DraftTree
-from jspec.core.state import SamplingRows, Seen
+from jspec.device.batch import DraftTree
+from jspec.device.state import SamplingRows, Seen
 
 
 def path_tokens(tree: DraftTree, *, num_levels: int) -> Int[Array, "B N S"]:

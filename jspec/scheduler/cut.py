@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jspec.core.request import FinishReason
+from jspec.messages.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.errors import InvariantError
-from jspec.core.features import SAMPLING, StepFeatures
-from jspec.core.plan import PageGrant, RowRef, StepKind, StepPlan
-from jspec.core.shared_prefixes import SharedPrefix
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.config.shared_prefixes import SharedPrefix
+from jspec.errors import InvariantError
+from jspec.messages.features import SAMPLING, StepFeatures
+from jspec.messages.plan import PageGrant, RowRef, StepKind, StepPlan
 from jspec.scheduler import policy
-from jspec.scheduler.pages import FullPages
+from jspec.scheduler.pages.full_pages import FullPages
+from jspec.scheduler.pages.prefix_sharing import PrefixSharing
+from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.results import Flight, Lineup
 from jspec.scheduler.row_table import Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
-from jspec.scheduler.shape_choice import ShapeChooser
-from jspec.scheduler.sharing import PrefixSharing
-from jspec.scheduler.windows import WindowPages
+from jspec.scheduler.shapes.shape_choice import ShapeChooser
 
 
 class DecodePlanner:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.grammar import Constraint
-from jspec.core.judged_tree import JudgedTree
-from jspec.core.request import Request
+from jspec.messages.grammar import Constraint
+from jspec.messages.request import Request
+from jspec.messages.verified_tree import JudgedTree
 
 ALL_ALLOWED = 0xFFFFFFFF
 
 
 class TreeWatcher:
-    """Implements `core.grammar.Constraint`. inner: the row's own grammar, if it has one."""
+    """Implements `messages.grammar.Constraint`. inner: the row's own grammar, if it has one."""
 
     def __init__(self, inner: Constraint | None = None) -> None:
         self._inner = inner

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jspec.core.plan import RoundResult, StepPlan
-from jspec.core.request import Request
+from jspec.messages.plan import RoundResult, StepPlan
+from jspec.messages.request import Request
 
 
 class SequenceHidden:

@@ -7,8 +7,8 @@ twice.
 
 from __future__ import annotations
 
-from jspec.core.plan import RoundResult, StepPlan
-from jspec.core.request import PromptToken, Request, TokenLogprob
+from jspec.messages.plan import RoundResult, StepPlan
+from jspec.messages.request import PromptToken, Request, TokenLogprob
 
 
 class SequenceLogprobs:

@@ -25,12 +25,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-from jspec.core import shapes
-from jspec.core.config import ServeLimits
-from jspec.core.plan import PrefillChunk
-from jspec.scheduler import budget
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import PrefillChunk
+from jspec.scheduler.pages import budget
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
 from jspec.scheduler.waiting import rank_of
+from jspec.spec import indexing
 
 # Found by benchmarks/simulate_load.py and on a card (decision 21). While (WAVE times) more prompts
 # wait than rows decode, those wait longer, up to MOST_SHARES budgets: a burst is over sooner, and
@@ -93,7 +93,7 @@ def _step_tokens(limits: ServeLimits, unfilled: Unfilled, budget: int) -> int:
     if unfilled.num_rows <= 1 or budget >= limits.chunk_size:
         return limits.chunk_size
     step = max(budget // STEPS, unfilled.num_tokens // STEPS_OF_WAVE, 1)
-    return shapes.bucket(min(step, limits.chunk_size), limits.prefill_buckets)
+    return indexing.bucket(min(step, limits.chunk_size), limits.prefill_buckets)
 
 
 def _unpadded(limits: ServeLimits, room: int) -> int:

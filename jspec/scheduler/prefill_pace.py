@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from jspec.core import shapes
+from jspec.spec import indexing
 
 SAMPLES = 9  # of a size; a slow moment takes fewer
 COLD_RUNS = 1  # of a program, which are slower: they are not counted
@@ -24,7 +24,7 @@ class PrefillPace:
 
     def see(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, padded to its bucket, took so long."""
-        bucket = shapes.bucket(num_tokens, self._buckets)
+        bucket = indexing.bucket(num_tokens, self._buckets)
         left = self._num_cold.setdefault(bucket, COLD_RUNS)
         if left:
             self._num_cold[bucket] = left - 1

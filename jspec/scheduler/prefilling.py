@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from jspec.core import shapes
-from jspec.core.config import ServeLimits
-from jspec.core.plan import PrefillChunk, StepKind, StepPlan
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import PrefillChunk, StepKind, StepPlan
 from jspec.scheduler import policy
 from jspec.scheduler.prefill_pace import PrefillPace
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
+from jspec.spec import indexing
 
 
 class Prefilling:
@@ -72,7 +72,7 @@ class Prefilling:
             self._since_decode = 0
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         if num_tokens and self._limits.prefill_seconds is not None:  # padding takes time, too
-            num_tokens = shapes.bucket(num_tokens, self._limits.prefill_buckets)
+            num_tokens = indexing.bucket(num_tokens, self._limits.prefill_buckets)
         self._since_decode += num_tokens
 
     def timed(self, plan: StepPlan, seconds: float) -> None:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError
-from jspec.core.features import PLAIN, StepFeatures
-from jspec.core.grammar import Constraint
-from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
-from jspec.core.request import Request
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError
+from jspec.messages.features import PLAIN, StepFeatures
+from jspec.messages.grammar import Constraint
+from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.messages.request import Request
 from jspec.scheduler.row_table import Bools, Ints, RowTable
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import Totals
-from jspec.scheduler.transcript import Origin, Piece, Transcript
+from jspec.scheduler.token_history import Origin, Piece, Transcript
 
 LOGGER = logging.getLogger("jspec.scheduler")
 

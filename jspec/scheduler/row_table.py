@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jspec.core.config import ServeLimits
+from jspec.config.limits import ServeLimits
 
 # A row with more stop ids is compared by itself at each step; chat models have up to five.
 MAX_STOP_IDS = 8

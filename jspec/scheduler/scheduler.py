@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
-from jspec.core import shapes
-from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError, RequestError
-from jspec.core.plan import (
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError, RequestError
+from jspec.messages.plan import (
     Admission,
     PageGrant,
     PrefillChunk,
@@ -28,20 +27,22 @@ from jspec.core.plan import (
     StepPlan,
     StepResult,
 )
-from jspec.core.protocols import TextStream
-from jspec.core.request import Request, StreamChunk
-from jspec.scheduler import budget, policy
+from jspec.messages.protocols import TextStream
+from jspec.messages.request import Request, StreamChunk
+from jspec.scheduler import policy
 from jspec.scheduler.decode_planner import DecodePlanner
-from jspec.scheduler.pages import FullPages, Hit
+from jspec.scheduler.pages import budget
+from jspec.scheduler.pages.full_pages import FullPages, Hit
+from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.prefilling import Prefilling
 from jspec.scheduler.results import Flight, Lineup, RoundReader, check_result, text_failure
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
-from jspec.scheduler.shape_choice import FixedShape, ShapeChooser, tell
+from jspec.scheduler.shapes.shape_choice import FixedShape, ShapeChooser, tell
 from jspec.scheduler.stats import SchedulerStats, Totals
-from jspec.scheduler.transcript import Piece, Tally
+from jspec.scheduler.token_history import Piece, Tally
 from jspec.scheduler.waiting import WaitingQueue
-from jspec.scheduler.windows import WindowPages
+from jspec.spec import indexing
 
 ABORTED = "aborted by request"
 
@@ -281,7 +282,7 @@ class Scheduler:
     def _grant_for_chunk(self, tenancy: Tenancy, chunk: PrefillChunk) -> list[PageGrant]:
         """In the window spaces; those of the full one came with the admission."""
         end = chunk.start + len(chunk.token_ids) + chunk.is_final * self._limits.spec.num_root_rows
-        return self._windows.grow(tenancy, shapes.num_pages(end, self._limits.page_size))
+        return self._windows.grow(tenancy, indexing.num_pages(end, self._limits.page_size))
 
     def _mark_in_flight(self, flight: Flight) -> None:
         plan, slots, table = flight.plan, flight.slots, self._table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.core.request import SpecCounters
-from jspec.scheduler.shape_policy import NO_SHAPES, ShapeTotals
-from jspec.scheduler.transcript import Tally
+from jspec.messages.request import SpecCounters
+from jspec.scheduler.shapes.shape_policy import NO_SHAPES, ShapeTotals
+from jspec.scheduler.token_history import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from jspec.core.config import PriorityOrder, ServeLimits
+from jspec.config.limits import PriorityOrder, ServeLimits
 from jspec.scheduler.sequence import Sequence
 
 PATIENCE = 4

@@ -23,26 +23,26 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jspec import __version__
-from jspec.api import Engine
-from jspec.server import openapi
-from jspec.server.control_endpoints import ControlEndpoints
-from jspec.server.http import (
+from jspec.server.control.control_endpoints import ControlEndpoints
+from jspec.server.control.weight_endpoints import WeightEndpoints
+from jspec.server.hardening.origins import OriginGuard
+from jspec.server.http import openapi
+from jspec.server.http.exchange import (
     HANDLERS,
     BearerAuth,
     RequestLog,
     error_response,
     read_call,
 )
-from jspec.server.openai_endpoints import OpenAIEndpoints
-from jspec.server.origins import OriginGuard
-from jspec.server.page import CONTENT_SECURITY_POLICY, page
-from jspec.server.responses_endpoints import ResponsesEndpoints
-from jspec.server.schemas import GenerateCall, parse_abort, parse_generate
-from jspec.server.score_endpoint import ScoreEndpoint
+from jspec.server.http.page import CONTENT_SECURITY_POLICY, page
+from jspec.server.http.streaming import SequenceFold
+from jspec.server.native.generate_schema import GenerateCall, parse_abort, parse_generate
+from jspec.server.native.score_endpoint import ScoreEndpoint
+from jspec.server.openai.endpoints import OpenAIEndpoints
+from jspec.server.openai.responses_endpoints import ResponsesEndpoints
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service, Work, answer_stream
-from jspec.server.streaming import SequenceFold
-from jspec.server.weight_endpoints import WeightEndpoints
+from jspec.serving.engine import Engine
 
 
 def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:

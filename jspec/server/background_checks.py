@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
-from jspec.core.request import FinishKind, Request
-from jspec.core.response import Completion
 from jspec.engine.rescorer import Rescored, Rescorer
+from jspec.errors import RequestError
+from jspec.messages.request import FinishKind, Request
+from jspec.messages.response import Completion
+from jspec.serving.engine import Engine
 
 LOGGER = logging.getLogger("jspec.server")
 MOST_WAITING = 32

@@ -21,15 +21,14 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from jspec.api import Engine
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError, JspecError
-from jspec.core.resolved_config import ResolvedConfig
-from jspec.engine.compilation import Progress
-from jspec.engine.heap import settle_heap
+from jspec.config.engine_args import EngineArgs
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.engine.gc_control import settle_heap
 from jspec.engine.interrupts import interruptible
+from jspec.engine.programs.compilation import Progress
+from jspec.errors import ConfigError, JspecError
 from jspec.server.app import create_app
-from jspec.server.connections import (
+from jspec.server.hardening.connections import (
     ACCEPTS_IN_A_TURN,
     Handshakes,
     Listener,
@@ -37,9 +36,9 @@ from jspec.server.connections import (
     most_connections,
     refuse_half_sent,
 )
-from jspec.server.flags import Settings
-from jspec.server.server_args import ServerArgs
+from jspec.server.server_args import ServerArgs, Settings
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
 
 LOGGER = logging.getLogger("jspec.server")
 GRACE_SECONDS = 5

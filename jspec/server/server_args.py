@@ -6,10 +6,13 @@ It opens no socket and reads no file.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from jspec.core.arguments import argument, check_arguments
-from jspec.core.errors import ConfigError
+from jspec.config.arguments import argument, check_arguments
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import ConfigError
 from jspec.text.calls.registry import (
     CALL_ALIASES,
     CALL_FORMATS,
@@ -157,3 +160,16 @@ class ServerArgs:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that was asked for. engine: only what was set; warnings: one line each."""
+
+    engine: Mapping[str, Any]
+    server: ServerArgs
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        return EngineArgs.from_mapping(self.engine)

@@ -16,37 +16,37 @@ from typing import Any
 
 from starlette.types import Receive
 
-from jspec.api import Engine
-from jspec.core.errors import (
+from jspec.errors import (
     ConfigError,
     EngineClosedError,
     QueueFullError,
     QueueTimeoutError,
     RequestError,
 )
-from jspec.core.request import Request
-from jspec.core.response import Completion, LogprobForm
-from jspec.scheduler import budget
-from jspec.scheduler.loop_thread import EngineStream
-from jspec.scheduler.request_trace import Border, RequestTrace
+from jspec.messages.request import Request
+from jspec.messages.response import Completion, LogprobForm
+from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.background_checks import BackgroundChecks
-from jspec.server.chat_schemas import ChatCall
-from jspec.server.early_aborts import EarlyAborts
-from jspec.server.http import unless_gone
-from jspec.server.metrics import RateMeter, ServerMetrics
-from jspec.server.probe import makes_progress
-from jspec.server.schemas import PromptCall
-from jspec.server.server_args import ServerArgs
-from jspec.server.spec_tokens import SpecTokenTracker
-from jspec.server.streaming import (
+from jspec.server.control.early_aborts import EarlyAborts
+from jspec.server.control.metrics import RateMeter, ServerMetrics
+from jspec.server.control.probe import makes_progress
+from jspec.server.http.exchange import unless_gone
+from jspec.server.http.streaming import (
     EventStream,
     SequenceFold,
     close_all,
     fold_all,
     fold_events,
 )
+from jspec.server.native.generate_schema import PromptCall
+from jspec.server.openai.chat_schema import ChatCall
+from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
+from jspec.serving.loop_thread import EngineStream
+from jspec.serving.request_trace import Border, RequestTrace
 from jspec.text.intake import in_list
+from jspec.text.spec_tokens import SpecTokenTracker
 
 SAMPLE_SECONDS = 1.0
 # Longer prompts are tokenized, and more stop strings made ready, off the event loop, which would

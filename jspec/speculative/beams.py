@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core import shapes
-from jspec.core.batch import DraftTree
-from jspec.core.config import SpeculativeConfig
-from jspec.core.pytree import pytree
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.spec import indexing
 from jspec.speculative.drafter import RowsInStep
 from jspec.speculative.target import KVPool
 from jspec.speculative.tree import Level, beam_scores, build_tree, pack_bits
 
 
 class BeamLayout(enum.Enum):
-    """Where the rows of nodes lie, by what a row of the draft model is (example: `core.shapes`)."""
+    """Where the rows of nodes are, by what a draft row holds (example: spec/indexing.py)."""
 
     PAIRS = "(token i + 1, feature i): the root is part of the last committed pair"
     TOKENS = "a token: the root has a row of its own, in front of the first node's"
@@ -36,11 +36,11 @@ class BeamLayout(enum.Enum):
         """Scratch rows in front of the first node's."""
         return 1 if self is BeamLayout.TOKENS else 0
 
-    def position(self, seq_len: shapes.Index, depth: shapes.Index) -> shapes.Index:
+    def position(self, seq_len: indexing.Index, depth: indexing.Index) -> indexing.Index:
         """RoPE position of the row of a node at `depth`."""
         if self is BeamLayout.TOKENS:
-            return shapes.target_position(seq_len, depth)
-        return shapes.draft_position(seq_len, depth)
+            return indexing.target_position(seq_len, depth)
+        return indexing.draft_position(seq_len, depth)
 
 
 @pytree
@@ -154,11 +154,11 @@ def _rows_of_beams(
     position = layout.position(rows.seq_lens, depth)
     tail_depth = 1 + jnp.arange(width, dtype=jnp.int32) // topk
     is_chain = topk == 1
-    row = shapes.beam_row(depth, topk=topk, rows_before=layout.rows_before)
+    row = indexing.beam_row(depth, topk=topk, rows_before=layout.rows_before)
     attention_rows = AttentionRows(
         page_table=rows.page_table,
         window_tables=rows.window_tables,
-        prefix_lens=shapes.scratch_slot(rows.seq_lens, row),
+        prefix_lens=indexing.scratch_slot(rows.seq_lens, row),
         cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * topk,
         q_positions=jnp.repeat(position, topk),
         tail_mask=None if is_chain else pack_bits(ancestors).reshape(batch * topk, -1),
@@ -167,7 +167,7 @@ def _rows_of_beams(
         ),
         shared=rows.shared,
     )
-    children = shapes.chosen_position(rows.seq_lens, depth)[:, None]
+    children = indexing.chosen_position(rows.seq_lens, depth)[:, None]
     return BeamRows(
         rows=attention_rows,
         positions=jnp.broadcast_to(children, (batch, topk)),

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.pytree import pytree
-from jspec.core.state import SamplingRows
+from jspec.device.pytree import pytree
+from jspec.device.state import SamplingRows
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.sample.rank import finite

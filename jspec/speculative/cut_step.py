@@ -13,8 +13,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.batch import DecodeBatch, DraftTree, Scored, SettleBatch
-from jspec.core.state import EngineState
+from jspec.device.batch import DecodeBatch, DraftTree, Scored, SettleBatch
+from jspec.device.state import EngineState
 from jspec.speculative.step import StepProgram, propose_tree, score_tree, settle_tree
 from jspec.speculative.target import Params
 

@@ -19,15 +19,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.core import drafting, shapes
-from jspec.core.batch import DraftTree, Features, SharedPrefixes, Verified
-from jspec.core.cache_groups import CacheGroup
-from jspec.core.config import SpeculativeConfig
-from jspec.core.drafting import Drafting
-from jspec.core.pytree import pytree, static
-from jspec.core.state import SamplingRows
+from jspec.config import drafting
+from jspec.config.drafting import Drafting
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree, Features, SharedPrefixes, Verified
+from jspec.device.pytree import pytree, static
+from jspec.device.state import SamplingRows
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, QueryIndex, index_queries
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.target import KVPool, Params
 from jspec.speculative.tree import root_only
 
@@ -137,7 +138,7 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 
     own = jnp.take(emitted.token_ids, of_row(first) + index.within, mode="clip")
     is_next = index.within == of_row(lens)
-    positions = shapes.emitted_position(of_row(emitted.rows.prefix_lens), index.within)
+    positions = indexing.emitted_position(of_row(emitted.rows.prefix_lens), index.within)
     return TokenRows(
         token_ids=jnp.where(is_next, of_row(emitted.next_ids), own),
         rows=AttentionRows(
@@ -174,7 +175,7 @@ def last_two(emitted: Emitted) -> TokenRows:
             window_tables=emitted.rows.window_tables,
             prefix_lens=start,
             cu_q_lens=2 * every_row,
-            q_positions=shapes.emitted_position(start[:, None], place).reshape(-1),
+            q_positions=indexing.emitted_position(start[:, None], place).reshape(-1),
         ),
         last=2 * every_row[:-1] + 1,
         queries_per_row=2,
@@ -186,7 +187,7 @@ def emitted_by(verified: Verified, rows: RowsInStep, *, is_chain: bool = False) 
     batch, most = verified.emitted_ids.shape
     row = jnp.arange(most, dtype=jnp.int32)
     first = jnp.arange(batch, dtype=jnp.int32) * most
-    positions = shapes.emitted_position(rows.seq_lens[:, None], row)
+    positions = indexing.emitted_position(rows.seq_lens[:, None], row)
     tokens = jnp.concatenate((rows.root_ids[:, None], verified.emitted_ids[:, :-1]), axis=1)
     return Emitted(
         token_ids=tokens.reshape(-1),

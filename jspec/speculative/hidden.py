@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.batch import Verified
-from jspec.core.hidden_rows import HiddenRows
+from jspec.device.batch import Verified
+from jspec.spec.hidden_rows import HiddenRows
 
 
 def rows_of(hidden: Float[Array, "*b E"]) -> HiddenRows:

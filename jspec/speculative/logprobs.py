@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.batch import Verified
-from jspec.core.request import MAX_TOP_LOGPROBS
-from jspec.core.state import SamplingRows
+from jspec.device.batch import Verified
+from jspec.device.state import SamplingRows
+from jspec.messages.request import MAX_TOP_LOGPROBS
 from jspec.pallas_kernels.attention.rows import QueryIndex
 from jspec.sampling.logprobs import Logprobs, logprobs_of
 from jspec.speculative.node_budget import PackedNodes

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.batch import DraftTree
-from jspec.core.config import SpeculativeConfig
-from jspec.core.pytree import pytree
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import GatheredQueries, index_queries
 from jspec.speculative.drafter import RowsInStep
 

@@ -1,4 +1,4 @@
-"""What a step tells the host, packed for one transfer: the columns of `core.layout.output_columns`.
+"""Packs a step's results into one array: the columns of `messages.layout.output_columns`.
 
 Always how many tokens each row emitted, and which. Only in programs made for them: drafts that a
 budget left to a row, log-probabilities, hidden states.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.batch import PrefillBatch, Scored, Verified, pack_output
-from jspec.core.config import SpeculativeConfig
-from jspec.core.features import Feature, StepFeatures
-from jspec.core.layout import output_columns
-from jspec.core.state import SamplingRows
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import PrefillBatch, Scored, Verified, pack_output
+from jspec.device.state import SamplingRows
+from jspec.messages.features import Feature, StepFeatures
+from jspec.messages.layout import output_columns
 from jspec.pallas_kernels.attention.rows import index_queries
 from jspec.speculative.drafter import Emitted, following_ids
 from jspec.speculative.hidden import hidden_bits, rows_of

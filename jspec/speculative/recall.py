@@ -1,6 +1,6 @@
 """What a row must know of its cached tokens, although no forward runs over them.
 
-A row that begins after a cached prefix (scheduler/pages.py) computes nothing for it: its KV is
+A row that begins after a cached prefix (scheduler/pages) computes nothing for it: its KV is
 there. But what derives from the ids themselves is by slot, and was another row's: for penalties,
 which ids the prompt has and, after a retraction, how often each was emitted; what a drafter keeps
 of ids, as NGRAM's history. It is built from the whole fill, by this step, before the prefill step
@@ -15,8 +15,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.batch import Features, RecallBatch
-from jspec.core.state import EngineState, empty_seen, put_rows, take_rows
+from jspec.device.batch import Features, RecallBatch
+from jspec.device.state import EngineState, empty_seen, put_rows, take_rows
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.sampling.penalties import see_filled
 from jspec.speculative.drafter import Emitted

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core import shapes
-from jspec.core.pytree import pytree
-from jspec.core.state import SamplingRows, Seen
+from jspec.device.pytree import pytree
+from jspec.device.state import SamplingRows, Seen
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.logprobs import logprobs_of
 from jspec.sampling.penalties import penalize
+from jspec.spec import indexing
 from jspec.speculative.target import KVPool, Params, Target
 
 
@@ -73,7 +73,7 @@ def rescore_chunk(
     token_ids = target.token_ids()
     # Each token is a row of one node: what it has seen is the text up to itself.
     sampling = jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape[1:])), chunk.sampling)
-    of_next = shapes.chosen_position(positions, 0)
+    of_next = indexing.chosen_position(positions, 0)
     penalized = penalize(
         raw[:, None],
         sampling,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.core.batch import PrefillBatch
-from jspec.core.features import Feature, StepFeatures
-from jspec.core.state import EngineState, SamplingRows, Seen
+from jspec.device.batch import PrefillBatch
+from jspec.device.state import EngineState, SamplingRows, Seen
+from jspec.messages.features import Feature, StepFeatures
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose

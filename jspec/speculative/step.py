@@ -27,23 +27,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jspec.core.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
-from jspec.core.config import SpeculativeConfig
-from jspec.core.drafting import NO_DRAFTING
-from jspec.core.errors import ConfigError
-from jspec.core.features import PLAIN, Feature, StepFeatures
-from jspec.core.state import EngineState, put_rows, take_rows
+from jspec.config.drafting import NO_DRAFTING
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DecodeBatch, DraftTree, PrefillBatch, Scored, SharedPrefixes
+from jspec.device.state import EngineState, put_rows, take_rows
+from jspec.errors import ConfigError
+from jspec.messages.features import PLAIN, Feature, StepFeatures
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.penalties import count_emitted
-from jspec.speculative.deferred import defer
 from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, RowsInStep, emitted_by
+from jspec.speculative.drafters.deferred import defer
 from jspec.speculative.hidden import without_hidden
 from jspec.speculative.node_budget import pack_nodes, spend_budget
 from jspec.speculative.outputs import decode_output, prefill_output
 from jspec.speculative.roots import sample_roots, see_chunks
-from jspec.speculative.rows import admit, advance_rows, grant_pages, start_rows
+from jspec.speculative.state_rows import admit, advance_rows, grant_pages, start_rows
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.verify import choose_at_nodes, features_of, score, settle
 

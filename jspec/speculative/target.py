@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import jax
 from jaxtyping import Array, Float, Int
 
-from jspec.core.cache_groups import CacheGroup
 from jspec.layers.linear import Shard
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_groups import CacheGroup
 
 Params = dict[str, Any]  # one model's arrays, by name
 KVPool = tuple[jax.Array, ...]  # one array a layer

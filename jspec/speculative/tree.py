@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jspec.core.batch import DraftTree
-from jspec.core.pytree import pytree
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
 
 # What a score that is no number counts as: below all others, and finite when summed along a path.
 LOWEST = -1e30

@@ -19,17 +19,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core import noise, shapes
-from jspec.core.batch import DraftTree, Features, Verified
-from jspec.core.cache_groups import CacheGroup, windows_of_layers
-from jspec.core.config import SpeculativeConfig
-from jspec.core.state import SamplingRows, Seen
+from jspec.config.limits import SpeculativeConfig
+from jspec.device import noise
+from jspec.device.batch import DraftTree, Features, Verified
+from jspec.device.state import SamplingRows, Seen
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup, windows_of_layers
 from jspec.speculative.drafter import Needs, RowsInStep
 from jspec.speculative.node_budget import PackedNodes
 from jspec.speculative.target import KVPool, Params, Target
@@ -54,7 +55,7 @@ def score(
     if packed is not None:
         tokens, cu_nodes = packed.of_nodes(tree.tokens), packed.cu_nodes
         shape = (tokens.shape[0], 1)
-    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
+    positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
     attention_rows = AttentionRows(
@@ -105,7 +106,7 @@ def choose_at_nodes(
     there; None: all. packed: T rows of one node each; of nodes that are none, any id.
     """
     raw, sampling = logits, rows.sampling
-    positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
+    positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
     num_output = positions - prompt_lens[:, None]
     token_ids = target.token_ids()
     on_path = None if seen is None else path_tokens(tree, num_levels=spec.num_steps)

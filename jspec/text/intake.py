@@ -17,15 +17,15 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jspec.core.errors import RequestError
-from jspec.core.grammar import ReasoningMarks
-from jspec.core.plain_values import is_array, listed, plain, plain_items
-from jspec.core.request import MAX_CHOICES, Request, SamplingParams
-from jspec.core.seeds import MAX_SEED, TOLD_BITS, choice_seed
-from jspec.text.chat_messages import check_messages
-from jspec.text.chat_template import ChatTemplate
-from jspec.text.stop_matcher import StopAutomaton
-from jspec.text.tokenizer import Tokenizer
+from jspec.errors import RequestError
+from jspec.messages.grammar import ReasoningMarks
+from jspec.messages.plain_values import is_array, listed, plain, plain_items
+from jspec.messages.request import MAX_CHOICES, Request, SamplingParams
+from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
+from jspec.text.stop.stop_matcher import StopAutomaton
+from jspec.text.template.chat_messages import check_messages
+from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
 Params = Mapping[str, Any] | SamplingParams | None

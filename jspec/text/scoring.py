@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.core.errors import RequestError, shown
-from jspec.core.plain_values import is_array, listed, plain_items
-from jspec.core.request import MAX_LOGPROB_IDS, SamplingParams
+from jspec.errors import RequestError, shown
+from jspec.messages.plain_values import is_array, listed, plain_items
+from jspec.messages.request import MAX_LOGPROB_IDS, SamplingParams
 
 MAX_LABELS = 1024
 # Characters or ids of all prompts of a call: a query of a few megabytes stands in each of them.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jspec.core.protocols import StopWatch, TextCut, TextStream
-from jspec.core.request import Request
-from jspec.text.detokenizer import new_detokenizer
-from jspec.text.stop_matcher import StopAutomaton, StopMatcher
-from jspec.text.tokenizer import Tokenizer
+from jspec.messages.protocols import StopWatch, TextCut, TextStream
+from jspec.messages.request import Request
+from jspec.text.stop.stop_matcher import StopAutomaton, StopMatcher
+from jspec.text.tokenizer.detokenizer import new_detokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class IdsOnlyStream:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jspec.training.loop import Params, Progress, Resumed, TrainState
+from jspec.training.train_state import Params, Progress, Resumed, TrainState
 
 
 class Checkpoints:

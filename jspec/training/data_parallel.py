@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.core.errors import ConfigError
-from jspec.core.sharding import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from jspec.device.sharding import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from jspec.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 from jspec.layers.attention import Attend, attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
@@ -27,6 +26,7 @@ from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Backend = Literal["cudnn", "xla"]
 AttendOf = Callable[[AttentionSpec], Attend]  # of a layer

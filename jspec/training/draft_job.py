@@ -22,12 +22,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jspec.core.errors import ConfigError
-from jspec.core.json_files import read_object
-from jspec.models.checkpoint import check_directory, check_target, load_model_spec, load_target
+from jspec.errors import ConfigError
 from jspec.models.decoder import Params
-from jspec.training.data_parallel import Placement
-from jspec.training.draft_data import (
+from jspec.models.files.checkpoint import (
+    check_directory,
+    check_target,
+    load_model_spec,
+    load_target,
+)
+from jspec.spec.json_files import read_object
+from jspec.training.data.draft_data import (
     STORES,
     Sampling,
     batches,
@@ -38,11 +42,12 @@ from jspec.training.draft_data import (
     vocabulary,
     whole_batch,
 )
+from jspec.training.data.examples import RowTable
+from jspec.training.data.feature_store import fingerprint
+from jspec.training.data_parallel import Placement
 from jspec.training.draft_loss import features_on_the_fly, stored_features
 from jspec.training.draft_recipe import train_head
 from jspec.training.draft_settings import DraftJob, make_head
-from jspec.training.examples import RowTable
-from jspec.training.feature_store import fingerprint
 from jspec.training.loop import Result, write_report
 
 SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "checkpoints"

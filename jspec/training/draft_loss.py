@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jspec.core.model_spec import ModelSpec
 from jspec.models.decoder import Params
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import attention_backend, causal_attend, forward, lm_logits
-from jspec.training.draft_head import DraftHead, Guess, TargetFeatures
+from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures
 from jspec.training.loop import Loss, Metrics
 
 STEP_DECAY = 0.8

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.decoder import Params
-from jspec.training.data import BatchAt
+from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
-from jspec.training.draft_head import DraftHead
 from jspec.training.draft_loss import FeaturesOf, draft_loss, make_frozen, make_unrolled
+from jspec.training.heads.draft_head import DraftHead
 from jspec.training.loop import LoopConfig, Result, mean_metrics, train
 
 Evaluation = Callable[[Params], dict[str, Any]]

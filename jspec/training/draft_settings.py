@@ -11,14 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle3Config, ModelSpec
-from jspec.training.draft_head import DraftHead, inner_size
+from jspec.errors import ConfigError
+from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.training.data.examples import LossOn
 from jspec.training.draft_recipe import HeadRecipe
-from jspec.training.examples import LossOn
-from jspec.training.head_eagle1 import eagle1_head
-from jspec.training.head_eagle3 import eagle3_head
-from jspec.training.head_mtp import mtp_head
+from jspec.training.heads.draft_head import DraftHead, inner_size
+from jspec.training.heads.head_eagle1 import eagle1_head
+from jspec.training.heads.head_eagle3 import eagle3_head
+from jspec.training.heads.head_mtp import mtp_head
 
 DRAFT_VOCAB = 32000  # what published EAGLE-3 heads have
 

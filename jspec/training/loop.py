@@ -21,16 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jspec.core.errors import TrainingError
-from jspec.core.pytree import pytree
-from jspec.training.data import BatchAt
+from jspec.errors import TrainingError
+from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, show, speed
+from jspec.training.train_state import Params as Params
+from jspec.training.train_state import Progress, Resumed
+from jspec.training.train_state import TrainState as TrainState
 
 if TYPE_CHECKING:
     from jspec.training.checkpoints import Checkpoints
 
-Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
 Loss = Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
 Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are per depth
@@ -55,29 +56,6 @@ class LoopConfig:
     eval_every: int = 500
     checkpoint_every: int = 2000
     seed: int = 0
-
-
-@pytree
-class TrainState:
-    """All that a step reads and writes; float32."""
-
-    params: Params
-    ema: Params
-    opt_state: Any
-    step: jax.Array  # i32[]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a checkpoint holds beside the arrays."""
-
-    seconds: float = 0.0
-    best_loss: float = math.inf
-    best_step: int = 0
-    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
-
-
-Resumed = tuple[TrainState, Params, Progress]  # a checkpoint: state, best EMA, the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

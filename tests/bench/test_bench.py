@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from jspec.bench.backends import BACKENDS, CHAT, COMPLETIONS, NATIVE, OpenAIReader
-from jspec.bench.connections import Connections
-from jspec.bench.environment import commit, describe
-from jspec.bench.figures import Seen, Span, Stopwatch, acceptance, medians, summary
-from jspec.bench.load import Job, Pattern, Point
-from jspec.bench.offline import engine_arguments, modes_of, plain_arguments
-from jspec.bench.prompts import read_prompts
-from jspec.bench.report import chrome_trace, plot, table
-from jspec.bench.session import Measured, result_of
-from jspec.bench.settings import BenchSettings
-from jspec.cli import main
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.scheduler.trace import TraceEvent, TraceKind
+from jspec.cli.main import main
+from jspec.cli.measurement.backends import BACKENDS, CHAT, COMPLETIONS, NATIVE, OpenAIReader
+from jspec.cli.measurement.connections import Connections
+from jspec.cli.measurement.environment import commit, describe
+from jspec.cli.measurement.figures import Seen, Span, Stopwatch, acceptance, medians, summary
+from jspec.cli.measurement.load import Job, Pattern, Point
+from jspec.cli.measurement.offline import engine_arguments, modes_of, plain_arguments
+from jspec.cli.measurement.prompts import read_prompts
+from jspec.cli.measurement.report import chrome_trace, plot, table
+from jspec.cli.measurement.session import Measured, result_of
+from jspec.cli.measurement.settings import BenchSettings
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import ConfigError
+from jspec.serving.trace import TraceEvent, TraceKind
 
 
 class Letters:

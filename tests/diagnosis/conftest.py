@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jspec.testing.tiny_models import write_tiny_pair
+from tests.support.tiny_models import write_tiny_pair
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jspec.diagnosis.templates import CHATML
-from jspec.engine.loading import BUNDLED
+from jspec.cli.diagnosis.templates import CHATML
+from jspec.engine.weights.loading import BUNDLED
 
 Tensors = dict[str, np.ndarray]
 INPUT, HIDDEN = "input_layernorm.weight", "hidden_norm.weight"

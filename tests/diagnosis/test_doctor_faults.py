@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.api import Engine
-from jspec.diagnosis.doctor import chain_arguments
-from jspec.diagnosis.examination import Examination
-from jspec.diagnosis.prompts import EXAMPLES, examples
-from jspec.diagnosis.texts import make_texts
-from jspec.engine.loading import BUNDLED
+from jspec.cli.diagnosis.doctor import chain_arguments
+from jspec.cli.diagnosis.examination import Examination
+from jspec.cli.diagnosis.prompts import EXAMPLES, examples
+from jspec.cli.diagnosis.texts import make_texts
+from jspec.engine.weights.loading import BUNDLED
+from jspec.serving.engine import Engine
 from jspec.speculative.drafter import Emitted
-from jspec.speculative.eagle import EagleDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
 from tests.diagnosis.faulty_pairs import FAULTS, healthy, tensors
 
 pytestmark = pytest.mark.slow

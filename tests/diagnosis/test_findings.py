@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jspec.core.request import Request, SamplingParams
-from jspec.diagnosis.agreement import Agreement, gain
-from jspec.diagnosis.findings import Trial, best, fits, of_serving, unfit, unlike_served
-from jspec.diagnosis.readings import Reading, nearby_layers, usual_layers
-from jspec.diagnosis.records import buckets_of, by_depth
-from jspec.diagnosis.tensors import coarse_levels, facts_of, suspicious
-from jspec.diagnosis.texts import Text, Verification
-from jspec.engine.loading import BUNDLED
+from jspec.cli.diagnosis.agreement import Agreement, gain
+from jspec.cli.diagnosis.findings import Trial, best, fits, of_serving, unfit, unlike_served
+from jspec.cli.diagnosis.readings import Reading, nearby_layers, usual_layers
+from jspec.cli.diagnosis.records import buckets_of, by_depth
+from jspec.cli.diagnosis.tensors import coarse_levels, facts_of, suspicious
+from jspec.cli.diagnosis.texts import Text, Verification
+from jspec.engine.weights.loading import BUNDLED
+from jspec.messages.request import Request, SamplingParams
 
 ROWS, S = 400, 3
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jspec.cli import main
-from jspec.cli_verify import text_of
-from jspec.core.errors import ConfigError
-from jspec.diagnosis.prompts import EXAMPLES, Prompt, examples, first_of, read_prompts
-from jspec.diagnosis.verify import VerifySettings, plain_arguments, verify
-from jspec.testing.broken_step import CorruptingEngine
+from jspec.cli.diagnosis.prompts import EXAMPLES, Prompt, examples, first_of, read_prompts
+from jspec.cli.diagnosis.verify import VerifySettings, plain_arguments, verify
+from jspec.cli.main import main
+from jspec.cli.verify import text_of
+from jspec.errors import ConfigError
+from tests.support.broken_step import CorruptingEngine
 
 SETTINGS = VerifySettings(max_new_tokens=24, temperatures=(0.0, 1.0))
 PROMPTS = examples()[:3]

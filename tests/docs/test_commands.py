@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from jspec.cli import main
-from jspec.server.flags import FlagParser, add_flags, named_model, parse_flags
-from jspec.server.schemas import parse_generate
+from jspec.cli.flags import FlagParser, add_flags, named_model, parse_flags
+from jspec.cli.main import main
+from jspec.server.native.generate_schema import parse_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])

@@ -11,25 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.features import StepFeatures
-from jspec.core.model_spec import ModelSpec
-from jspec.core.plan import StepKind
-from jspec.engine.compilation import compile_all
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.engine.programs import program_keys
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm
+from jspec.engine.programs.compilation import compile_all
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
-from jspec.models.checkpoint import load_model_spec, save_target
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.errors import ConfigError
+from jspec.messages.features import StepFeatures
+from jspec.messages.plan import StepKind
+from jspec.models.files.checkpoint import load_model_spec, save_target
 from jspec.models.placement import init_params
 from jspec.models.registry import FAMILIES, table_of
-from jspec.speculative.registry import DRAFTERS
+from jspec.spec.model_spec import ModelSpec
+from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.step import StepProgram
-from jspec.testing.tiny_models import tiny_target_config
 from tests.models.dense_forward import dense_forward
 from tests.models.test_families import attend_of
 from tests.speculative.engines import Compiled, limits_of, make_request, mesh_of, serve
+from tests.support.tiny_models import tiny_target_config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WINDOW = 8

@@ -47,26 +47,26 @@ from benchmarks.workloads import (
     mimo_layers_of,
     mtp_of,
 )
-from jspec.core import sharding
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle3Config, ModelSpec, uniform_decoder
-from jspec.engine.compilation import ProgramShape, compiler_options, lower
-from jspec.engine.programs import ProgramKey, program_keys
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.device import sharding
+from jspec.engine.programs.compilation import ProgramShape, compiler_options, lower
+from jspec.engine.programs.program_keys import ProgramKey, program_keys
 from jspec.engine.runner import init_state
+from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
-from jspec.models.eagle1 import Eagle1Head
-from jspec.models.eagle3 import Eagle3Head
-from jspec.models.mtp import MtpHead
+from jspec.models.heads.eagle1 import Eagle1Head
+from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.mtp import MtpHead
 from jspec.models.placement import abstract_params, param_specs
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import Eagle3Config, ModelSpec, uniform_decoder
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.ngram import NgramDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
 from tests.engine.weight_copies import weight_copies

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jspec.core.errors import ConfigError
 from jspec.engine import building
+from jspec.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

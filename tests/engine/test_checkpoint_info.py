@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.cli import main
-from jspec.cli_info import size_of
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle1Config
-from jspec.engine.checkpoint_info import describe
-from jspec.engine.loading import BUNDLED
-from jspec.models.convert import Format, convert
-from jspec.models.eagle1 import eagle1_params, save_eagle1
-from jspec.models.hf_mtp import save_mtp, written_config
-from jspec.models.mtp_params import mtp_params
+from jspec.cli.info import size_of
+from jspec.cli.main import main
+from jspec.engine.weights.checkpoint_info import describe
+from jspec.engine.weights.loading import BUNDLED
+from jspec.errors import ConfigError
+from jspec.models.files.convert import Format, convert
+from jspec.models.heads.eagle1 import eagle1_params, save_eagle1
+from jspec.models.heads.hf_mtp import save_mtp, written_config
+from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from jspec.spec.model_spec import Eagle1Config
+from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sharding
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.features import PLAIN
-from jspec.core.plan import StepKind
-from jspec.engine import compilation
-from jspec.engine.compilation import ProgramShape, compiler_options
-from jspec.engine.programs import ProgramKey, program_keys
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.device import sharding
+from jspec.engine.programs import compilation
+from jspec.engine.programs.compilation import ProgramShape, compiler_options
+from jspec.engine.programs.program_keys import ProgramKey, program_keys
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import StepKind
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
-from jspec.testing.tiny_models import tiny_target_config
+from tests.support.tiny_models import tiny_target_config
 
 
 def limits_of(shape: str) -> ServeLimits:

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import pytest
 from jaxlib import xla_client
 
-from jspec.cli import main
-from jspec.core.cache_groups import CacheGroup, KVEntry
-from jspec.core.config import ServeLimits
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import cache_groups
-from jspec.engine.device_memory import check_weights_fit, share_for_server
-from jspec.engine.memory import kv_bytes_per_token
+from jspec.cli.main import main
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits
+from jspec.engine.memory.device_memory import check_weights_fit, share_for_server
+from jspec.engine.memory.pool_sizes import kv_bytes_per_token
+from jspec.errors import ConfigError
 from jspec.pallas_kernels.choose import OPS
-from jspec.testing.limits import limits_for
-from jspec.testing.tiny_models import tiny_target_config
+from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.model_spec import cache_groups
+from tests.support.limits import limits_for
+from tests.support.tiny_models import tiny_target_config
 
 MIB = 1 << 20
 SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import MoESpec
-from jspec.engine.dummy_weights import STD, dummy_params
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.models.eagle3 import eagle3_params
-from jspec.models.eagle3_config import eagle3_config_json
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.dummy_weights import STD, dummy_params
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.eagle3_config import eagle3_config_json
 from jspec.models.layer_params import expert_params, lm_head
 from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, param_specs
 from jspec.models.registry import family_named, table_of
-from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
+from jspec.spec.model_spec import MoESpec
+from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()
 DRAFT = tiny_draft_config(TARGET)

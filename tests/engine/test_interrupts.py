@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import ConfigError
 from jspec.engine import interrupts
+from jspec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 

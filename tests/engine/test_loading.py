@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError
-from jspec.engine.loading import BUNDLED, load_models, resolve_paths
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
+from jspec.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama" / "plain"
 

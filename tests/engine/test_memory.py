@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import cache_groups
-from jspec.testing.limits import limits_for
-from jspec.testing.tiny_models import tiny_target_config
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits
+from jspec.errors import ConfigError
+from jspec.spec.model_spec import cache_groups
+from tests.support.limits import limits_for
+from tests.support.tiny_models import tiny_target_config
 
 
 def limits_of(*, context_length: int | None = None, **arguments: Any) -> ServeLimits:

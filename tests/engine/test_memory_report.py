@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.core.errors import ConfigError
-from jspec.core.features import ALL, PLAIN
-from jspec.core.plan import StepKind
-from jspec.engine.device_memory import no_pool_error
-from jspec.engine.memory_report import (
+from jspec.engine.memory.device_memory import no_pool_error
+from jspec.engine.memory.memory_report import (
     bytes_each,
     check_scratch_fits,
     held_bytes,
     scratch_bytes,
 )
-from jspec.engine.programs import ProgramKey
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.errors import ConfigError
+from jspec.messages.features import ALL, PLAIN
+from jspec.messages.plan import StepKind
 from tests.engine.test_device_memory import Card
 
 GIB = 1 << 30

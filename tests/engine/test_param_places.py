@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sharding
-from jspec.engine.compilation import ProgramShape, lower
-from jspec.engine.dummy_weights import dummy_params
-from jspec.engine.loading import place
+from jspec.device import sharding
+from jspec.engine.programs.compilation import ProgramShape, lower
+from jspec.engine.weights.dummy_weights import dummy_params
+from jspec.engine.weights.loading import place
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.choose import OPS

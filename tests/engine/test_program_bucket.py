@@ -12,11 +12,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from jspec.core.errors import ConfigError
-from jspec.engine import compilation
 from jspec.engine.building import _kept_in, _open_store
-from jspec.engine.program_bucket import ProgramBucket
-from jspec.engine.program_store import ProgramStore
+from jspec.engine.programs import compilation
+from jspec.engine.programs.program_bucket import ProgramBucket
+from jspec.engine.programs.program_store import ProgramStore
+from jspec.errors import ConfigError
 from tests.engine.test_program_growth import process_maker
 from tests.engine.test_program_store import start
 

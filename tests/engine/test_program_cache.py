@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jspec.engine.compilation import enable_persistent_cache
+from jspec.engine.programs.compilation import enable_persistent_cache
 
 
 def test_a_second_directory_in_one_process_is_used(tmp_path: Path) -> None:

@@ -22,15 +22,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.api import Engine
-from jspec.core import sharding
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.errors import ConfigError
-from jspec.core.features import ALL, PLAIN
-from jspec.core.plan import RowRef, StepKind, StepPlan
-from jspec.engine import build_programs
-from jspec.engine.compilation import Recipe
-from jspec.engine.program_growth import (
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.device import sharding
+from jspec.engine.programs import build_programs
+from jspec.engine.programs.compilation import Recipe
+from jspec.engine.programs.program_growth import (
     MODULE,
     BuildError,
     Made,
@@ -40,17 +36,21 @@ from jspec.engine.program_growth import (
     environment,
     maker_of,
 )
-from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import DeviceRunner, init_state
+from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
+from jspec.messages.features import ALL, PLAIN
+from jspec.messages.plan import RowRef, StepKind, StepPlan
 from jspec.models.decoder import Decoder
 from jspec.models.placement import abstract_params
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.choose import OPS
+from jspec.serving.engine import Engine
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
-from jspec.testing.tiny_models import tiny_target_config
+from tests.support.tiny_models import tiny_target_config
 
 PATIENCE = 120.0
 CONFIG = tiny_target_config(num_layers=1)

@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import hashlib
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,23 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sharding
-from jspec.core.config import ServeLimits, SpeculativeConfig
-from jspec.core.features import ALL, PLAIN
-from jspec.core.plan import StepKind
-from jspec.engine import compilation, program_store
-from jspec.engine.compilation import ProgramShape, compile_all
-from jspec.engine.dummy_weights import dummy_params
-from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import ProgramKey
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.device import sharding
+from jspec.engine.programs import compilation, program_store, source_digest
+from jspec.engine.programs.compilation import ProgramShape, compile_all
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import init_state, place_state
 from jspec.engine.transfer import layout_of
+from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.layers.linear import Shard
+from jspec.messages.features import ALL, PLAIN
+from jspec.messages.plan import StepKind
 from jspec.models.decoder import Decoder
 from jspec.pallas_kernels.choose import OPS
 from jspec.speculative.drafter import NoDrafter
 from jspec.speculative.step import StepProgram
-from jspec.testing.tiny_models import tiny_target_config
+from tests.support.tiny_models import tiny_target_config
 
 CONFIG = tiny_target_config()
 LIMITS = ServeLimits(
@@ -302,32 +304,74 @@ def test_sources_that_change_meanwhile_are_not_trusted(
     """Edited between the imports and the start, or between the start and the first writing."""
     usual = ProgramStore.open(tmp_path / "steps")
     assert usual.sources is not None
-    monkeypatch.setattr(program_store, "IMPORTED_AT", 0.0)
+    monkeypatch.setattr(source_digest, "IMPORTED_AT", 0.0)
     assert ProgramStore.open(tmp_path).sources is None
     start(usual)
     assert not usual.directory.exists()
     assert "sources have changed" in caplog.text
 
 
-def test_sources_are_told_apart_and_none_are_not_a_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package's sources, older than this process."""
+    copied = tmp_path / "jspec"
+    shutil.copytree(
+        source_digest.PACKAGE,
+        copied,
+        ignore=shutil.ignore_patterns("bundled", "__pycache__"),
+    )
+    return copied
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    os.utime(path, ns=(0, time.time_ns() % 10**15))  # long ago, and no two edits at one time
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("config/engine_args.py", "Devices", "Machines"),
+        ("speculative/step.py", '"""', '"""Another word. '),
+        ("speculative/step.py", "\nclass ", "\n# A remark.\n\nclass "),
+        ("text/stop/stop_matcher.py", '"""', '"""Another word. '),
+        ("server/service.py", "import asyncio", "import asyncio, sys"),
+        ("scheduler/policy.py", "from __future__", "import sys\nfrom __future__"),
+    ],
+)
+def test_what_no_program_depends_on_compiles_nothing_again(
+    package: Path, module: str, old: str, new: str
 ) -> None:
-    found = set()
-    monkeypatch.setattr(program_store, "__file__", str(tmp_path / "jspec" / "engine" / "store.py"))
-    assert program_store.sources_digest() is None  # a zip, or bytecode alone
-    for name, text in (
-        ("core/a.py", "1"),
-        ("core/a.py", "2"),
-        ("models/b.py", "2"),
-        ("text/c.py", ""),
-    ):
-        path = tmp_path / "jspec" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        os.utime(path, (0, 0))
-        found.add(program_store.sources_digest())
-    assert len(found) == 3  # text cannot change a program
-    assert None not in found
+    """Help texts, docstrings, comments, and what no step function imports."""
+    before = source_digest.sources_digest(package)
+    edit(package / module, old, new)
+    assert source_digest.sources_digest(package) == before is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("speculative/step.py", "import jax\n", "import jax\n\nX = 1\n"),
+        ("spec/indexing.py", "return seq_len + depth + 1", "return seq_len + depth + 2"),
+        ("pallas_kernels/ops_gpu.py", "import", "import os\nimport"),
+        ("models/families/gpt_oss.py", "import", "import os\nimport"),
+        ("sampling/filters.py", "import", "import os\nimport"),
+        ("device/noise.py", "0x", "0x1"),
+    ],
+)
+def test_code_that_a_program_depends_on_changes_its_name(
+    package: Path, module: str, old: str, new: str
+) -> None:
+    before = source_digest.sources_digest(package)
+    edit(package / module, old, new)
+    assert source_digest.sources_digest(package) not in (before, None)
+
+
+def test_a_package_without_sources_has_no_digest(tmp_path: Path) -> None:
+    """A zip, or bytecode alone."""
+    assert source_digest.sources_digest(tmp_path) is None
 
 
 def test_what_cannot_be_written_still_runs(

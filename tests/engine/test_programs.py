@@ -12,13 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig
-from jspec.core.errors import InvariantError
-from jspec.core.features import ALL, PLAIN, Feature, StepFeatures
-from jspec.core.plan import RowRef, StepKind, StepPlan
-from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig
+from jspec.config.shared_prefixes import UNIT, SharedPrefix, SharingLimits
 from jspec.engine.plan_runner import ReadyPrograms
-from jspec.engine.programs import (
+from jspec.engine.programs.program_keys import (
     FEW_PROGRAMS,
     ProgramKey,
     first_programs,
@@ -32,6 +29,9 @@ from jspec.engine.programs import (
     step_programs,
 )
 from jspec.engine.resolving import prefill_buckets
+from jspec.errors import InvariantError
+from jspec.messages.features import ALL, PLAIN, Feature, StepFeatures
+from jspec.messages.plan import RowRef, StepKind, StepPlan
 
 FILTERS = StepFeatures(frozenset({Feature.FILTERS}))
 PENALTIES = StepFeatures(frozenset({Feature.PENALTIES}))
@@ -233,7 +233,7 @@ def test_features_are_a_set(one: StepFeatures, other: StepFeatures) -> None:
 
 def test_features_read_alike_in_every_process() -> None:
     """The text is part of what names a stored program; hashes of strings differ by process."""
-    code = "from jspec.core.features import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
+    code = "from jspec.messages.features import ALL, PLAIN; print(repr((ALL, PLAIN, list(ALL))))"
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.api import Engine
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError
-from jspec.engine.loading import BUNDLED, load_models, resolve_paths
-from jspec.testing.tiny_models import write_tiny_pair
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
+from jspec.errors import CheckpointError
+from jspec.serving.engine import Engine
+from tests.support.tiny_models import write_tiny_pair
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError
-from jspec.engine import remote_checkpoints
-from jspec.engine.loading import BUNDLED, resolve_paths
-from jspec.engine.remote_checkpoints import local_directories
+from jspec.config.engine_args import EngineArgs
+from jspec.engine.weights import remote_checkpoints
+from jspec.engine.weights.loading import BUNDLED, resolve_paths
+from jspec.engine.weights.remote_checkpoints import local_directories
+from jspec.errors import CheckpointError
 
 
 class Hub(ModuleType):

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import LLAMA_8B
-from jspec.core.config import PriorityOrder
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.resolved_config import ResolvedConfig
-from jspec.core.shared_prefixes import SharingLimits
-from jspec.engine.memory import sharing_limits
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import PriorityOrder
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.config.shared_prefixes import SharingLimits
+from jspec.engine.memory.pool_sizes import sharing_limits
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, ops_of, resolve
+from jspec.errors import ConfigError
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops_gpu import GpuOps

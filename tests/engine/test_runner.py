@@ -13,20 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.features import PLAIN, SAMPLING
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.core.state import empty_sampling
+from jspec.device.state import empty_sampling
 from jspec.engine.runner import DeviceRunner
 from jspec.layers.linear import Shard, logits_of
-from jspec.models.checkpoint import load_target
-from jspec.models.hf_eagle3 import load_eagle3
+from jspec.messages.features import PLAIN, SAMPLING
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
+from jspec.models.files.checkpoint import load_target
+from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
-from jspec.scheduler.loop import EngineLoop, TraceKind
 from jspec.scheduler.scheduler import Scheduler
-from jspec.testing.fake_text import FakeTextStream
-from jspec.testing.tiny_models import write_tiny_pair
+from jspec.serving.loop import EngineLoop, TraceKind
 from tests.engine.pool_copies import pool_copies
 from tests.models.dense_forward import dense_hidden
 from tests.speculative.engines import (
@@ -43,6 +41,8 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
+from tests.support.fake_text import FakeTextStream
+from tests.support.tiny_models import write_tiny_pair
 
 TREE, PAGE = (3, 2, 7), 4
 

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
-from jspec.core.model_spec import Eagle1Config
-from jspec.core.weight_update import ArrayUpdate, DiskUpdate, Model
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.engine.served_weights import ServedWeights
-from jspec.engine.weight_checks import is_finite
-from jspec.engine.weight_switch import SameAs, SwitchError, switch_leaves
-from jspec.models.eagle1 import eagle1_params
-from jspec.models.hf_weights import HostArray
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.engine.weights.weight_checks import is_finite
+from jspec.engine.weights.weight_switch import SameAs, SwitchError, switch_leaves
+from jspec.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model
+from jspec.models.files.stored import stored_tensors
+from jspec.models.files.tensor_files import HostArray
+from jspec.models.heads.eagle1 import eagle1_params
 from jspec.models.placement import init_params
-from jspec.models.stored import stored_tensors
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from jspec.spec.model_spec import Eagle1Config
 from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
+from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 Path1 = tuple[str | int, ...]
 

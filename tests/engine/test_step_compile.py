@@ -35,8 +35,8 @@ from benchmarks.tpu_programs import (
     run_job,
 )
 from benchmarks.workloads import WORKLOADS
-from jspec.core.model_spec import MoESpec
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
+from jspec.spec.model_spec import MoESpec
 
 LAYERS = 2
 CI = fewest(LAYERS)

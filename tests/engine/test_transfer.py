@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import DecodeBatch, PrefillBatch, prefill_batch
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
-from jspec.core.features import PLAIN, SAMPLING, Feature, StepFeatures
-from jspec.core.plan import (
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.config.shared_prefixes import SharedPrefix
+from jspec.device.batch import DecodeBatch, PrefillBatch, prefill_batch
+from jspec.device.state import empty_sampling
+from jspec.engine.programs.program_keys import (
+    ProgramKey,
+    nearest_program,
+    needed_program,
+    program_keys,
+)
+from jspec.engine.transfer import layout_of, pack, pack_catch_up, pack_recalls, unpack_result
+from jspec.messages.features import PLAIN, SAMPLING, Feature, StepFeatures
+from jspec.messages.plan import (
     Admission,
     PageGrant,
     PrefillChunk,
@@ -21,12 +30,8 @@ from jspec.core.plan import (
     StepPlan,
     StepResult,
 )
-from jspec.core.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
-from jspec.core.shared_prefixes import SharedPrefix
-from jspec.core.state import empty_sampling
-from jspec.engine.programs import ProgramKey, nearest_program, needed_program, program_keys
-from jspec.engine.transfer import layout_of, pack, pack_catch_up, pack_recalls, unpack_result
-from jspec.testing.fake_limits import small_limits
+from jspec.messages.request import MAX_MASKED_STOP_IDS, Request, SamplingParams
+from tests.support.fake_limits import small_limits
 
 V = 100
 LIMITS = ServeLimits(

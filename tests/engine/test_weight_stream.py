@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format
 
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import MoESpec, uniform_decoder
-from jspec.engine.loading import BUNDLED, load_models, resolve_paths
-from jspec.engine.weight_stream import put_on, stream
-from jspec.models.checkpoint import load_model_spec, load_target, save_target
-from jspec.models.hf_weights import HostArray, open_tensors, write_checkpoint
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
+from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.files.stored import ParamRead, param_reads, stored_tensors
+from jspec.models.files.tensor_files import HostArray, open_tensors, write_checkpoint
 from jspec.models.layer_params import dense_params, expert_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import place_of
 from jspec.models.registry import table_of
-from jspec.models.stored import ParamRead, param_reads, stored_tensors
+from jspec.spec.model_spec import MoESpec, uniform_decoder
 from tests.models.random_params import assert_same, random_params, value_at
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.model_spec import AttentionSpec, HeadGate
 from jspec.layers.attention import attention, causal_attention, kv_heads_per_shard
 from jspec.layers.linear import Shard
 from jspec.layers.rope import angles_of
 from jspec.models.layer_params import attention_params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate, rotate_and_split
+from jspec.spec.model_spec import AttentionSpec, HeadGate
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.model_spec import DenseSpec, Gate, MoESpec, Routing
 from jspec.layers.linear import Shard
 from jspec.layers.moe import mixture, route
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
 
 E, X, INNER, TOP = 6, 5, 4, 2
 

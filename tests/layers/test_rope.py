@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import RopeConfig, YarnConfig
-from jspec.core.json_files import Fields
-from jspec.core.rope_io import read_rope
 from jspec.layers.rope import angles_of, inverse_frequencies
 from jspec.pallas_kernels.kv_write.rotation import rotate
-from tests.golden_arrays import arrays_of
+from jspec.spec.json_files import Fields
+from jspec.spec.rope import RopeConfig, YarnConfig
+from jspec.spec.rope_io import read_rope
+from tests.support.golden_arrays import arrays_of
 
 YARN = arrays_of(Path(__file__).parents[1] / "golden" / "yarn.npz")
 LLAMA31 = RopeConfig(

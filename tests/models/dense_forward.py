@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core.model_spec import AttentionSpec, ModelSpec
 from jspec.layers.attention import Attend, causal_attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
 from jspec.layers.norm import norm
 from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 
 def of_all_keys(_: AttentionSpec) -> Attend:

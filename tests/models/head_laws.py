@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.model_spec import cache_groups
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Params
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative.eagle import FeatureHead
+from jspec.spec.model_spec import cache_groups
+from jspec.speculative.drafters.eagle import FeatureHead
 from jspec.speculative.tree import pack_bits
 from tests.models.eagle3_reference import HeadReference
 

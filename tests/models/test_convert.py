@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.cli import main
-from jspec.core import sharding
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.engine.loading import load_models, resolve_paths
-from jspec.models.convert import Format, convert
-from jspec.models.hf_weights import open_tensors
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from jspec.cli.main import main
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.loading import load_models, resolve_paths
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.convert import Format, convert
+from jspec.models.files.tensor_files import open_tensors
+from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 TORCH = Path(__file__).parents[1] / "golden" / "torch" / "pytorch_model.bin"
 

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import Eagle1Config, uniform_decoder
+from jspec.errors import CheckpointError, ConfigError
 from jspec.models.decoder import Params
-from jspec.models.eagle1 import (
+from jspec.models.files.stored import stored_tensors
+from jspec.models.heads.eagle1 import (
     Eagle1Head,
     check_eagle1,
     eagle1_params,
     load_eagle1,
     load_eagle1_config,
 )
+from jspec.models.heads.token_map import read_token_map
 from jspec.models.placement import abstract_params
-from jspec.models.stored import stored_tensors
-from jspec.models.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import Eagle1Config, uniform_decoder
 from tests.models.eagle3_reference import Eagle1Reference
 from tests.models.head_laws import check_head
 

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import (
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.heads.eagle3_config import eagle3_config_json, load_eagle3_config
+from jspec.spec.model_spec import (
     DenseSpec,
     Eagle3Config,
     FeatureNorm,
     ModelSpec,
     uniform_decoder,
 )
-from jspec.models.eagle3_config import eagle3_config_json, load_eagle3_config
+from jspec.spec.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128256,

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jspec.core.model_spec import (
-    AttentionSpec,
-    ModelSpec,
-    cache_groups,
-)
 from jspec.engine.runner import empty_pools
 from jspec.layers.attention import Attend
-from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Decoder, Params
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
-from tests.golden_arrays import arrays_of
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    ModelSpec,
+    cache_groups,
+)
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
+from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 VARIANTS = [

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import (
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.registry import family_named
+from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     LayerSpec,
@@ -22,8 +23,7 @@ from jspec.core.model_spec import (
     MoESpec,
     Routing,
 )
-from jspec.models.checkpoint import load_model_spec
-from jspec.models.registry import family_named
+from jspec.spec.rope import RopeConfig
 
 QWEN2_7B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError, ConfigError, JspecError
-from jspec.engine.checkpoint_info import describe
-from jspec.models.checkpoint import load_model_spec, load_target
-from jspec.models.convert import Format, convert
-from jspec.models.fp8 import open_tensors
-from jspec.models.hf_weights import HostArray
-from jspec.models.hf_weights import open_tensors as open_stored
-from tests.golden_arrays import arrays_of
+from jspec.engine.weights.checkpoint_info import describe
+from jspec.errors import CheckpointError, ConfigError, JspecError
+from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.files.convert import Format, convert
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.tensor_files import HostArray
+from jspec.models.files.tensor_files import open_tensors as open_stored
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
 from tests.models.test_families import GOLDEN, assert_equals_transformers, attend_of, loaded
 from tests.speculative.mtp_checkpoints import CONFIGS, load, write_checkpoint
+from tests.support.golden_arrays import arrays_of
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LARGEST = 448.0

@@ -22,10 +22,21 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import GPT_OSS_20B_JSON
-from jspec.core import sharding
-from jspec.core.config import RopeConfig, YarnConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import (
+from jspec.device import sharding
+from jspec.engine.runner import empty_pools
+from jspec.errors import CheckpointError, ConfigError
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder, Params
+from jspec.models.families.gpt_oss import expert_params
+from jspec.models.files.checkpoint import load_model_spec, load_target, packed_spec, save_target
+from jspec.models.files.mxfp4 import E2M1, pair_table, unpack
+from jspec.models.files.stored import check_names, on_host, param_reads, stored_tensors
+from jspec.models.files.tensor_files import open_tensors
+from jspec.models.placement import nested, param_specs
+from jspec.models.registry import family_named
+from jspec.pallas_kernels.choose import OPS
+from jspec.pallas_kernels.experts.packed import unpacked
+from jspec.spec.model_spec import (
     AttentionSpec,
     Gate,
     LayerSpec,
@@ -34,21 +45,10 @@ from jspec.core.model_spec import (
     Routing,
     cache_groups,
 )
-from jspec.engine.runner import empty_pools
-from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target, packed_spec, save_target
-from jspec.models.decoder import Decoder, Params
-from jspec.models.families.gpt_oss import expert_params
-from jspec.models.hf_weights import open_tensors
-from jspec.models.mxfp4 import E2M1, pair_table, unpack
-from jspec.models.placement import nested, param_specs
-from jspec.models.registry import family_named
-from jspec.models.stored import check_names, on_host, param_reads, stored_tensors
-from jspec.pallas_kernels.choose import OPS
-from jspec.pallas_kernels.experts.packed import unpacked
-from tests.golden_arrays import arrays_of
+from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.models.family_checkpoints import chunked_logits
 from tests.models.random_params import assert_same, random_params
+from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families" / "gpt_oss"
 GPT_OSS_20B = {
@@ -329,7 +329,7 @@ def test_a_packed_checkpoint_says_what_it_takes_and_is_saved_unpacked(
     save_file(tensors, tmp_path / "packed" / "model.safetensors")
     config = json.loads((GOLDEN / "config.json").read_text())
     spec = read(tmp_path / "packed", config | {"quantization_config": {"quant_method": "mxfp4"}})
-    with caplog.at_level(logging.INFO, "jspec.models.checkpoint"):
+    with caplog.at_level(logging.INFO, "jspec.models.files.checkpoint"):
         params = load_target(tmp_path / "packed", spec, dtype=np.float32)
     numbers = 4 * 4 * 32 * (64 + 32)
     assert [record.args for record in caplog.records] == [
@@ -341,7 +341,7 @@ def test_a_packed_checkpoint_says_what_it_takes_and_is_saved_unpacked(
     assert saved.keys() == load_file(GOLDEN / "model.safetensors").keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(saved[name], value)
-    with caplog.at_level(logging.INFO, "jspec.models.checkpoint"):
+    with caplog.at_level(logging.INFO, "jspec.models.files.checkpoint"):
         assert_same(load_target(tmp_path / "saved", spec, dtype=np.float32), params)
     assert not caplog.records
 

@@ -16,17 +16,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.core.model_spec import (
-    Eagle3Config,
-    ModelSpec,
-    MoESpec,
-    cache_groups,
-    uniform_decoder,
-)
 from jspec.engine.runner import empty_pools
 from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
-from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of
@@ -40,6 +33,13 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
 )
 from jspec.pallas_kernels.gated_mlp.plan import GatedTuning
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import (
+    Eagle3Config,
+    ModelSpec,
+    MoESpec,
+    cache_groups,
+    uniform_decoder,
+)
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 pytestmark = needs_mosaic_gpu

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jspec
-from jspec.models.checkpoint import load_model_spec
+from jspec.models.files.checkpoint import load_model_spec
 from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, checkpoint_of
 
 NUM_IDS = 220

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError
-from jspec.core.model_spec import Eagle3Config, FeatureNorm, uniform_decoder
+from jspec.errors import CheckpointError
 from jspec.models.decoder import Params
-from jspec.models.eagle3 import eagle3_params
-from jspec.models.eagle3_config import load_eagle3_config
-from jspec.models.head_files import canonical_name
-from jspec.models.hf_eagle3 import check_eagle3, load_eagle3, save_eagle3
+from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.head_files import canonical_name
+from jspec.models.heads.hf_eagle3 import check_eagle3, load_eagle3, save_eagle3
+from jspec.spec.model_spec import Eagle3Config, FeatureNorm, uniform_decoder
 from tests.models.random_params import assert_same, random_params
 
 SIZES: dict[str, Any] = {

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import CheckpointError
-from jspec.core.model_spec import DenseSpec, Eagle3Config, FeatureNorm, ModelSpec, uniform_decoder
+from jspec.errors import CheckpointError
 from jspec.models.decoder import Params
-from jspec.models.eagle3 import Eagle3Head, eagle3_params
-from jspec.models.eagle3_config import load_eagle3_config
-from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.hf_eagle3 import load_eagle3, save_eagle3
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
-from tests.golden_arrays import arrays_of
+from jspec.spec.model_spec import DenseSpec, Eagle3Config, FeatureNorm, ModelSpec, uniform_decoder
+from jspec.spec.rope import RopeConfig
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.head_laws import PagedHead, check_head
+from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3"
 OF_SPECULATORS = ("plain", "norm_before_residual", "norm_before_fc", "fc_norm", "qwen3_layers")

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.errors import CheckpointError, ConfigError
 from jspec.layers.attention import attention, causal_attention
 from jspec.layers.linear import Shard
 from jspec.layers.mlp import gated_mlp
-from jspec.models.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.decoder import Params
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
-from tests.golden_arrays import arrays_of
+from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same, random_params
+from tests.support.golden_arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama"
 VARIANTS = ["plain", "llama3_tied", "bias", "mistral"]

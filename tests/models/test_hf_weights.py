@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jspec.core.errors import CheckpointError
-from jspec.models.hf_weights import open_tensors
+from jspec.errors import CheckpointError
+from jspec.models.files.tensor_files import open_tensors
 
 
 def write_two_files(path: Path, *, weight_map: Any = None) -> None:
@@ -35,7 +35,7 @@ def read_all(path: Path) -> dict[str, Any]:
 def test_bfloat16_is_read_where_nothing_else_taught_numpy_the_type(tmp_path: Path) -> None:
     save_file({"w": np.ones((2, 3), ml_dtypes.bfloat16)}, tmp_path / "model.safetensors")
     program = (
-        "import sys, pathlib; from jspec.models.hf_weights import open_tensors\n"
+        "import sys, pathlib; from jspec.models.files.tensor_files import open_tensors\n"
         "with open_tensors(pathlib.Path(sys.argv[1])) as tensors:\n"
         "    print(tensors.weight('w').dtype, {'jax', 'torch'} & set(sys.modules))"
     )
@@ -160,7 +160,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
         index = {"weight_map": {"a": "shard"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     program = (
-        "import sys, pathlib; from jspec.models.hf_weights import open_tensors\n"
+        "import sys, pathlib; from jspec.models.files.tensor_files import open_tensors\n"
         "with open_tensors(pathlib.Path(sys.argv[1])): pass"
     )
     done = subprocess.run(

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.model_spec import DenseSpec
 from jspec.engine.runner import empty_pools
 from jspec.models.decoder import Decoder, Params
-from jspec.models.eagle3 import Eagle3Head
+from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
+from jspec.spec.model_spec import DenseSpec
+from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()
 FFN = TARGET.one_layer.ffn

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import RopeConfig
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import DenseSpec, ModelSpec, uniform_decoder
-from jspec.models.checkpoint import load_model_spec, load_sampling_defaults, warn_of_ends
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.checkpoint import load_model_spec, load_sampling_defaults, warn_of_ends
 from jspec.models.registry import family_named
+from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.rope import RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

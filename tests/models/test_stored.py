@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.model_spec import AttentionSpec, DenseSpec, MoESpec
-from jspec.models.hf_weights import open_tensors
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
+from jspec.models.files.tensor_files import open_tensors
 from jspec.models.layer_params import attention_params, dense_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, deal
 from jspec.models.placement import abstract_params, nested
-from jspec.models.stored import check_names, on_host, param_reads, read_param, stored_tensors
+from jspec.spec.model_spec import AttentionSpec, DenseSpec, MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
 
 

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec.core.errors import CheckpointError
-from jspec.models.hf_weights import has_tensors, open_tensors
-from jspec.models.torch_files import open_torch_file, read_torch_tensor
+from jspec.errors import CheckpointError
+from jspec.models.files.tensor_files import has_tensors, open_tensors
+from jspec.models.files.torch_files import open_torch_file, read_torch_tensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch"
 NUMBERS = np.arange(24, dtype=np.float32).reshape(4, 6) / 4

@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jspec.core import sharding
-from jspec.core.model_spec import cache_groups
+from jspec.device import sharding
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target
 from jspec.models.decoder import Decoder
+from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.placement import param_specs
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.choose import OPS
-from tests.golden_arrays import arrays_of
+from jspec.spec.model_spec import cache_groups
 from tests.models.family_checkpoints import (
     FAMILY_CHECKPOINTS,
     PAGE,
     checkpoint_of,
     chunked_logits,
 )
+from tests.support.golden_arrays import arrays_of
 
 
 @pytest.mark.slow

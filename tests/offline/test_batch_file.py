@@ -11,10 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jspec.cli import main
-from jspec.core.errors import ConfigError
-from jspec.offline import batch_file
-from jspec.offline.batch_file import AnswerFile, answer, count_lines, is_well, read_lines, refusal
+from jspec.cli.batch_files import batch_file
+from jspec.cli.batch_files.batch_file import (
+    AnswerFile,
+    answer,
+    count_lines,
+    is_well,
+    read_lines,
+    refusal,
+)
+from jspec.cli.main import main
+from jspec.errors import ConfigError
 
 
 def request(custom_id: str, **changes: Any) -> dict[str, Any]:

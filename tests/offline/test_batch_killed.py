@@ -35,7 +35,9 @@ def request_line(number: int) -> dict[str, Any]:
 
 def start(requests: Path, answers: Path, cache: Path) -> subprocess.Popen[bytes]:
     words = ("batch", str(requests), str(answers), *FLAGS, "--compilation-cache-dir", str(cache))
-    return subprocess.Popen([sys.executable, "-m", "jspec.cli", *words], stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "jspec.cli.main", *words], stderr=subprocess.DEVNULL
+    )
 
 
 def num_lines(path: Path) -> int:

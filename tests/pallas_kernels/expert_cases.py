@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.reference import run_experts
+from jspec.spec.model_spec import Gate
 
 XLA = jax.jit(run_experts, static_argnames="gate")
 

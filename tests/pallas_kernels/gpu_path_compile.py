@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core import sharding
+from jspec.device import sharding
 from jspec.pallas_kernels.compaction.gpu import compact_paths
 from tests.engine.pool_copies import pool_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200

@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.core.config import RopeConfig
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
+from jspec.spec.rope import RopeConfig
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 LAYERS = 2  # so that what is the same for all of them can be seen to be shared

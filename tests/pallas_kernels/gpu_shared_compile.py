@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.core.batch import SharedPrefixes
+from jspec.device.batch import SharedPrefixes
 from jspec.pallas_kernels.attention.gpu_shared import attend_shared
 from jspec.pallas_kernels.attention.query_tiles import pack_queries
 from jspec.pallas_kernels.attention.rows import AttentionRows

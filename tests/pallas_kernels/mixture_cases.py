@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.layers.linear import Shard
 from jspec.layers.moe import mixture_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.choose import OPS
+from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 EPS = 1e-5
 BY_SOFTMAX = [r for r in Routing if not r.name.startswith("SIGMOID")]

@@ -27,9 +27,9 @@ from jspec.pallas_kernels.add_norm.gpu import add_and_norm, num_warps, reference
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.ops import Ops
-from jspec.testing.tiny_models import tiny_target_config
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
+from tests.support.tiny_models import tiny_target_config
 
 EPS = 1e-5
 CALLS = "name=add_and_norm_gpu"

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.batch import SharedPrefixes
-from jspec.core.shared_prefixes import UNIT
+from jspec.config.shared_prefixes import UNIT
+from jspec.device.batch import SharedPrefixes
 from jspec.pallas_kernels.attention import reference
 from jspec.pallas_kernels.attention.gpu_shared import (
     Packs,

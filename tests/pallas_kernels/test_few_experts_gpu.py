@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.model_spec import Routing
 from jspec.layers.linear import Shard
 from jspec.layers.moe import mixture_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
@@ -22,6 +21,7 @@ from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts import few_gpu
 from jspec.pallas_kernels.experts.plan import MOST_TOKENS, ExpertsTuning, choose_few
 from jspec.pallas_kernels.experts.routing_gpu import choose, norm_and_score
+from jspec.spec.model_spec import Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.mixture_cases import (
     BY_SOFTMAX,

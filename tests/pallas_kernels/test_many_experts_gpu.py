@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.model_spec import Routing
 from jspec.pallas_kernels.experts.routing_gpu import score
+from jspec.spec.model_spec import Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.mixture_cases import (
     Case,

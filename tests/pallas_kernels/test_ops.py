@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.arguments import argument_of
-from jspec.core.config import RopeConfig, YarnConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
+from jspec.config.arguments import argument_of
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import ConfigError
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionRows
@@ -25,6 +24,7 @@ from jspec.pallas_kernels.hopper import has_mosaic_gpu
 from jspec.pallas_kernels.kv_write.rotation import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
+from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 

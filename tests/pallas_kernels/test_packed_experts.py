@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.model_spec import Gate, MoESpec, Routing
-from jspec.models.mxfp4 import E2M1
+from jspec.models.files.mxfp4 import E2M1
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.experts.packed import (
     CODES,
@@ -22,6 +21,7 @@ from jspec.pallas_kernels.experts.packed import (
     unpacked,
 )
 from jspec.pallas_kernels.experts.reference import run_experts
+from jspec.spec.model_spec import Gate, MoESpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 
 

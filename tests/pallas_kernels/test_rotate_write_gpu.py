@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.config import RopeConfig
 from jspec.layers.rope import angles_of
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.reference import new_slots
@@ -26,6 +25,7 @@ from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.kv_write import gpu as rotate_write_gpu
 from jspec.pallas_kernels.kv_write.reference import LARGE, interleave_kv, write_rows
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation, rotate, rotate_and_split
+from jspec.spec.rope import RopeConfig
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu, needs_mosaic_gpu
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core import noise
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device import noise
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.pallas_kernels.sample import gpu as sample_gpu

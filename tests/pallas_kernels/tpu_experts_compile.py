@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.ops_tpu import TpuOps
+from jspec.spec.model_spec import Gate
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core import sharding
+from jspec.device import sharding
 from jspec.pallas_kernels.bonus_token.tpu import gather_emitted
 from jspec.pallas_kernels.compaction.tpu import compact_paths
 from tests.engine.pool_copies import pool_copies

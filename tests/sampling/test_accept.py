@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core import shapes
-from jspec.core.batch import DraftTree
-from jspec.core.state import SamplingRows, Seen, empty_sampling
+from jspec.device.batch import DraftTree
+from jspec.device.state import SamplingRows, Seen, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.penalties import path_tokens, penalize
-from jspec.testing.goodness_of_fit import assert_fits
+from jspec.spec import indexing
+from tests.support.goodness_of_fit import assert_fits
 
 N, LEVELS, V = 9, 4, 3
 
@@ -158,7 +158,7 @@ def choose_after(
 ) -> jax.Array:
     """The model's token after every node, chosen as verification chooses it."""
     ids = jnp.arange(VOCABULARY, dtype=jnp.int32)
-    positions = shapes.chosen_position(seq_lens[:, None], tree.depths)
+    positions = indexing.chosen_position(seq_lens[:, None], tree.depths)
     logits = penalize(
         jnp.asarray(TABLE)[tree.tokens],
         rows,

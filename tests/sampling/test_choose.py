@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
-from jspec.testing.goodness_of_fit import assert_fits
+from tests.support.goodness_of_fit import assert_fits
 
 V, DRAWS = 10, 20_000
 LOGITS = np.array([1.2, 0.4, -0.3, 2.0, 1.9, -1.0, 0.0, 0.1, -6.0, 1.2], np.float32)

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.sampling.filters import threshold
 

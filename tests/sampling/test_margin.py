@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jspec.core.request import SamplingParams
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
+from jspec.messages.request import SamplingParams
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose
 from jspec.sampling.margin import margin

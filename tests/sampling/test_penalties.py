@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.batch import DraftTree
-from jspec.core.request import MAX_BIASES
-from jspec.core.state import SamplingRows, Seen, empty_sampling
+from jspec.device.batch import DraftTree
+from jspec.device.state import SamplingRows, Seen, empty_sampling
+from jspec.messages.request import MAX_BIASES
 from jspec.sampling.penalties import count_emitted, path_tokens, penalize
 
 B, N, V, LEVELS = 2, 7, 5, 4

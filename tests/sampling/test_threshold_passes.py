@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jspec.core.state import SamplingRows, empty_sampling
+from jspec.device.state import SamplingRows, empty_sampling
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.choose import choose

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.simulate_shapes import run
 from benchmarks.simulate_trees import DrawnTrees, TreeCosts, limits_of_tree
-from jspec.core.config import SpeculativeConfig
-from jspec.core.features import StepFeatures
-from jspec.scheduler.adaptive_shapes import AdaptiveShapes
-from jspec.scheduler.shape_policy import DOUBTS, Survival
+from jspec.config.limits import SpeculativeConfig
+from jspec.messages.features import StepFeatures
+from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
+from jspec.scheduler.shapes.shape_policy import DOUBTS, Survival
 
 WARM_UP, STEPS, SEEDS = 150, 320, 24
 # Milliseconds of one row on an H200, at acceptance 0.85 and at 1.

@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks import simulate_trees
 from benchmarks.simulate_shapes import CHAIN, CostTable, DialledChains, cell, limits_of, run
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.features import PLAIN, StepFeatures
-from jspec.core.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
-from jspec.core.shape_sets import shapes_for
-from jspec.scheduler.adaptive_shapes import AdaptiveShapes
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.config.shape_sets import shapes_for
+from jspec.messages.features import PLAIN, StepFeatures
+from jspec.messages.plan import RoundResult, RowRef, StepKind, StepPlan, StepResult
+from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 
 LEAST = 0.97  # of the better of plain and the best fixed shape
 

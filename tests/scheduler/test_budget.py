@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core import shapes
-from jspec.core.config import ServeLimits
-from jspec.core.errors import RequestError
-from jspec.scheduler import budget
-from jspec.testing.fake_runner import small_limits
+from jspec.config.limits import ServeLimits
+from jspec.errors import RequestError
+from jspec.scheduler.pages import budget
+from jspec.spec import indexing
+from tests.support.fake_runner import small_limits
 
 EXAMPLE = small_limits(steps_topk_nodes=(3, 1, 4), page_size=4, num_pages=6)
 THREE_ROUNDS = replace(EXAMPLE, num_rounds=3)
@@ -113,7 +113,7 @@ def test_a_lone_sequence_can_always_go_on_with_nothing_unread(
             assert needed == pages
             # Never more than what its last useful round needs.
             positions = last + limits.spec.num_scratch_rows
-            assert needed <= shapes.num_pages(positions, limits.page_size)
+            assert needed <= indexing.num_pages(positions, limits.page_size)
 
 
 @given(
@@ -168,4 +168,4 @@ def test_every_useful_round_is_reserved_for_and_one_round_is_as_ever(
     single = small_limits(**{**knobs, "num_rounds": 1})
     alone = budget.pages_for_decode(single, committed, unread_tokens=ahead, last=last)
     reserved = single.spec.reserved_tokens(committed, unread_rounds=unread)
-    assert alone == shapes.num_pages(reserved, size)
+    assert alone == indexing.num_pages(reserved, size)

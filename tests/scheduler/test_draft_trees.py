@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jspec.core.judged_tree import JudgedTree
+from jspec.messages.verified_tree import JudgedTree
 from jspec.scheduler.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
-from jspec.testing.fake_grammar import FakeConstraint, FakeGrammar
+from tests.support.fake_grammar import FakeConstraint, FakeGrammar
 
 TOKENS = np.array([7, 5, 6, 5, 9], np.int32)
 PARENTS = np.array([-1, 0, 0, -1, 2], np.int32)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.features import ALL, PLAIN
-from jspec.core.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
-from jspec.core.protocols import Runner
-from jspec.core.request import Request, SamplingParams
-from jspec.testing.fake_rows import PlanError
-from jspec.testing.fake_runner import (
+from jspec.messages.features import ALL, PLAIN
+from jspec.messages.plan import Admission, PageGrant, PrefillChunk, RowRef, StepKind, StepPlan
+from jspec.messages.protocols import Runner
+from jspec.messages.request import Request, SamplingParams
+from tests.support.fake_rows import PlanError
+from tests.support.fake_runner import (
     FakeRunner,
     hash_token,
     random_acceptance,

@@ -12,18 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jspec.core.config import PriorityOrder, ServeLimits, WindowSpace
-from jspec.core.errors import QueueFullError, RequestError
-from jspec.core.plan import StepPlan
-from jspec.core.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
-from jspec.scheduler.budget import clip_max_new_tokens
+from jspec.config.limits import PriorityOrder, ServeLimits, WindowSpace
+from jspec.errors import QueueFullError, RequestError
+from jspec.messages.plan import StepPlan
+from jspec.messages.request import FinishKind, Request, SamplingParams, SpecCounters, StreamChunk
+from jspec.scheduler.pages.budget import clip_max_new_tokens
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.transcript import Tally
-from jspec.testing.failing_runner import FailingRunner
-from jspec.testing.fake_runner import hash_token, random_acceptance, small_limits
-from jspec.testing.fake_text import FakeTextStream, expected_output, text_of
-from jspec.testing.random_shapes import RandomShapes
+from jspec.scheduler.token_history import Tally
 from tests.scheduler.test_scheduler import check_rows_are_held
+from tests.support.failing_runner import FailingRunner
+from tests.support.fake_runner import hash_token, random_acceptance, small_limits
+from tests.support.fake_text import FakeTextStream, expected_output, text_of
+from tests.support.random_shapes import RandomShapes
 
 SPECS = [(0, 1, 1), (1, 1, 2), (3, 1, 4), (2, 2, 4), (2, 3, 12)]
 

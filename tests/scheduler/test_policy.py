@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.plan import RowRef
-from jspec.core.request import Request, SamplingParams
+from jspec.messages.plan import RowRef
+from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler import policy
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.sequence import Sequence, SequenceState, Tenancy
-from jspec.scheduler.transcript import Transcript
-from jspec.testing.fake_runner import small_limits
-from jspec.testing.fake_text import FakeTextStream
+from jspec.scheduler.token_history import Transcript
+from tests.support.fake_runner import small_limits
+from tests.support.fake_text import FakeTextStream
 
 LIMITS = small_limits(page_size=4, chunk_size=8, prefill_rows=2)
 

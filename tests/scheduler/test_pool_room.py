@@ -8,14 +8,14 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.engine_args import EngineArgs
-from jspec.core.model_spec import cache_groups
-from jspec.core.request import Request
-from jspec.testing.fake_runner import FakeRunner, random_acceptance
-from jspec.testing.limits import limits_for
-from jspec.testing.tiny_models import tiny_target_config
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import ServeLimits
+from jspec.messages.request import Request
+from jspec.spec.model_spec import cache_groups
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import FakeRunner, random_acceptance
+from tests.support.limits import limits_for
+from tests.support.tiny_models import tiny_target_config
 
 SHAPES = [(0, 1, 1), (3, 1, 4), (2, 2, 4), (3, 8, 100)]
 CONTEXT = 64

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core import shapes
-from jspec.core.plan import StepKind
+from jspec.messages.plan import StepKind
 from jspec.scheduler import policy
 from jspec.scheduler.prefill_pace import COLD_RUNS, SAMPLES, PrefillPace
-from jspec.testing.fake_runner import small_limits
+from jspec.spec import indexing
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import small_limits
 
 BUCKETS = (128, 256, 512, 768, 1024, 2048)
 
@@ -96,7 +96,7 @@ def test_decode_steps_come_within_the_time(depth: int) -> None:
     bench.submit(*others)
 
     def sizes(plans: list[int]) -> list[int]:
-        return [shapes.bucket(size, limits.prefill_buckets) for size in plans if size]
+        return [indexing.bucket(size, limits.prefill_buckets) for size in plans if size]
 
     while bench.dispatch() or bench.in_flight:
         if bench.dispatch() is None:

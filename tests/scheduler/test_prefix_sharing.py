@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.config import ServeLimits, WindowSpace
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.testing.fake_runner import small_limits
+from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import small_limits
 
 
 def limits_of(**changes: object) -> ServeLimits:

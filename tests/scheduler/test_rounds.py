@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError
-from jspec.core.plan import PageGrant, StepKind
-from jspec.core.request import FinishKind, StreamChunk
-from jspec.scheduler import budget
-from jspec.testing.fake_rows import PlanError
-from jspec.testing.fake_runner import (
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError
+from jspec.messages.plan import PageGrant, StepKind
+from jspec.messages.request import FinishKind, StreamChunk
+from jspec.scheduler.pages import budget
+from tests.scheduler import test_fake_runner as walk
+from tests.scheduler.test_scheduler import Bench, expected_ids, make_request, result
+from tests.support.fake_rows import PlanError
+from tests.support.fake_runner import (
     FakeRunner,
     random_acceptance,
     scripted_tokens,
     small_limits,
 )
-from jspec.testing.fake_text import ids_of
-from tests.scheduler import test_fake_runner as walk
-from tests.scheduler.test_scheduler import Bench, expected_ids, make_request, result
+from tests.support.fake_text import ids_of
 
 THREE = small_limits(num_rounds=3)
 

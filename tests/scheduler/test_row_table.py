@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import ServeLimits
-from jspec.scheduler import budget
+from jspec.config.limits import ServeLimits
+from jspec.scheduler.pages import budget
 from jspec.scheduler.row_table import MAX_STOP_IDS, RowTable
-from jspec.testing.fake_runner import small_limits
+from tests.support.fake_runner import small_limits
 
 LIMITS = small_limits(num_slots=4, context_length=64)
 SLOTS = np.arange(1, 5)

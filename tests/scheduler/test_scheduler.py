@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError, QueueFullError, RequestError
-from jspec.core.plan import RoundResult, StepKind, StepPlan, StepResult
-from jspec.core.request import FinishKind, Request, SamplingParams, StreamChunk
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError, QueueFullError, RequestError
+from jspec.messages.plan import RoundResult, StepKind, StepPlan, StepResult
+from jspec.messages.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.shape_choice import FixedShape
-from jspec.testing.fake_runner import FakeRunner, hash_token, scripted_tokens, small_limits
-from jspec.testing.fake_text import FakeTextStream, ids_of
+from jspec.scheduler.shapes.shape_choice import FixedShape
+from tests.support.fake_runner import FakeRunner, hash_token, scripted_tokens, small_limits
+from tests.support.fake_text import FakeTextStream, ids_of
 
 
 def make_request(

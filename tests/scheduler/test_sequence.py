@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import SpeculativeConfig
-from jspec.core.protocols import TextCut
-from jspec.core.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
+from jspec.config.limits import SpeculativeConfig
+from jspec.messages.protocols import TextCut
+from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, SpecCounters
 from jspec.scheduler.sequence import Sequence, first_stop
-from jspec.scheduler.transcript import Tally, Transcript, surviving_drafts
-from jspec.testing.fake_runner import scripted_tokens, small_limits
-from jspec.testing.fake_text import FakeTextStream, expected_output, ids_of, text_of
+from jspec.scheduler.token_history import Tally, Transcript, surviving_drafts
+from tests.support.fake_runner import scripted_tokens, small_limits
+from tests.support.fake_text import FakeTextStream, expected_output, ids_of, text_of
 
 CHAIN = small_limits(steps_topk_nodes=(3, 1, 4)).spec
 EOS = ids_of("z")

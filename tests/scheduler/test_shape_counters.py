@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.core.request import Request
-from jspec.core.response import SpecCounters
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.request import Request
+from jspec.messages.response import SpecCounters
 from jspec.scheduler.scheduler import Scheduler
-from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
-from jspec.testing.fake_text import FakeTextStream
-from jspec.testing.random_shapes import RandomShapes
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.support.fake_text import FakeTextStream
+from tests.support.random_shapes import RandomShapes
 
 SHAPES = ((0, 1, 1), (1, 1, 2), (2, 2, 5))  # beside 3/2/7
 NEW_TOKENS = dict(zip("abcdefgh", (110, 40, 7, 100, 61, 90, 33, 105), strict=True))

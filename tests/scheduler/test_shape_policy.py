@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.shape_sets import shapes_for
-from jspec.scheduler.shape_policy import (
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.config.shape_sets import shapes_for
+from jspec.scheduler.shapes.shape_policy import (
     COLD_RUNS,
     COST_SAMPLES,
     ENOUGH_SAMPLES,

@@ -12,12 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.core.shared_prefixes import UNIT, SharedPrefix, SharingLimits
-from jspec.scheduler.sharing import PrefixSharing, common_length, group_rows, saved_rows
-from jspec.testing.fake_runner import small_limits
+from jspec.config.shared_prefixes import UNIT, SharedPrefix, SharingLimits
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
+from jspec.scheduler.pages.prefix_sharing import (
+    PrefixSharing,
+    common_length,
+    group_rows,
+    saved_rows,
+)
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import small_limits
 
 TABLES = st.lists(
     st.lists(st.integers(1, 2), max_size=6), min_size=1, max_size=9, unique_by=tuple

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.config import ServeLimits
-from jspec.core.errors import InvariantError
-from jspec.core.plan import RoundResult, StepKind, StepResult
-from jspec.core.request import SpecCounters
-from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError
+from jspec.messages.plan import RoundResult, StepKind, StepResult
+from jspec.messages.request import SpecCounters
 from tests.scheduler.test_scheduler import Bench, make_request
+from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
 
 
 class CountingRunner(FakeRunner):

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.config import PriorityOrder
-from jspec.core.errors import RequestError
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.scheduler import budget
+from jspec.config.limits import PriorityOrder
+from jspec.errors import RequestError
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
+from jspec.scheduler.pages import budget
 from jspec.scheduler.sequence import Sequence
 from jspec.scheduler.waiting import PATIENCE, WaitingQueue
-from jspec.testing.fake_runner import small_limits
 from tests.scheduler.test_policy import make_sequence
 from tests.scheduler.test_scheduler import Bench, expected_ids, make_request
+from tests.support.fake_runner import small_limits
 
 OFF = small_limits(num_slots=2)
 HIGH = replace(OFF, priority_order=PriorityOrder.HIGH_FIRST)

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.config import Algorithm, ServeLimits, WindowSpace
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
+from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
 from tests.scheduler.test_prefix_sharing import turn
 from tests.scheduler.test_scheduler import Bench, expected_ids
+from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
 
 LIMITS = small_limits(num_pages=400, num_slots=4, context_length=400, prefix_cache=True)
 

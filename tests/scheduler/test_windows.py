@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from jspec.core.config import ServeLimits, WindowSpace
-from jspec.core.errors import ConfigError, InvariantError
-from jspec.core.plan import Admission, PageGrant, RowRef, StepKind
-from jspec.core.request import Request, SamplingParams
+from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.errors import ConfigError, InvariantError
+from jspec.messages.plan import Admission, PageGrant, RowRef, StepKind
+from jspec.messages.request import Request, SamplingParams
+from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.windows import WindowPages
-from jspec.testing.fake_rows import FakeRow, FakeWindows, PlanError
-from jspec.testing.fake_runner import FakeRunner, random_acceptance, small_limits
-from jspec.testing.fake_text import FakeTextStream
 from tests.scheduler.test_policy import make_sequence, seat
 from tests.scheduler.test_scheduler import Bench, expected_ids
+from tests.support.fake_rows import FakeRow, FakeWindows, PlanError
+from tests.support.fake_runner import FakeRunner, random_acceptance, small_limits
+from tests.support.fake_text import FakeTextStream
 
 FULL = small_limits(page_size=4, num_pages=200, context_length=600, chunk_size=8, num_slots=2)
 FEWEST = FULL.window_pages_per_row(8) + FULL.pages_of_chunks(8)

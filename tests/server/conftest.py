@@ -18,10 +18,10 @@ import httpx
 import pytest
 import uvicorn
 
-from jspec.api import Engine
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from jspec.serving.engine import Engine
+from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 from .helpers import wait_idle
 

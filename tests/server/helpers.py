@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 
-from jspec.api import Engine
+from jspec.serving.engine import Engine
 
 ENDLESS = {"max_new_tokens": 16000, "ignore_eos": True}
 

@@ -10,7 +10,7 @@ import openai
 
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
-from jspec.testing.speaking_engine import SpeakingEngine
+from tests.support.speaking_engine import SpeakingEngine
 
 ASK = [{"role": "user", "content": "Weather?"}]
 

@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import ConfigError, RequestError
-from jspec.core.request import FinishKind, FinishReason, Request, StreamChunk
-from jspec.core.response import Completion
-from jspec.diagnosis.prompts import Prompt
+from jspec.cli.diagnosis.prompts import Prompt
+from jspec.errors import ConfigError, RequestError
+from jspec.messages.request import FinishKind, FinishReason, Request, StreamChunk
+from jspec.messages.response import Completion
 from jspec.server.app import create_app
 from jspec.server.background_checks import BackgroundChecks, CheckCounts
 from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
 
 ASKED = {"temperature": 0.8, "max_new_tokens": 20, "ignore_eos": True}
 

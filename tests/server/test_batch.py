@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.cli import main
-from jspec.offline.batch_file import AnswerFile, read_lines
-from jspec.offline.batch_run import BatchSettings, run_batch
+from jspec.cli.batch_files.batch_file import AnswerFile, read_lines
+from jspec.cli.batch_files.batch_run import BatchSettings, run_batch
+from jspec.cli.main import main
 from jspec.server.server_args import ServerArgs
-from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
+from jspec.serving.engine import Engine
 from tests.server.helpers import wait_idle
+from tests.support.speaking_engine import SpeakingEngine, write_text_files
 
 from .speaking import CALLS, SPECIAL, TEMPLATES, WEATHER
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jspec.api import Engine
-from jspec.bench.offline import EngineTarget
-from jspec.bench.session import Plan, measure, result_of
-from jspec.bench.settings import BenchSettings
-from jspec.cli import main
+from jspec.cli.main import main
+from jspec.cli.measurement.offline import EngineTarget
+from jspec.cli.measurement.session import Plan, measure, result_of
+from jspec.cli.measurement.settings import BenchSettings
+from jspec.serving.engine import Engine
 
 SMALL = ["--num-prompts", "4", "--repeats", "2", "--input-len", "12", "--output-len", "8"]
 QUIET = ["--temperature", "1"]

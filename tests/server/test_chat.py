@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
-from jspec.server.chat_schemas import CHAT_FIELDS, NEUTRAL_CHAT, parse_chat
+from jspec.errors import RequestError
+from jspec.server.openai.chat_schema import CHAT_FIELDS, NEUTRAL_CHAT, parse_chat
 from jspec.server.service import INLINE_CHARS
+from jspec.serving.engine import Engine
 from jspec.text.calls.events import CallBegin
 from jspec.text.calls.registry import CALL_FORMATS
 
@@ -209,8 +209,8 @@ def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
 
 
 def test_the_bundled_pair_has_a_plain_template() -> None:
-    from jspec.engine.loading import BUNDLED
-    from jspec.text.chat_template import ChatTemplate
+    from jspec.engine.weights.loading import BUNDLED
+    from jspec.text.template.chat_template import ChatTemplate
 
     plain = ChatTemplate.find(BUNDLED / "target", named=None)
     assert plain is not None
@@ -218,8 +218,8 @@ def test_the_bundled_pair_has_a_plain_template() -> None:
 
 
 def test_the_bundled_template_shows_tools_and_its_calls_can_be_parsed() -> None:
-    from jspec.engine.loading import BUNDLED
-    from jspec.text.chat_template import ChatTemplate
+    from jspec.engine.weights.loading import BUNDLED
+    from jspec.text.template.chat_template import ChatTemplate
 
     plain = ChatTemplate.find(BUNDLED / "target", named=None)
     assert plain is not None

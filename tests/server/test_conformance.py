@@ -23,9 +23,9 @@ import openai
 import pytest
 import uvicorn
 
-from jspec.api import Engine
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
 
 from .helpers import wait_idle, wait_taken
 

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import ConfigError
+from jspec.errors import ConfigError
 from jspec.server.app import create_app
 from jspec.server.serve import check_certificate, with_environment
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
 
 from .helpers import ENDLESS, ask, wait_idle, wait_running, wait_taken
 

@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
 
 from .helpers import ENDLESS, ask, wait_idle
 from .test_hostile import resident_mib, serving
@@ -146,7 +146,7 @@ def served(
     """A server in a process of its own, and its URL."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jspec.cli", "serve", "--port", str(port), *flags, *more],
+        [sys.executable, "-m", "jspec.cli.main", "serve", "--port", str(port), *flags, *more],
         env={**env, **{k: v for k, v in os.environ.items() if k.startswith("JAX")}},
         stderr=subprocess.PIPE,
         text=True,

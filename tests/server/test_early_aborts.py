@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import QueueFullError
-from jspec.core.request import Request, SamplingParams
-from jspec.scheduler.loop_thread import EngineStream
-from jspec.server.early_aborts import EarlyAborts
+from jspec.errors import QueueFullError
+from jspec.messages.request import Request, SamplingParams
+from jspec.server.control.early_aborts import EarlyAborts
+from jspec.serving.loop_thread import EngineStream
 
 
 def make_request(name: str) -> Request:

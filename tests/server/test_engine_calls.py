@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import ConfigError, EngineClosedError, RequestError
+from jspec.errors import ConfigError, EngineClosedError, RequestError
 from jspec.server.serve import bind
 from jspec.server.server_args import ServerArgs
-from tests.interruption import interruption
+from jspec.serving.engine import Engine
+from tests.support.interruption import interruption
 
 from .helpers import ENDLESS, wait_idle, wait_running, wait_taken
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.api import Engine
-from jspec.core.request import Request
+from jspec.messages.request import Request
+from jspec.serving.engine import Engine
 
 from .helpers import ask, wait_idle
 

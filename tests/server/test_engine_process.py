@@ -14,12 +14,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import ConfigError, EngineClosedError
-from jspec.engine.process_messages import Enqueue
-from jspec.engine.process_runner import ProcessRunner
-from jspec.scheduler.recovery import RestartLimits
-from jspec.testing.broken_step import FailingEngine
+from jspec.engine.process.process_messages import Enqueue
+from jspec.engine.process.process_runner import ProcessRunner
+from jspec.errors import ConfigError, EngineClosedError
+from jspec.serving.engine import Engine
+from jspec.serving.recovery import RestartLimits
+from tests.support.broken_step import FailingEngine
 
 from .helpers import wait_idle
 

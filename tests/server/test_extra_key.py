@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.server.fields import MAX_EXTRA_KEY_CHARS
+from jspec.server.http.fields import MAX_EXTRA_KEY_CHARS
 
 TEXT = " ".join(f"word_{i}" for i in range(40))
 CHAT = [{"role": "user", "content": TEXT}]

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import RequestFailedError
-from jspec.core.plan import StepKind, StepPlan
-from jspec.core.protocols import TextCut
-from jspec.core.request import Request
-from jspec.scheduler.recovery import RestartLimits
+from jspec.errors import RequestFailedError
+from jspec.messages.plan import StepKind, StepPlan
+from jspec.messages.protocols import TextCut
+from jspec.messages.request import Request
 from jspec.server.app import create_app
-from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
+from jspec.serving.recovery import RestartLimits
+from tests.support.speaking_engine import SpeakingEngine, write_text_files
 
 from .helpers import ask, events_of, wait_idle
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.peer_flags import OF_VLLM
-from jspec.server.flag_table import FLAGS, Flag, FlagClass, FlagKind
-from jspec.server.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
-from jspec.server.server_args import ServerArgs
+from jspec.cli.flag_table import FLAGS, Flag, FlagClass, FlagKind
+from jspec.cli.flags import FlagParser, add_flags, markdown_table, parse_flags
+from jspec.config.engine_args import EngineArgs
+from jspec.config.peer_flags import OF_VLLM
+from jspec.errors import ConfigError
+from jspec.server.server_args import ServerArgs, Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 SAMPLES = {FlagKind.INT: "1", FlagKind.FLOAT: "0.5", FlagKind.TEXT: "x", FlagKind.MANY: "x"}

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams
 from jspec.server.app import create_app
-from jspec.server.schemas import PromptCall
+from jspec.server.native.generate_schema import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
 
 from .helpers import ENDLESS, ask, events_of, wait_idle, wait_running, wait_taken
 

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
-from jspec.server.openai_schemas import parse_completion
+from jspec.errors import RequestError
+from jspec.server.openai.completion_schema import parse_completion
+from jspec.serving.engine import Engine
 
 pytest.importorskip("llguidance")
 

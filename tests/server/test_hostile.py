@@ -20,14 +20,14 @@ import httpx
 import pytest
 import uvicorn
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
+from jspec.errors import RequestError
 from jspec.server.app import create_app
-from jspec.server.connections import bounded_protocol, most_connections
-from jspec.server.json_bounds import MAX_CONTAINERS
+from jspec.server.hardening.connections import bounded_protocol, most_connections
+from jspec.server.hardening.json_bounds import MAX_CONTAINERS
 from jspec.server.serve import GRACE_SECONDS
 from jspec.server.server_args import ServerArgs
-from jspec.text.tokenizer import Tokenizer
+from jspec.serving.engine import Engine
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 from .helpers import ask, longest_pause, wait_idle
 
@@ -293,7 +293,7 @@ def test_text_that_cannot_fit_is_not_tokenized(engine: Engine) -> None:
 
 
 def test_other_threads_run_while_text_is_tokenized() -> None:
-    from jspec.engine.loading import BUNDLED
+    from jspec.engine.weights.loading import BUNDLED
 
     tokenizer = Tokenizer.from_directory(BUNDLED / "target")
     text = "def f(x):\n    return x + 1\n" * 40_000
@@ -318,7 +318,7 @@ def test_sigterm_lets_what_runs_end(
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
     server = subprocess.Popen(
-        [sys.executable, "-m", "jspec.cli", "serve", "--port", "0", *flags],
+        [sys.executable, "-m", "jspec.cli.main", "serve", "--port", "0", *flags],
         env={**subprocess_env, **{k: v for k, v in os.environ.items() if k.startswith("JAX")}},
         stderr=subprocess.PIPE,
         text=True,
@@ -374,7 +374,7 @@ def resident_mib() -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
 def test_a_long_text_leaves_no_memory_behind() -> None:
-    from jspec.engine.loading import BUNDLED
+    from jspec.engine.weights.loading import BUNDLED
 
     tokenizer = Tokenizer.from_directory(BUNDLED / "target")
     text = "def f(x):\n    return x + 1\n" * 80_000  # takes 250 MiB while it is tokenized

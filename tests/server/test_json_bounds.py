@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import RequestError
-from jspec.server.json_bounds import (
+from jspec.errors import RequestError
+from jspec.server.hardening.json_bounds import (
     BOUNDS,
     MAX_CONTAINERS,
     MAX_KEYS,

@@ -14,8 +14,8 @@ import numpy as np
 import openai
 import pytest
 
-from jspec.api import Engine
-from jspec.scheduler import budget
+from jspec.scheduler.pages import budget
+from jspec.serving.engine import Engine
 from tests.server.helpers import events_of, wait_idle
 
 TOLERANCE = 1e-4

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import RequestError
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import RequestError
 from jspec.server.app import create_app
 from jspec.server.serve import describe, measurement_warnings
-from jspec.testing.tiny_models import TinyPair
+from jspec.serving.engine import Engine
+from tests.support.tiny_models import TinyPair
 
 from .helpers import ask, events_of
 from .test_flags import parse

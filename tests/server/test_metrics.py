@@ -9,8 +9,13 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from jspec.api import Engine
-from jspec.server.metric_table import METRICS, MetricKind, accepted_by_position, metrics_table
+from jspec.server.control.metric_table import (
+    METRICS,
+    MetricKind,
+    accepted_by_position,
+    metrics_table,
+)
+from jspec.serving.engine import Engine
 
 from .helpers import wait_idle
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jspec.server.connections import Handshakes
+from jspec.server.hardening.connections import Handshakes
 
 MAX_FILES = 128
 HALF = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jspec.server.http import HANDLERS
+from jspec.server.http.exchange import HANDLERS
 from jspec.server.serve import bind, server_config
 from jspec.server.server_args import ServerArgs
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams, StreamChunk
-from jspec.core.response import Completion
-from jspec.server.chat_schemas import parse_chat
-from jspec.server.openai_answers import spec_details, usage_of
-from jspec.server.openai_schemas import (
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams, StreamChunk
+from jspec.messages.response import Completion
+from jspec.server.openai.answers import spec_details, usage_of
+from jspec.server.openai.chat_schema import parse_chat
+from jspec.server.openai.completion_schema import (
     NEUTRAL_COMPLETION,
     parse_completion,
 )
-from jspec.server.responses_schemas import parse_response
+from jspec.server.openai.responses_schema import parse_response
 
 
 def test_names_are_translated() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from jspec.api import Engine
-from jspec.core.request import SpecCounters
+from jspec.messages.request import SpecCounters
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.app import create_app
-from jspec.server.metrics import RateMeter
-from jspec.server.page import page
+from jspec.server.control.metrics import RateMeter
+from jspec.server.http.page import page
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
 
 from .helpers import ask, events_of, wait_idle
 

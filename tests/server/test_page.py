@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jspec.server.page import page
+from jspec.server.http.page import page
 
 LEAST, LEAST_OF_EDGES = 4.5, 3.0  # WCAG 2.2, 1.4.3 (text) and 1.4.11 (what shows where a field is)
 # Text on what lies under it.

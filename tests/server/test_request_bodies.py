@@ -10,9 +10,9 @@ import httpx
 import pytest
 import uvicorn
 
-from jspec.api import Engine
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
 
 from .helpers import ask
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import RequestError
-from jspec.diagnosis.texts import Text, make_texts
+from jspec.cli.diagnosis.texts import Text, make_texts
 from jspec.engine.rescorer import Rescorer
+from jspec.errors import RequestError
+from jspec.serving.engine import Engine
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},

@@ -10,10 +10,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from jspec.core.errors import RequestError
-from jspec.server.responses_schemas import NEUTRAL_RESPONSE, RESPONSE_FIELDS, parse_response
+from jspec.errors import RequestError
+from jspec.server.openai.responses_schema import NEUTRAL_RESPONSE, RESPONSE_FIELDS, parse_response
 from jspec.server.server_args import ServerArgs
-from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
+from tests.support.speaking_engine import SpeakingEngine, write_text_files
 
 from .speaking import ARGUMENTS, CALLS, SPECIAL, TEMPLATES, WEATHER
 from .speaking_client import Speaker

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import RequestError
-from jspec.core.request import SamplingParams
-from jspec.server.openai_schemas import COMPLETION_FIELDS, parse_completion
-from jspec.server.schemas import (
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams
+from jspec.server.native.generate_schema import (
     GENERATE_FIELDS,
     NEUTRAL_GENERATE,
     NEUTRAL_SAMPLING,
@@ -22,6 +21,7 @@ from jspec.server.schemas import (
     parse_generate,
     sampling_params,
 )
+from jspec.server.openai.completion_schema import COMPLETION_FIELDS, parse_completion
 
 
 def test_one_text() -> None:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.request import FinishKind, FinishReason, SpecCounters, StreamChunk
-from jspec.server.spec_tokens import SpecTokenTracker
-from jspec.testing.tiny_models import TinyPair
+from jspec.messages.request import FinishKind, FinishReason, SpecCounters, StreamChunk
+from jspec.text.spec_tokens import SpecTokenTracker
 from jspec.text.stream import TokenizedStream
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from tests.support.tiny_models import TinyPair
 
 LENGTH = FinishReason(kind=FinishKind.LENGTH)
 

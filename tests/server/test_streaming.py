@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from jspec.api import Engine
-from jspec.core.judged_tree import JudgedTree
-from jspec.core.request import (
+from jspec.messages.request import (
     FinishKind,
     FinishReason,
     SamplingParams,
@@ -21,8 +19,10 @@ from jspec.core.request import (
     StreamChunk,
     TokenLogprob,
 )
-from jspec.core.response import GROWING, LogprobForm
-from jspec.server.streaming import SequenceFold, fold_events
+from jspec.messages.response import GROWING, LogprobForm
+from jspec.messages.verified_tree import JudgedTree
+from jspec.server.http.streaming import SequenceFold, fold_events
+from jspec.serving.engine import Engine
 
 from .helpers import wait_idle
 

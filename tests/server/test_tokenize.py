@@ -13,8 +13,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from jspec.server.control_endpoints import MAX_SIZE, ControlEndpoints
-from jspec.server.http import HANDLERS
+from jspec.server.control.control_endpoints import MAX_SIZE, ControlEndpoints
+from jspec.server.http.exchange import HANDLERS
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import INLINE_CHARS, Service
 

@@ -10,10 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from jspec.core.errors import ConfigError
-from jspec.core.grammar import GrammarKind, ReasoningMarks
+from jspec.errors import ConfigError
+from jspec.messages.grammar import GrammarKind, ReasoningMarks
 from jspec.server.server_args import ServerArgs
-from jspec.testing.speaking_engine import SpeakingEngine, write_text_files
+from tests.support.speaking_engine import SpeakingEngine, write_text_files
 
 from .speaking import ARGUMENTS, CALLS, CLOCK, SPECIAL, TEMPLATES, WEATHER
 from .speaking_client import ASK, Speaker

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from jspec.api import Engine
-from jspec.core.errors import QueueFullError, RequestError
-from jspec.core.request import SamplingParams
-from jspec.scheduler.request_trace import RequestTrace
-from jspec.server.schemas import PromptCall
+from jspec.errors import QueueFullError, RequestError
+from jspec.messages.request import SamplingParams
+from jspec.server.native.generate_schema import PromptCall
 from jspec.server.server_args import ServerArgs
 from jspec.server.service import Service
+from jspec.serving.engine import Engine
+from jspec.serving.request_trace import RequestTrace
 
 from .helpers import wait_idle
 

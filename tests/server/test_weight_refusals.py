@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.api import Engine
-from jspec.core.errors import CheckpointError, ConfigError, RequestError
-from jspec.testing.tiny_models import TinyPair, write_tiny_pair
+from jspec.errors import CheckpointError, ConfigError, RequestError
+from jspec.serving.engine import Engine
+from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 from .test_weights import GREEDY, PROMPT, K, Q, ids_of, read
 

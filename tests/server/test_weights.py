@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from jspec.api import Engine
-from jspec.models.convert import Format, convert
-from jspec.testing.tiny_models import TinyPair
+from jspec.models.files.convert import Format, convert
+from jspec.serving.engine import Engine
+from tests.support.tiny_models import TinyPair
 
 from .helpers import wait_idle, wait_running
 

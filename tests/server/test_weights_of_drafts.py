@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.api import Engine
-from jspec.core.errors import CheckpointError
-from jspec.core.model_spec import ModelSpec
-from jspec.models.checkpoint import save_target
+from jspec.errors import CheckpointError
+from jspec.models.files.checkpoint import save_target
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.testing.tiny_models import TinyPair, tiny_target_config, tiny_tokenizer
+from jspec.serving.engine import Engine
+from jspec.spec.model_spec import ModelSpec
 from tests.engine.test_served_weights import write_eagle1
 from tests.speculative.mtp_checkpoints import CONFIGS, write_checkpoint
 from tests.speculative.test_standalone import SMALL
+from tests.support.tiny_models import TinyPair, tiny_target_config, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 PROMPT = list(range(40, 80))

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jspec.core.batch import DraftTree, Features, Verified
-from jspec.core.state import empty_sampling
+from jspec.device.batch import DraftTree, Features, Verified
+from jspec.device.state import empty_sampling
 from jspec.engine.runner import empty_pools
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops

@@ -18,12 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import sharding
-from jspec.core.config import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
-from jspec.core.features import ALL, SAMPLING, Feature, StepFeatures
-from jspec.core.model_spec import ModelSpec
-from jspec.core.plan import StepKind, StepPlan, StepResult
-from jspec.core.request import (
+from jspec.config.limits import Algorithm, ServeLimits, SpeculativeConfig, WindowSpace
+from jspec.config.shared_prefixes import SharingLimits
+from jspec.device import sharding
+from jspec.engine.programs.compilation import compile_all
+from jspec.engine.programs.program_keys import program_keys, recall_programs
+from jspec.engine.runner import DeviceRunner, init_state, place_state
+from jspec.engine.weights.loading import place
+from jspec.layers.linear import Shard
+from jspec.messages.features import ALL, SAMPLING, Feature, StepFeatures
+from jspec.messages.plan import StepKind, StepPlan, StepResult
+from jspec.messages.request import (
     FinishKind,
     PromptToken,
     Request,
@@ -32,29 +37,24 @@ from jspec.core.request import (
     StreamChunk,
     TokenLogprob,
 )
-from jspec.core.response import Completion
-from jspec.core.shared_prefixes import SharingLimits
-from jspec.engine.compilation import compile_all
-from jspec.engine.loading import place
-from jspec.engine.programs import program_keys, recall_programs
-from jspec.engine.runner import DeviceRunner, init_state, place_state
-from jspec.layers.linear import Shard
+from jspec.messages.response import Completion
 from jspec.models.decoder import Decoder, Params
-from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.scheduler.loop import EngineLoop, TraceEvent
 from jspec.scheduler.scheduler import Scheduler
-from jspec.scheduler.shape_choice import ShapeChooser
+from jspec.scheduler.shapes.shape_choice import ShapeChooser
+from jspec.serving.loop import EngineLoop, TraceEvent
+from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.ngram import NgramDrafter, sort_corpus
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter, sort_corpus
 from jspec.speculative.step import StepProgram
-from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
-from jspec.testing.fake_text import FakeTextStream
-from jspec.testing.tiny_models import tiny_draft_config, tiny_target_config
 from tests.models.dense_forward import dense_forward
+from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
+from tests.support.fake_text import FakeTextStream
+from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 NUM_SLOTS = 8
 DENSE_WIDTH = 64

@@ -20,25 +20,25 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.model_spec import Eagle1Config, MtpConfig, uniform_decoder
+from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
-from jspec.models.eagle1 import Eagle1Head, eagle1_params
-from jspec.models.eagle3 import Eagle3Head, eagle3_params
-from jspec.models.hf_weights import open_tensors
-from jspec.models.mtp import MtpHead, RecurrentHead
+from jspec.models.files.stored import on_host, param_reads, stored_tensors
+from jspec.models.files.tensor_files import open_tensors
+from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
+from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.models.params import ParamTable
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of
-from jspec.models.stored import on_host, param_reads, stored_tensors
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import Eagle1Config, MtpConfig, uniform_decoder
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.mtp import RecurrentDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.ngram import NgramDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.mtp import RecurrentDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from tests.models.eagle3_reference import (
     DecoderReference,
     Eagle1Reference,

@@ -12,8 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.core.config import RopeConfig, YarnConfig
-from jspec.core.model_spec import (
+from jspec.models.decoder import Params
+from jspec.models.files.stored import value_at
+from jspec.models.params import Init
+from jspec.models.placement import init_params, nested
+from jspec.models.registry import table_of
+from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
@@ -24,11 +28,7 @@ from jspec.core.model_spec import (
     MoESpec,
     Routing,
 )
-from jspec.models.decoder import Params
-from jspec.models.params import Init
-from jspec.models.placement import init_params, nested
-from jspec.models.registry import table_of
-from jspec.models.stored import value_at
+from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.speculative.engines import TARGET
 
 WINDOW = 8  # shorter than most prompts, and than every text

@@ -7,12 +7,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.core.features import SAMPLING
-from jspec.core.request import Request
-from jspec.engine.loading import place
+from jspec.engine.weights.loading import place
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import Request
 from jspec.models.decoder import Params
 from jspec.models.registry import table_of
-from jspec.testing.scripted_drafter import ScriptedDrafter, Told, script_params
 from tests.speculative.engines import (
     CONTEXT,
     NUM_SLOTS,
@@ -26,6 +25,7 @@ from tests.speculative.engines import (
     tiny_params,
 )
 from tests.speculative.every_drafter import KINDS, dealt
+from tests.support.scripted_drafter import ScriptedDrafter, Told, script_params
 
 ACCEPTANCE = 0.8
 

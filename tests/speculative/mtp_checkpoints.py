@@ -14,28 +14,26 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.workloads import MIMO_V2_FLASH_JSON
-from jspec.core import drafting
-from jspec.core.config import Algorithm
-from jspec.core.drafting import Drafting
-from jspec.core.engine_args import EngineArgs
-from jspec.core.features import StepFeatures
-from jspec.core.json_files import Fields
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
+from jspec.config import drafting
+from jspec.config.drafting import Drafting
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec
+from jspec.messages.features import StepFeatures
 from jspec.models.decoder import Params
-from jspec.models.mtp import MtpHead, RecurrentHead
-from jspec.models.mtp_params import mtp_params
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.heads.mtp import MtpHead, RecurrentHead
+from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import family_named, table_of
-from jspec.models.stored import stored_tensors, value_at
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.json_files import Fields
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.mtp import RecurrentDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.testing.dial_drafter import DialDrafter, DialHead, DialMultiLayerDrafter, dial_params
-from jspec.testing.tiny_models import tiny_tokenizer
+from jspec.speculative.drafters.mtp import RecurrentDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.speculative.engines import (
     CONTEXT,
     DIAL_ACCEPTANCE,
@@ -46,6 +44,8 @@ from tests.speculative.engines import (
     mesh_of,
     spec_of,
 )
+from tests.support.dial_drafter import DialDrafter, DialHead, DialMultiLayerDrafter, dial_params
+from tests.support.tiny_models import tiny_tokenizer
 
 MIMO_7B = {
     "architectures": ["MiMoForCausalLM"],

@@ -14,22 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jspec.core.batch import Features, Verified
-from jspec.core.config import Algorithm
-from jspec.core.model_spec import MtpConfig, uniform_decoder
-from jspec.core.state import empty_sampling
+from jspec.config.limits import Algorithm
+from jspec.device.batch import Features, Verified
+from jspec.device.state import empty_sampling
 from jspec.engine.runner import empty_pools
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Params
-from jspec.models.mtp import MtpHead
-from jspec.models.mtp_params import MtpNames, mtp_params
+from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.heads.mtp import MtpHead
+from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
-from jspec.models.stored import stored_tensors, value_at
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import MtpConfig, uniform_decoder
 from jspec.speculative.drafter import Emitted, RowsInStep, emitted_by
-from jspec.speculative.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.models.mtp_reference import MtpReference
 from tests.speculative.engines import TARGET, spec_of
 from tests.speculative.published_layers import (

@@ -19,14 +19,15 @@ import numpy.typing as npt
 import pytest
 from jax.typing import DTypeLike
 
-from jspec.core import drafting, shapes, speculation
-from jspec.core.batch import DraftTree
-from jspec.core.cache_groups import CacheGroup, KVEntry
-from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.config import drafting, speculation
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup, KVEntry
 from jspec.speculative import beams
 from jspec.speculative.candidates import Ranking, rank_candidates
 from jspec.speculative.drafter import Emitted, Needs, RowsInStep
@@ -107,7 +108,7 @@ class BlockDrafter:
             hidden[:, 1:] @ params["head"],
             jnp.arange(TARGET.vocab_size, dtype=jnp.int32),
             rows.sampling,
-            positions=shapes.chosen_position(rows.seq_lens[:, None], place[None, :-1]),
+            positions=indexing.chosen_position(rows.seq_lens[:, None], place[None, :-1]),
             ranking=Ranking(self.spec.topk),
             shard=Shard(),
             ops=self.ops,

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.engine.loading import load_models, resolve_paths
-from jspec.speculative import corpus
-from jspec.speculative.ngram import BEFORE_START, NgramDrafter, find_in_corpus
-from jspec.testing.tiny_models import write_tiny_pair
-from jspec.text.tokenizer import Tokenizer
+from jspec.config.engine_args import EngineArgs
+from jspec.engine.weights.loading import load_models, resolve_paths
+from jspec.errors import CheckpointError, ConfigError
+from jspec.speculative.drafters import corpus
+from jspec.speculative.drafters.ngram import BEFORE_START, NgramDrafter, find_in_corpus
+from jspec.text.tokenizer.tokenizer import Tokenizer
 from tests.speculative.engines import mesh_of
+from tests.support.tiny_models import write_tiny_pair
 
 BYTES = 257  # ids of the tiny tokenizer: a byte each, and the end of text
 END = 256

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.features import SAMPLING
-from jspec.core.request import Request, SamplingParams
 from jspec.layers.attention import causal_attention
-from jspec.testing.goodness_of_fit import assert_fits
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import Request, SamplingParams
 from jspec.training.dense import forward, lm_logits
 from tests.speculative.engines import TARGET, Compiled, build, serve, spec_of, tiny_params
+from tests.support.goodness_of_fit import assert_fits
 
 PROMPT = (5, 17, 200, 44, 9)
 NUM_SEEDS, FAST_SEEDS = 1600, 640

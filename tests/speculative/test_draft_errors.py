@@ -12,19 +12,19 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import DRAFTER_SHAPE, TINY, WORKLOADS, eagle1_of, mtp_of
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError, JspecError
-from jspec.models.checkpoint import save_target
-from jspec.models.eagle1 import eagle1_params, save_eagle1
-from jspec.models.eagle3 import eagle3_params
-from jspec.models.hf_eagle3 import save_eagle3
-from jspec.models.hf_mtp import save_mtp
-from jspec.models.mtp_params import mtp_params
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import CheckpointError, ConfigError, JspecError
+from jspec.models.files.checkpoint import save_target
+from jspec.models.files.stored import on_host
+from jspec.models.heads.eagle1 import eagle1_params, save_eagle1
+from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.hf_eagle3 import save_eagle3
+from jspec.models.heads.hf_mtp import save_mtp
+from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
 from jspec.models.registry import FAMILIES, table_of
-from jspec.models.stored import on_host
-from jspec.speculative.registry import DRAFTERS
-from jspec.speculative.source import DraftRequest, DraftSource
+from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.source import DraftRequest, DraftSource
 
 SMALL = WORKLOADS["tiny"].small
 FLOAT = np.float32

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import DraftTree, Features, Verified
-from jspec.core.cache_groups import CacheGroup, KVEntry
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import Eagle1Config, MtpConfig
-from jspec.core.state import empty_sampling
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree, Features, Verified
+from jspec.device.state import empty_sampling
 from jspec.engine.runner import empty_pools
+from jspec.errors import ConfigError
 from jspec.models.decoder import Decoder
-from jspec.models.mtp import MtpHead
+from jspec.models.heads.mtp import MtpHead
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.model_spec import Eagle1Config, MtpConfig
 from jspec.speculative.drafter import (
     Drafter,
     Emitted,
@@ -33,12 +33,12 @@ from jspec.speculative.drafter import (
     next_positions,
     with_next_ids,
 )
-from jspec.speculative.eagle import EagleDrafter
-from jspec.speculative.mtp import RecurrentDrafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.ngram import NgramDrafter
-from jspec.speculative.registry import DRAFTERS
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.mtp import RecurrentDrafter
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.ngram import NgramDrafter
+from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from jspec.speculative.verify import settle
 from tests.speculative.engines import DRAFT, TARGET, spec_of

@@ -25,11 +25,12 @@ import numpy as np
 import pytest
 
 import jspec.speculative
-from jspec.core import shapes
-from jspec.core.config import Algorithm
-from jspec.speculative import beams, eagle, multi_layer, ngram, standalone
+from jspec.config.limits import Algorithm
+from jspec.spec import indexing
+from jspec.speculative import beams
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.registry import DRAFTERS
+from jspec.speculative.drafters import eagle, multi_layer, ngram, standalone
+from jspec.speculative.drafters.registry import DRAFTERS
 from tests.speculative.drafter_rows import (
     NUM_ROWS,
     Programs,
@@ -223,28 +224,28 @@ def rolled_parents(best_beams: Any) -> Any:
 MUTATIONS = (
     Mutation(
         "emitted position",
-        shapes,
+        indexing,
         "emitted_position",
         lambda f: lambda seq_len, row: f(seq_len, row) + 1,
         (*HEADS, "standalone", "ngram"),
     ),
     Mutation(
         "draft RoPE position",
-        shapes,
+        indexing,
         "draft_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         HEADS,
     ),
     Mutation(
         "RoPE position of a token's row",
-        shapes,
+        indexing,
         "target_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         ("standalone",),
     ),
     Mutation(
         "row of a beam",
-        shapes,
+        indexing,
         "beam_row",
         lambda f: lambda depth, **named: f(depth, **named) + 1,
         (*HEADS, "standalone"),
@@ -274,7 +275,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slot of a lagging row",
-        shapes,
+        indexing,
         "lagged_start",
         lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
         LAYERS,

@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.batch import DraftTree
-from jspec.core.features import StepFeatures
+from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
-from jspec.models.eagle3 import Eagle3Head, eagle3_params
+from jspec.messages.features import StepFeatures
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.placement import init_params
 from jspec.speculative.candidates import largest_in_rounds, top_candidates
 from jspec.speculative.tree import Level, beam_scores, build_tree
-from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
 from tests.speculative.engines import (
     CONTEXT,
     DIAL_ACCEPTANCE,
@@ -36,6 +35,7 @@ from tests.speculative.engines import (
     spec_of,
     tiny_params,
 )
+from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
 
 
 @settings(deadline=None, max_examples=40)

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jspec.core.config import Algorithm
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.features import StepFeatures
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.models.checkpoint import save_target
-from jspec.models.eagle1 import Eagle1Head, eagle1_params
-from jspec.models.stored import stored_tensors, value_at
-from jspec.speculative.eagle import EagleDrafter
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.errors import CheckpointError, ConfigError
+from jspec.messages.features import StepFeatures
+from jspec.models.files.checkpoint import save_target
+from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params
+from jspec.speculative.drafters.eagle import EagleDrafter
 from tests.speculative.engines import (
     TARGET,
     build,

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.batch import DecodeBatch, prefill_batch
-from jspec.core.features import SAMPLING
-from jspec.core.plan import StepKind, StepPlan
-from jspec.core.request import Request
-from jspec.engine.programs import ProgramKey
+from jspec.device.batch import DecodeBatch, prefill_batch
+from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.transfer import layout_of
 from jspec.layers.linear import Shard
+from jspec.messages.features import SAMPLING
+from jspec.messages.plan import StepKind, StepPlan
+from jspec.messages.request import Request
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of

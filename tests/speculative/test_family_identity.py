@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.features import StepFeatures
-from jspec.core.model_spec import ModelSpec
-from jspec.core.request import Request
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request
 from jspec.models.decoder import Params
 from jspec.models.registry import FAMILIES
+from jspec.spec.model_spec import ModelSpec
 from tests.speculative.engines import (
     PLAIN,
     Compiled,

@@ -13,18 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm
-from jspec.core.features import SAMPLING, Feature
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.engine.compilation import Recipe, compile_all
-from jspec.engine.program_store import ProgramStore
-from jspec.engine.programs import grammar_programs, needed_program
+from jspec.config.limits import Algorithm
+from jspec.engine.programs.compilation import Recipe, compile_all
+from jspec.engine.programs.program_keys import grammar_programs, needed_program
+from jspec.engine.programs.program_store import ProgramStore
 from jspec.engine.runner import init_state
-from jspec.models.eagle3 import eagle3_params
+from jspec.messages.features import SAMPLING, Feature
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
+from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.registry import table_of
-from jspec.testing.fake_grammar import FakeGrammar
-from jspec.text.reasoning_first import Mark, ReasoningFirst
+from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
 from tests.speculative.engines import (
     DRAFT,
     TARGET,
@@ -45,6 +44,7 @@ from tests.speculative.engines import (
     tiny_params,
 )
 from tests.speculative.every_drafter import dealt
+from tests.support.fake_grammar import FakeGrammar
 
 END = 5
 

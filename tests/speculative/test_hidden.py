@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm
-from jspec.core.features import ALL, PLAIN
-from jspec.core.hidden_rows import HiddenRows
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.engine.compilation import ProgramShape, compile_all, lower
-from jspec.engine.programs import ProgramKey, programs_on_demand
+from jspec.config.limits import Algorithm
+from jspec.engine.programs.compilation import ProgramShape, compile_all, lower
+from jspec.engine.programs.program_keys import ProgramKey, programs_on_demand
 from jspec.engine.runner import init_state
+from jspec.messages.features import ALL, PLAIN
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
+from jspec.spec.hidden_rows import HiddenRows
 from jspec.speculative.hidden import hidden_bits, rows_of
-from jspec.testing.fake_grammar import FakeGrammar
 from tests.models.dense_forward import dense_forward
 from tests.speculative.engines import (
     TARGET,
@@ -39,6 +38,7 @@ from tests.speculative.engines import (
     tiny_params,
     with_prefix_cache,
 )
+from tests.support.fake_grammar import FakeGrammar
 
 TOLERANCE = 1e-4
 END = 5

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.features import SAMPLING, StepFeatures
-from jspec.core.request import Request
-from jspec.testing.dial_drafter import dial_rank
+from jspec.messages.features import SAMPLING, StepFeatures
+from jspec.messages.request import Request
 from tests.speculative.covering import all_pairs, covering_array, every_level, pairs_of
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
@@ -30,6 +29,7 @@ from tests.speculative.engines import (
     serve,
     spec_of,
 )
+from tests.support.dial_drafter import dial_rank
 
 SPECS = ((1, 1, 2), (3, 1, 4), (5, 1, 6), (1, 3, 4), (2, 2, 4), (3, 4, 16), (4, 3, 20))
 FACTORS: dict[str, tuple[Any, ...]] = {

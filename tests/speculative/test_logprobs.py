@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm
-from jspec.core.features import ALL, PLAIN, StepFeatures
-from jspec.core.plan import StepKind
-from jspec.core.request import PromptToken, Request, TokenLogprob
-from jspec.engine.compilation import ProgramShape, lower
-from jspec.engine.programs import ProgramKey
+from jspec.config.limits import Algorithm
+from jspec.engine.programs.compilation import ProgramShape, lower
+from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import init_state
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_target, save_target
+from jspec.messages.features import ALL, PLAIN, StepFeatures
+from jspec.messages.plan import StepKind
+from jspec.messages.request import PromptToken, Request, TokenLogprob
 from jspec.models.decoder import Params
-from jspec.models.hf_eagle3 import load_eagle3, save_eagle3
+from jspec.models.files.checkpoint import load_target, save_target
+from jspec.models.heads.hf_eagle3 import load_eagle3, save_eagle3
 from jspec.sampling.logprobs import Logprobs, logprobs_of
 from jspec.speculative import logprobs as step_logprobs
 from tests.speculative.engines import (

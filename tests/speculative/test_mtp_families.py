@@ -20,24 +20,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.config import Algorithm, RopeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError, JspecError
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import DenseSpec, Gate, MoESpec
-from jspec.core.request import Request
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm, RopeConfig
 from jspec.engine.runner import empty_pools
+from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.layers.linear import Shard
-from jspec.models.checkpoint import load_model_spec, load_target, save_target
+from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
-from jspec.models.mtp import MtpHead, RecurrentHead
-from jspec.models.mtp_params import mtp_params
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.files.stored import stored_tensors
+from jspec.models.heads.mtp import MtpHead, RecurrentHead
+from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
-from jspec.models.stored import stored_tensors
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.testing.tiny_models import tiny_tokenizer
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
 from tests.models.dense_forward import dense_forward
 from tests.models.head_laws import check_head
 from tests.models.mimo_v2_reference import MimoV2Reference
@@ -61,6 +60,7 @@ from tests.speculative.mtp_checkpoints import (
     write_checkpoint,
 )
 from tests.speculative.mtp_published import DEEPSEEK, PUBLISHED, QWEN, Published
+from tests.support.tiny_models import tiny_tokenizer
 
 LLAMA = {
     **{name: value for name, value in TINY.items() if name != "max_window_layers"},

@@ -17,20 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import shapes
-from jspec.core.config import Algorithm
-from jspec.core.errors import ConfigError
-from jspec.core.features import StepFeatures
-from jspec.core.request import Request
-from jspec.core.state import EngineState
+from jspec.config.limits import Algorithm
+from jspec.device.state import EngineState
+from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request
 from jspec.models.decoder import Params
-from jspec.models.mtp import MtpHead, RecurrentHead
+from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.pallas_kernels.ops import Ops
-from jspec.speculative import multi_layer
+from jspec.spec import indexing
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.testing.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
+from jspec.speculative.drafters import multi_layer
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from tests.speculative import multi_layer_rows
 from tests.speculative.engines import (
     CONTEXT,
@@ -62,6 +61,7 @@ from tests.speculative.multi_layer_rows import (
 )
 from tests.speculative.published_layers import FAMILIES
 from tests.speculative.test_prefix_cache import Session, ids_of
+from tests.support.dial_drafter import DialHead, DialMultiLayerDrafter, dial_params
 
 SLOW = pytest.mark.slow
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
@@ -151,7 +151,7 @@ def off_by(delta: int) -> Any:
         pytest.param(multi_layer, "lag_behind", off_by(1), id="lag one more"),
         pytest.param(multi_layer, "lag_behind", off_by(-1), id="lag one less"),
         pytest.param(
-            shapes,
+            indexing,
             "lagged_start",
             lambda f: lambda seq_len, lag: f(seq_len, lag) + 1,
             id="slot and RoPE",

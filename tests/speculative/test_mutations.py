@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jspec.core import shapes
-from jspec.core.features import StepFeatures
-from jspec.core.request import Request
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request
 from jspec.pallas_kernels.bonus_token import reference as bonus_token
 from jspec.pallas_kernels.compaction import reference as compaction
+from jspec.spec import indexing
 from tests.speculative.engines import PLAIN, build, dial_for, make_request, serve, spec_of
 
 TREE = (3, 2, 7)
@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "noise position",
-        shapes,
+        indexing,
         "chosen_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + 1,
         check_identity,
@@ -106,7 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         "target RoPE position",
-        shapes,
+        indexing,
         "target_position",
         lambda f: lambda seq_len, depth: f(seq_len, depth) + depth,
         check_identity,

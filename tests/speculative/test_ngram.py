@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
-from jspec.core.batch import DraftTree, Features, Verified
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.features import StepFeatures
-from jspec.core.request import Request
-from jspec.core.state import empty_sampling
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree, Features, Verified
+from jspec.device.state import empty_sampling
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request
 from jspec.models.decoder import Params
 from jspec.speculative.drafter import RowsInStep, emitted_by
-from jspec.speculative.ngram import (
+from jspec.speculative.drafters.ngram import (
     BEFORE_START,
     UNKNOWN,
     Branches,

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.batch import DraftTree, Features
-from jspec.core.config import Algorithm, SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError
-from jspec.core.features import SAMPLING
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.engine.compilation import ProgramShape, lower
-from jspec.engine.programs import ProgramKey
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree, Features
+from jspec.engine.programs.compilation import ProgramShape, lower
+from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import init_state
+from jspec.errors import ConfigError
+from jspec.messages.features import SAMPLING
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.node_budget import (
     best_nodes,

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.features import SAMPLING
-from jspec.core.request import Request
 from jspec.engine.runner import empty_pools
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import Request
 from jspec.models.decoder import Decoder, Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.testing.dial_drafter import dial_params
 from tests.speculative.engines import (
     CONTEXT,
     NUM_SLOTS,
@@ -33,6 +32,7 @@ from tests.speculative.engines import (
     plain_engine,
     serve,
 )
+from tests.support.dial_drafter import dial_params
 
 TREE, PAGE = (2, 2, 4), 64
 IS_NAN, IS_INF = 311, 312  # of no prompt but those that say so

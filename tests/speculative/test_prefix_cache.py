@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.config import SpeculativeConfig, WindowSpace
-from jspec.core.features import SAMPLING
-from jspec.core.plan import StepPlan
-from jspec.core.request import Request, StreamChunk
+from jspec.config.limits import SpeculativeConfig, WindowSpace
 from jspec.layers.linear import Shard
+from jspec.messages.features import SAMPLING
+from jspec.messages.plan import StepPlan
+from jspec.messages.request import Request, StreamChunk
 from jspec.models.decoder import Params
-from jspec.models.mtp import RecurrentHead
+from jspec.models.heads.mtp import RecurrentHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.scheduler import Scheduler
 from jspec.speculative.drafter import Drafter
-from jspec.speculative.mtp import RecurrentDrafter
-from jspec.testing.fake_text import FakeTextStream
+from jspec.speculative.drafters.mtp import RecurrentDrafter
 from tests.speculative.engines import (
     Compiled,
     ViewRunner,
@@ -39,6 +38,7 @@ from tests.speculative.engines import (
 )
 from tests.speculative.every_drafter import KINDS, Kind, layers_weights, with_all_ids
 from tests.speculative.multi_layer_rows import head_of
+from tests.support.fake_text import FakeTextStream
 
 PENALTIES: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5},

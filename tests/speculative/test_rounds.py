@@ -11,12 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.core.features import SAMPLING, StepFeatures
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.scheduler.loop import EngineLoop
+from jspec.messages.features import SAMPLING, StepFeatures
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
 from jspec.scheduler.scheduler import Scheduler
-from jspec.testing.fake_text import FakeTextStream
+from jspec.serving.loop import EngineLoop
 from tests.engine.pool_copies import pool_copies
 from tests.speculative.engines import (
     CONTEXT,
@@ -30,6 +29,7 @@ from tests.speculative.engines import (
     serve,
     spec_of,
 )
+from tests.support.fake_text import FakeTextStream
 
 ROUNDS, PAGE = 3, 4
 CHAIN, TREE = (2, 1, 3), (2, 2, 4)

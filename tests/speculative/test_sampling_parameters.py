@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import noise
-from jspec.core.config import Algorithm
-from jspec.core.features import SAMPLING
-from jspec.core.request import Request
+from jspec.config.limits import Algorithm
+from jspec.device import noise
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import Request
 from tests.speculative.engines import (
     TARGET,
     Compiled,

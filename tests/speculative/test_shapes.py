@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jspec.core.plan import StepKind
-from jspec.core.request import SpecCounters
-from jspec.testing.random_shapes import RandomShapes
+from jspec.messages.plan import StepKind
+from jspec.messages.request import SpecCounters
 from tests.speculative.engines import Compiled, Served, serve
 from tests.speculative.every_drafter import KINDS
 from tests.speculative.law_engines import (
@@ -24,6 +23,7 @@ from tests.speculative.law_engines import (
     scripted,
     with_script,
 )
+from tests.support.random_shapes import RandomShapes
 
 OFF = (0, 1, 1)
 # The first is of the fast suite. A chain's drafts are all right where the drafter is; of a tree

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.features import SAMPLING
-from jspec.core.request import Request
-from jspec.core.shared_prefixes import UNIT, SharingLimits
+from jspec.config.shared_prefixes import UNIT, SharingLimits
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import Request
 from jspec.pallas_kernels.attention.contract import AttentionCall
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.batch import DecodeBatch, DraftTree, Features, PrefillBatch, Verified
-from jspec.core.config import SpeculativeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import ConfigError, RequestError
-from jspec.core.features import StepFeatures
-from jspec.core.request import Request, SamplingParams
-from jspec.core.state import RowState, SamplingRows, empty_sampling
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DecodeBatch, DraftTree, Features, PrefillBatch, Verified
+from jspec.device.state import RowState, SamplingRows, empty_sampling
+from jspec.errors import ConfigError, RequestError
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request, SamplingParams
 from jspec.pallas_kernels.bonus_token.reference import gather_emitted
 from jspec.pallas_kernels.compaction.reference import compact_path
 from jspec.pallas_kernels.ops import Ops

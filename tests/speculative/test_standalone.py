@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError, ConfigError, JspecError
-from jspec.core.model_spec import uniform_decoder
-from jspec.engine.loading import LoadedModels, load_models, resolve_paths
-from jspec.models.checkpoint import save_target
+from jspec.config.engine_args import EngineArgs
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.decoder import Params
+from jspec.models.files.checkpoint import save_target
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.speculative.standalone import StandaloneDrafter
-from jspec.testing.tiny_models import tiny_tokenizer
+from jspec.spec.model_spec import uniform_decoder
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from tests.speculative.engines import (
     TARGET,
     mesh_of,
     tiny_params,
 )
+from tests.support.tiny_models import tiny_tokenizer
 
 SMALL = uniform_decoder(
     vocab_size=TARGET.vocab_size,

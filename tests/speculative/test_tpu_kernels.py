@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from jspec.core.features import StepFeatures
+from jspec.messages.features import StepFeatures
 from jspec.pallas_kernels.choose import OPS
 from tests.speculative.engines import build, dial_for, make_request, plain_ids, serve, spec_of
 

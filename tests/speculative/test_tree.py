@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core import shapes
-from jspec.core.batch import DraftTree
+from jspec.device.batch import DraftTree
+from jspec.spec import indexing
 from jspec.speculative.tree import (
     Level,
     ancestors,
@@ -70,7 +70,7 @@ def test_golden_tree_of_sglang() -> None:
         num_draft_tokens=golden["num_draft_tokens"],
     )
     assert tree.tokens.tolist() == expected["draft_token_ids"]
-    positions = shapes.target_position(seq_lens[:, None], tree.depths)
+    positions = indexing.target_position(seq_lens[:, None], tree.depths)
     assert positions.tolist() == expected["positions"]
     orders = [children_order(parents) for parents in tree.parents.tolist()]
     assert [first for first, _ in orders] == expected["first_child"]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.cache_groups import windows_of_layers
-from jspec.core.config import Algorithm, ServeLimits, WindowSpace
-from jspec.core.features import SAMPLING
-from jspec.core.request import StreamChunk
+from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
+from jspec.messages.features import SAMPLING
+from jspec.messages.request import StreamChunk
 from jspec.models.decoder import Decoder
-from jspec.speculative.multi_layer import MultiLayerDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.spec.cache_groups import windows_of_layers
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from tests.speculative.engines import Compiled, build, limits_of, make_request, spec_of, tiny_params
 from tests.speculative.every_drafter import layers_weights
 from tests.speculative.multi_layer_rows import config_of, head_of

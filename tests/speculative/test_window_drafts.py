@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.config import Algorithm, WindowSpace
-from jspec.core.features import StepFeatures
-from jspec.core.request import Request
-from jspec.core.state import EngineState
+from jspec.config.limits import Algorithm, WindowSpace
+from jspec.device.state import EngineState
 from jspec.layers.linear import Shard
+from jspec.messages.features import StepFeatures
+from jspec.messages.request import Request
 from jspec.pallas_kernels.ops import Ops
-from jspec.scheduler.windows import WindowPages
+from jspec.scheduler.pages.window_pages import WindowPages
 from jspec.speculative.drafter import Drafter
-from jspec.testing.dial_drafter import DialMultiLayerDrafter
 from tests.speculative.engines import (
     DIAL_ACCEPTANCE,
     Compiled,
@@ -37,6 +36,7 @@ from tests.speculative.engines import (
 )
 from tests.speculative.multi_layer_rows import config_of, head_of
 from tests.speculative.test_multi_layer import draft_params, whole_text
+from tests.support.dial_drafter import DialMultiLayerDrafter
 
 CHAIN, TREE = (3, 1, 4), (3, 2, 7)
 PAGE, NUM_ROWS, CHUNK = 2, 2, 8

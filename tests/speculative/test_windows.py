@@ -15,24 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import sharding
-from jspec.core.config import Algorithm, ServeLimits, WindowSpace
-from jspec.core.features import PLAIN
-from jspec.core.model_spec import ModelSpec
-from jspec.core.plan import StepKind
-from jspec.core.request import Request
-from jspec.engine.compilation import compile_all
-from jspec.engine.loading import place
-from jspec.engine.programs import program_keys
+from jspec.config.limits import Algorithm, ServeLimits, WindowSpace
+from jspec.device import sharding
+from jspec.engine.programs.compilation import compile_all
+from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.runner import init_state
+from jspec.engine.weights.loading import place
 from jspec.layers.linear import Shard
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
-from jspec.models.eagle3 import Eagle3Head
+from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
-from jspec.speculative.standalone import StandaloneDrafter
+from jspec.speculative.drafters.standalone import StandaloneDrafter
 from jspec.speculative.step import StepProgram
-from jspec.testing.dial_drafter import DialDrafter, DialHead, dial_params
 from tests.models.dense_forward import dense_hidden
 from tests.models.test_families import attend_of
 from tests.speculative.engines import (
@@ -52,6 +51,7 @@ from tests.speculative.engines import (
     tiny_params,
 )
 from tests.speculative.test_prefix_cache import Session, accepted_by, ids_of, next_turn
+from tests.support.dial_drafter import DialDrafter, DialHead, dial_params
 
 PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100

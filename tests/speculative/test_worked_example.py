@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import shapes
-from jspec.core.batch import DraftTree
-from jspec.core.config import Algorithm, SpeculativeConfig
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.device.batch import DraftTree
 from jspec.pallas_kernels.attention.rows import index_queries
 from jspec.pallas_kernels.bonus_token.reference import gather_bonus, gather_path
 from jspec.pallas_kernels.compaction.reference import compact_path
 from jspec.pallas_kernels.kv_write.reference import page_slots
 from jspec.sampling.accept import accept_tree
+from jspec.spec import indexing
 from jspec.speculative.tree import Level, ancestors, build_tree, pack_bits
 
 SPEC = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=2, topk=2, num_draft_tokens=4)
@@ -51,10 +51,10 @@ def test_numbers_of_the_configuration() -> None:
 
 def test_draft_rows() -> None:
     """Level 2: rows 0 and 1 in slots 7 and 8, both at RoPE 7; children at token position 9."""
-    assert [shapes.scratch_slot(L, row) for row in (0, 1)] == [7, 8]
-    assert shapes.draft_position(L, 1) == 7
-    assert shapes.chosen_position(L, 0) == 8  # noise of level 1
-    assert shapes.chosen_position(L, 1) == 9  # noise of level 2
+    assert [indexing.scratch_slot(L, row) for row in (0, 1)] == [7, 8]
+    assert indexing.draft_position(L, 1) == 7
+    assert indexing.chosen_position(L, 0) == 8  # noise of level 1
+    assert indexing.chosen_position(L, 1) == 9  # noise of level 2
 
 
 def test_tree_positions_and_masks() -> None:
@@ -62,10 +62,10 @@ def test_tree_positions_and_masks() -> None:
     assert built.tokens.tolist() == [[T7, A1, B1, A2]]
     assert built.parents.tolist() == [[-1, 0, 0, 1]]
     assert built.depths.tolist() == [[0, 1, 1, 2]]
-    slots = shapes.scratch_slot(SEQ_LENS[:, None], jnp.arange(SPEC.num_draft_tokens))
+    slots = indexing.scratch_slot(SEQ_LENS[:, None], jnp.arange(SPEC.num_draft_tokens))
     assert slots.tolist() == [[7, 8, 9, 10]]
-    assert shapes.target_position(SEQ_LENS[:, None], built.depths).tolist() == [[7, 8, 8, 9]]
-    assert shapes.chosen_position(SEQ_LENS[:, None], built.depths).tolist() == [[8, 9, 9, 10]]
+    assert indexing.target_position(SEQ_LENS[:, None], built.depths).tolist() == [[7, 8, 8, 9]]
+    assert indexing.chosen_position(SEQ_LENS[:, None], built.depths).tolist() == [[8, 9, 9, 10]]
     mask = ancestors(built, num_levels=SPEC.num_steps)
     seen = [{0}, {0, 1}, {0, 2}, {0, 1, 3}]
     assert [set(np.flatnonzero(row).tolist()) for row in np.asarray(mask[0])] == seen
@@ -109,7 +109,7 @@ def test_accept_compact_advance(
         SPEC.max_emitted,
         queries_per_row=SPEC.max_emitted,
     )
-    slot = shapes.emitted_position(SEQ_LENS[index.row_idx], index.within)
+    slot = indexing.emitted_position(SEQ_LENS[index.row_idx], index.within)
     assert slot.tolist() == [7, 8, 9]
     page, offset = page_slots(TABLE, index.row_idx, slot, index.valid, page_size=PAGE_SIZE)
     assert page.tolist() == [1, 2, 2][:num_emitted] + [0] * (3 - num_emitted)
@@ -117,5 +117,5 @@ def test_accept_compact_advance(
 
     # L' and root'; the level-1 candidates after root' have the token position after it
     next_len = L + num_emitted
-    assert shapes.target_position(next_len, 0) == L + num_emitted  # root' at 10 in the first case
-    assert shapes.chosen_position(next_len, 0) == L + num_emitted + 1
+    assert indexing.target_position(next_len, 0) == L + num_emitted  # root' at 10 in the first case
+    assert indexing.chosen_position(next_len, 0) == L + num_emitted + 1

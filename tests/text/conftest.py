@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 CORPUS = [
     "def fib(n):\n    if n < 2:\n        return n\n    return fib(n - 1) + fib(n - 2)\n",

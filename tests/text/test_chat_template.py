@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import CheckpointError, ConfigError, RequestError
-from jspec.text.chat_messages import check_messages
-from jspec.text.chat_template import ChatTemplate
+from jspec.errors import CheckpointError, ConfigError, RequestError
+from jspec.text.template.chat_messages import check_messages
+from jspec.text.template.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 CHATML = (

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jspec.text.detokenizer import (
+from jspec.text.tokenizer.detokenizer import (
     MAX_ANCHOR_IDS,
     ByteLevelDetokenizer,
     WindowDetokenizer,
     new_detokenizer,
 )
-from jspec.text.tokenizer import DecoderKind, Tokenizer
+from jspec.text.tokenizer.tokenizer import DecoderKind, Tokenizer
 
 KINDS = (
     "byte_level",

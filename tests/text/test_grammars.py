@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.errors import ConfigError, RequestError
-from jspec.core.grammar import GrammarKind, GrammarSource, num_words
-from jspec.core.request import SamplingParams
-from jspec.testing.tiny_models import tiny_tokenizer
-from jspec.text.grammar_state import CompiledGrammar
-from jspec.text.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars, check_package
-from jspec.text.tokenizer import Tokenizer
+from jspec.errors import ConfigError, RequestError
+from jspec.messages.grammar import GrammarKind, GrammarSource, num_words
+from jspec.messages.request import SamplingParams
+from jspec.text.grammar.grammar_state import CompiledGrammar
+from jspec.text.grammar.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars, check_package
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from tests.support.tiny_models import tiny_tokenizer
 
 SCHEMA = {
     "type": "object",

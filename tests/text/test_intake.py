@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import RequestError
+from jspec.errors import RequestError
 from jspec.text.intake import Intake
 from jspec.text.stream import TokenizedStream
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 320
 INTAKE = Intake(None, vocab_size=VOCAB, eos_token_ids=(0,), context_length=4096)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jspec.core.grammar import num_words
-from jspec.testing.fake_grammar import FakeGrammar
-from jspec.text.reasoning_first import Mark, ReasoningFirst
+from jspec.messages.grammar import num_words
+from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
+from tests.support.fake_grammar import FakeGrammar
 
 V, END = 40, 5
 # The mark is one token (9), or three (1, 2, 3), and 4 glues something else to its end.

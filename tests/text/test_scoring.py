@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.core.errors import RequestError
+from jspec.errors import RequestError
 from jspec.text.scoring import MAX_JOINED, ScoreCall
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.errors import RequestError
-from jspec.text.stop_matcher import StopAutomaton, StopMatcher
+from jspec.errors import RequestError
+from jspec.text.stop.stop_matcher import StopAutomaton, StopMatcher
 
 SHORT = st.text("ab\n", max_size=20)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.errors import RequestError
-from jspec.text.stop_matcher import StopAutomaton, StopMatcher
-from jspec.text.stop_regex import StopPattern
+from jspec.errors import RequestError
+from jspec.text.stop.stop_matcher import StopAutomaton, StopMatcher
+from jspec.text.stop.stop_regex import StopPattern
 
 ATOMS = st.sampled_from(
     ["a", "b", "\\n", ".", "[ab]", "[^a]", "[b-c]", "\\d", "\\S", "\\W", "^", "\\.", "[\\d.]", "-"]

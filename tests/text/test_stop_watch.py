@@ -7,16 +7,16 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.config import SpeculativeConfig
-from jspec.core.features import PLAIN
-from jspec.core.protocols import StopWatch
-from jspec.core.request import Request, SamplingParams, StreamChunk
+from jspec.config.limits import SpeculativeConfig
+from jspec.messages.features import PLAIN
+from jspec.messages.protocols import StopWatch
+from jspec.messages.request import Request, SamplingParams, StreamChunk
 from jspec.scheduler.sequence import Sequence
-from jspec.text import stop_watch
-from jspec.text.stop_matcher import StopAutomaton
+from jspec.text.stop import stop_watch
+from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.stream import TokenizedStream
-from jspec.text.token_bytes import TokenBytes
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.token_bytes import TokenBytes
+from jspec.text.tokenizer.tokenizer import Tokenizer
 from tests.text.test_stream import ids_and_stops
 
 

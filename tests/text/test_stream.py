@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core.protocols import TextCut, TextStream
-from jspec.text.detokenizer import new_detokenizer
+from jspec.messages.protocols import TextCut, TextStream
 from jspec.text.stream import TokenizedStream
-from jspec.text.tokenizer import Tokenizer
+from jspec.text.tokenizer.detokenizer import new_detokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 KINDS = ("byte_level", "sentencepiece", "metaspace")
 Outcome = tuple[str, int, str | None]

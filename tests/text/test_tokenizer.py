@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, processors
 
-from jspec.core.errors import CheckpointError, RequestError
-from jspec.text.tokenizer import BosRule, DecoderKind, Tokenizer, is_byte_token
+from jspec.errors import CheckpointError, RequestError
+from jspec.text.tokenizer.tokenizer import BosRule, DecoderKind, Tokenizer, is_byte_token
 
 BUNDLED = Path(__file__).resolve().parents[2] / "jspec" / "bundled" / "target"
 TEXT = "def f(x):\n    return '你好 🙂'  # größer\n"
@@ -216,7 +216,7 @@ def test_a_pipe_is_not_waited_for(byte_level: Tokenizer, name: str, tmp_path: Pa
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     program = (
-        "import sys; from jspec.text.tokenizer import Tokenizer\n"
+        "import sys; from jspec.text.tokenizer.tokenizer import Tokenizer\n"
         "Tokenizer.from_directory(sys.argv[1])"
     )
     done = subprocess.run(

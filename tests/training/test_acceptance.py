@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core import noise
-from jspec.training import acceptance
+from jspec.device import noise
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_loss import make_frozen
-from jspec.training.sampler import Prompts, sample_rows
+from recipes.bundled_pair import acceptance
+from recipes.bundled_pair.sampler import Prompts, sample_rows
 from tests.training.chain_reference import chain_logits
 from tests.training.tiny_pair import tiny_head, tiny_target
 

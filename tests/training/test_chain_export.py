@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core import sharding
-from jspec.core.config import RopeConfig
-from jspec.core.engine_args import EngineArgs
-from jspec.core.errors import CheckpointError
-from jspec.core.model_spec import ModelSpec
-from jspec.core.weight_update import ArrayUpdate, Model
-from jspec.engine.checkpoint_info import describe
-from jspec.engine.loading import load_models, resolve_paths
-from jspec.engine.served_weights import ServedWeights
-from jspec.models.checkpoint import save_target
+from jspec.config.engine_args import EngineArgs
+from jspec.device import sharding
+from jspec.engine.weights.checkpoint_info import describe
+from jspec.engine.weights.loading import load_models, resolve_paths
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.errors import CheckpointError
+from jspec.messages.weight_update import ArrayUpdate, Model
 from jspec.models.decoder import Params
-from jspec.models.hf_mtp import (
+from jspec.models.files.checkpoint import save_target
+from jspec.models.heads.hf_mtp import (
     check_mtp,
     load_mtp,
     load_mtp_config,
@@ -37,7 +35,9 @@ from jspec.models.hf_mtp import (
     written_config,
 )
 from jspec.models.registry import FAMILIES
-from jspec.training.head_mtp import TrainedMtp, mtp_head
+from jspec.spec.model_spec import ModelSpec
+from jspec.spec.rope import RopeConfig
+from jspec.training.heads.head_mtp import TrainedMtp, mtp_head
 from tests.training.tiny_pair import tiny_target
 
 COUNT, PUBLISHED = 3, 45

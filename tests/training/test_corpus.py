@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import ConfigError
-from jspec.training import corpus
-from jspec.training.corpus import Split
+from jspec.errors import ConfigError
+from jspec.training.data import corpus
+from jspec.training.data.corpus import Split
 
 KNOWN = frozenset(("json", "http", "urllib", "pickle", "decimal", "io", "token", "tokenize", "xml"))
 

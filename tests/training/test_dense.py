@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.training.dense import causal_attend, forward, lm_logits
-from tests.golden_arrays import arrays_of
 from tests.models.family_checkpoints import checkpoint_of
+from tests.support.golden_arrays import arrays_of
 
 # gpt_oss has windows, sinks and a mixture
 SLOW = ("qwen2", "qwen3", "qwen3_moe_mixed", "step3p5", "glm4_moe", "mimo", "mimo_v2")

@@ -12,26 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import read_fields
-from jspec.core.model_spec import ModelSpec
-from jspec.models.checkpoint import load_model_spec, load_target
+from jspec.errors import CheckpointError, ConfigError
 from jspec.models.decoder import Params
-from jspec.models.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
-from jspec.models.eagle3 import Eagle3Head
-from jspec.models.eagle3_config import load_eagle3_config
 from jspec.models.families import mimo_v2
-from jspec.models.hf_eagle3 import load_eagle3
-from jspec.models.hf_mtp import load_mtp, load_mtp_config
-from jspec.models.hf_weights import open_tensors
-from jspec.models.mtp import MtpHead
+from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.files.tensor_files import open_tensors
+from jspec.models.heads.eagle1 import Eagle1Head, load_eagle1, load_eagle1_config
+from jspec.models.heads.eagle3 import Eagle3Head
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.hf_eagle3 import load_eagle3
+from jspec.models.heads.hf_mtp import load_mtp, load_mtp_config
+from jspec.models.heads.mtp import MtpHead
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.json_files import read_fields
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
-from jspec.training.draft_head import DraftHead, Guess, TargetFeatures
-from jspec.training.head_eagle1 import eagle1_head
-from jspec.training.head_lm import lm_head_of
-from jspec.training.head_mtp import mtp_head
+from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures
+from jspec.training.heads.head_eagle1 import eagle1_head
+from jspec.training.heads.head_lm import lm_head_of
+from jspec.training.heads.head_mtp import mtp_head
 from tests.models.head_laws import TOLERANCE, PagedHead
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
 

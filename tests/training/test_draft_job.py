@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.models.checkpoint import load_model_spec
-from jspec.testing.tiny_models import write_tiny_pair
-from jspec.training.draft_data import own_samples, read_examples
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.training.data.draft_data import own_samples, read_examples
+from jspec.training.data.examples import RowTable
+from jspec.training.data.feature_store import fingerprint
 from jspec.training.draft_job import claim, contents_of, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
-from jspec.training.examples import RowTable
-from jspec.training.feature_store import fingerprint
 from jspec.training.loop import LoopConfig
+from tests.support.tiny_models import write_tiny_pair
 
 LENGTH = 16
 LOOP = LoopConfig(

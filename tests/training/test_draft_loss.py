@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.errors import ConfigError
-from jspec.core.model_spec import ModelSpec
+from jspec.errors import ConfigError
 from jspec.models.decoder import Params
+from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
-from jspec.training.draft_head import TargetFeatures
 from jspec.training.draft_loss import (
     draft_loss,
     features_on_the_fly,
@@ -21,7 +20,8 @@ from jspec.training.draft_loss import (
     make_unrolled,
 )
 from jspec.training.draft_recipe import all_count
-from jspec.training.head_eagle3 import TrainedEagle3, eagle3_head
+from jspec.training.heads.draft_head import TargetFeatures
+from jspec.training.heads.head_eagle3 import TrainedEagle3, eagle3_head
 from jspec.training.loop import LoopConfig, Loss, init_state, learning_rate, make_step
 from tests.training.chain_reference import chain_logits
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target

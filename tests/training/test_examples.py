@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import ConfigError
-from jspec.testing.tiny_models import END, tiny_tokenizer
-from jspec.text.chat_template import ChatTemplate
-from jspec.text.tokenizer import Tokenizer
-from jspec.training.examples import Example, LossOn, Reader, held_out_from, rows_of
+from jspec.errors import ConfigError
+from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from jspec.training.data.examples import Example, LossOn, Reader, held_out_from, rows_of
+from tests.support.tiny_models import END, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.core.errors import TrainingError
+from jspec.errors import TrainingError
 from jspec.training import loop
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.loop import LoopConfig
-from tests.interruption import interruption
+from tests.support.interruption import interruption
 
 CONFIG = LoopConfig(
     num_steps=8,

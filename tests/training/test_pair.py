@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jspec.core.errors import ConfigError
-from jspec.training import pair
-from jspec.training.pair_sizes import PairSizes
+from jspec.errors import ConfigError
+from recipes.bundled_pair import pair
+from recipes.bundled_pair.pair_sizes import PairSizes
 
 
 def test_a_budget_is_shared_among_the_timed_stages_of_a_call() -> None:

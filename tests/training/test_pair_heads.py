@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.heldout import heldout_prompts
-from jspec.engine.loading import BUNDLED
-from jspec.models.checkpoint import load_model_spec
-from jspec.text.tokenizer import Tokenizer
-from jspec.training.corpus import Document, Split
+from jspec.engine.weights.loading import BUNDLED
+from jspec.models.files.checkpoint import load_model_spec
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from jspec.training.data.corpus import Document, Split
 from jspec.training.loop import LoopConfig
-from jspec.training.pair_heads import HEADS, in_rows, make
+from recipes.bundled_pair.pair_heads import HEADS, in_rows, make
 
 SMALL_HEADS_BYTES = 5e6  # of all three in bfloat16
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import noise
-from jspec.training.data import TokenStream
+from jspec.device import noise
+from jspec.training.data.token_stream import TokenStream
 from jspec.training.dense import causal_attend, forward, lm_logits
-from jspec.training.sampler import Prompts, draw_prompts, sample_rows
+from recipes.bundled_pair.sampler import Prompts, draw_prompts, sample_rows
 from tests.training.tiny_pair import V, random_rows, tiny_target
 
 LENGTH = 12

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jspec.models.checkpoint import load_model_spec, load_target
-from jspec.models.eagle3_config import load_eagle3_config
-from jspec.models.hf_eagle3 import load_eagle3
+from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.training.dense import dropout, init_target, with_lm_head
 from jspec.training.draft_recipe import draft_vocabulary
 from jspec.training.loop import LoopConfig, init_state, make_step
-from jspec.training.target import TargetRecipe, export_target, next_token_loss
-from jspec.training.tokenizer_training import load_tokenizer, train_tokenizer
+from recipes.bundled_pair.target import TargetRecipe, export_target, next_token_loss
+from recipes.bundled_pair.tokenizer_training import load_tokenizer, train_tokenizer
 from tests.training.tiny_pair import random_rows, tiny_head, tiny_target
 
 

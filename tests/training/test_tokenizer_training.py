@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jspec.core.errors import ConfigError
-from jspec.training import tokenizer_training
+from jspec.errors import ConfigError
+from recipes.bundled_pair import tokenizer_training
 
 CODE = (
     "class Box:\n    def get(self, x):\n        if x is None:\n            return self.value[10]\n"

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.model_spec import ModelSpec, uniform_decoder
 from jspec.models.decoder import Params
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.training.dense import init_target, with_lm_head
-from jspec.training.head_eagle3 import TrainedEagle3, eagle3_head
+from jspec.training.heads.head_eagle3 import TrainedEagle3, eagle3_head
 
 V, U = 48, 40
 

@@ -16,16 +16,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    ModelSpec,
-    MoESpec,
-    MtpConfig,
-    Routing,
-)
 from jspec.models.family import (
     OF_RECURRENT_LAYERS,
     Family,
@@ -40,8 +30,18 @@ from jspec.models.family import (
     refuse_windows,
     without_partial_rotary,
 )
-from jspec.models.fp8 import check_quantization
-from jspec.models.mtp_params import MtpNames
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.mtp_params import MtpNames
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    ModelSpec,
+    MoESpec,
+    MtpConfig,
+    Routing,
+)
 
 NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 GROUPS = ("n_group", "topk_group")

@@ -13,10 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jspec.core.errors import ConfigError
-from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
-from jspec.core.rope_io import TABLES
+from jspec.errors import ConfigError
 from jspec.models.family import (
     FULL,
     SLIDING,
@@ -26,10 +23,13 @@ from jspec.models.family import (
     read_decoder,
     read_windows,
 )
+from jspec.models.files.mxfp4 import BLOCK
 from jspec.models.layer_params import decoder_params, product
-from jspec.models.mxfp4 import BLOCK
 from jspec.models.params import Codec, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
 from jspec.pallas_kernels.experts.packed import CODES, PARTS, SCALES, num_groups
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
+from jspec.spec.rope_io import TABLES
 
 # What an absent key means.
 DEFAULTS: dict[str, Any] = {

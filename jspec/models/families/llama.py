@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import DenseSpec, ModelSpec
 from jspec.models.family import (
     FULL,
     Family,
@@ -15,7 +13,9 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.fp8 import check_quantization
+from jspec.models.files.fp8 import check_quantization
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import DenseSpec, ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import ModelSpec, MtpConfig
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
     OF_RECURRENT_LAYERS,
@@ -24,8 +22,10 @@ from jspec.models.family import (
     read_dense,
     refuse_windows,
 )
-from jspec.models.fp8 import check_quantization
-from jspec.models.mtp_params import MtpNames
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.mtp_params import MtpNames
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import ModelSpec, MtpConfig
 
 NAMES = MtpNames(
     prefix="model.mtp_layers.{}.",

@@ -13,19 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jspec.core.errors import CheckpointError
-from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    MtpConfig,
-    Routing,
-)
-from jspec.core.rope_io import TABLES
+from jspec.errors import CheckpointError
 from jspec.models.family import (
     CHAINS_NORMED,
     FULL,
@@ -39,10 +27,22 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.fp8 import check_quantization
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params
-from jspec.models.mtp_params import MtpNames
 from jspec.models.params import ParamTable
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    MtpConfig,
+    Routing,
+)
+from jspec.spec.rope_io import TABLES
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5
 NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", sinks=SINKS)

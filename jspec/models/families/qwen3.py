@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import ModelSpec
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
     Family,
@@ -13,7 +11,9 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
 )
-from jspec.models.fp8 import check_quantization
+from jspec.models.files.fp8 import check_quantization
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:

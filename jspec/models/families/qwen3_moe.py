@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.core.errors import CheckpointError
-from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import DenseSpec, FeedForward, ModelSpec, MoESpec, Routing
+from jspec.errors import CheckpointError
 from jspec.models.families.qwen2 import qwen_json
 from jspec.models.family import (
     FULL,
@@ -22,7 +20,9 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.fp8 import check_quantization
+from jspec.models.files.fp8 import check_quantization
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import DenseSpec, FeedForward, ModelSpec, MoESpec, Routing
 
 
 def read(fields: Fields) -> ModelSpec:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jspec.core.errors import ConfigError
-from jspec.core.json_files import Fields
-from jspec.core.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+from jspec.errors import ConfigError
 from jspec.models.family import (
     FULL,
     OF_RECURRENT_LAYERS,
@@ -27,8 +25,10 @@ from jspec.models.family import (
     refuse_windows,
     without_partial_rotary,
 )
-from jspec.models.fp8 import check_quantization
-from jspec.models.mtp_params import MtpNames
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.mtp_params import MtpNames
+from jspec.spec.json_files import Fields
+from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 
 NAMES = MtpNames(
     prefix="mtp.layers.{}.",

@@ -20,9 +20,23 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from jspec.core.errors import CheckpointError, ConfigError
-from jspec.core.json_files import Fields, shown
-from jspec.core.model_spec import (
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.family import (
+    FULL,
+    OF_MTP_LAYERS,
+    SLIDING,
+    Family,
+    MtpFamily,
+    bos_id,
+    decoder_json,
+    eos_ids,
+)
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.mtp_params import MtpNames
+from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
+from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
@@ -34,21 +48,7 @@ from jspec.core.model_spec import (
     MtpConfig,
     Routing,
 )
-from jspec.core.rope_io import read_rope, rope_json
-from jspec.models.family import (
-    FULL,
-    OF_MTP_LAYERS,
-    SLIDING,
-    Family,
-    MtpFamily,
-    bos_id,
-    decoder_json,
-    eos_ids,
-)
-from jspec.models.fp8 import check_quantization
-from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
-from jspec.models.mtp_params import MtpNames
-from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
+from jspec.spec.rope_io import read_rope, rope_json
 
 NAMES = MtpNames(
     prefix="model.layers.{}.",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
 
 TILE_ROWS = 64  # queries x heads of a group that one matrix product takes

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
 from jspec.pallas_kernels.attention.query_tiles import tiles_of
 from jspec.pallas_kernels.hopper import LOG2E, NOTHING

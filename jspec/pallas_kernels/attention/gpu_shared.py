@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.batch import SharedPrefixes
-from jspec.core.pytree import pytree
-from jspec.core.shared_prefixes import UNIT
+from jspec.config.shared_prefixes import UNIT
+from jspec.device.batch import SharedPrefixes
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention import block_plan, gpu
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS, BlockPlan
 from jspec.pallas_kernels.attention.gpu_merge import OtherShares, merge_shares

@@ -10,8 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec.core.batch import SharedPrefixes
-from jspec.core.pytree import pytree
+from jspec.device.batch import SharedPrefixes
+from jspec.device.pytree import pytree
 
 
 @pytree

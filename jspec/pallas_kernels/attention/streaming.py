@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
 
 BLOCK_TOKENS = 128

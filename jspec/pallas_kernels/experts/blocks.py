@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec.core.pytree import pytree, static
+from jspec.device.pytree import pytree, static
 
 
 @pytree

@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Gate, MoESpec, Routing
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
@@ -39,6 +38,7 @@ from jspec.pallas_kernels.experts.routing_gpu import (
     ranked,
     scores_of,
 )
+from jspec.spec.model_spec import Gate, MoESpec, Routing
 
 
 def mixture_of_sum(

@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks
 from jspec.pallas_kernels.experts.dealing_gpu import deal
 from jspec.pallas_kernels.experts.mixed import Mixed
@@ -31,6 +30,7 @@ from jspec.pallas_kernels.experts.packed import Weights, is_packed, sizes_of
 from jspec.pallas_kernels.experts.packed_gpu import packed_products
 from jspec.pallas_kernels.experts.plan import ExpertsTuning
 from jspec.pallas_kernels.experts.reference import gated
+from jspec.spec.model_spec import Gate
 
 
 def run_experts(

@@ -15,12 +15,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jspec.core.model_spec import MoESpec
 from jspec.pallas_kernels.add_norm.gpu import add_and_norm
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.plan import ExpertsTuning
 from jspec.pallas_kernels.experts.routing_gpu import choose, score
+from jspec.spec.model_spec import MoESpec
 
 
 def mixture_of_sum(

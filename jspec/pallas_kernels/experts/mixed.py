@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 
 
 @pytree

@@ -32,9 +32,9 @@ _BITS = (
     "and.b32 a, $1, 0x81C081C0;",
     "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
     "shl.b32 a, $1, 6; and.b32 a, a, 0x81C081C0;",
-    """shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;
-    shr.u32 b, $1, 3; and.b32 b, b, 0x01800180; or.b32 a, a, b;
-    shr.u32 b, $1, 7; and.b32 b, b, 0x00400040; or.b32 a, a, b;""",
+    "shl.b32 a, $1, 1; and.b32 a, a, 0x80008000;"
+    " shr.u32 b, $1, 3; and.b32 b, b, 0x01800180; or.b32 a, a, b;"
+    " shr.u32 b, $1, 7; and.b32 b, b, 0x00400040; or.b32 a, a, b;",
 )
 _NUMBER = "{{ .reg .b32 a, b; {bits} mov.b32 b, 0x7E807E80; mul.rn.bf16x2 $0, a, b; }}"
 

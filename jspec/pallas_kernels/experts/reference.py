@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.packed import is_packed, unpacked
+from jspec.spec.model_spec import Gate
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash has the first, too
 

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Routing
+from jspec.spec.model_spec import Routing
 
 SLICE = 256  # inputs of the router that one program multiplies
 TILE = 16  # experts of one program: 32 bytes of a row of weights

@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jspec.core.model_spec import Gate
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, blocks_of
 from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.reference import gated
+from jspec.spec.model_spec import Gate
 
 # Rows that an expert has on average, up to which the kernel is used, and XLA's product from there.
 # Assumed, not measured: so many rows still wait for the weights on every chip.

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 
 LANES = 128

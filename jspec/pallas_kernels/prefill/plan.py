@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jspec.core.pytree import pytree
+from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.prefill.key_ranges import POOL_FIRST, POOL_LAST, ROW, plan_packed

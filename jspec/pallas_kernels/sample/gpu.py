@@ -1,7 +1,7 @@
 """Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas, Triton).
 
 Of each row it computes max_v and argmax_v of logit(v) + T * g(seed, position, v), the lowest id
-winning ties, with the noise of core/noise.py made in registers. One program per row and chunk of
+winning ties, with the noise of device/noise.py made in registers. One program per row and chunk of
 the vocabulary reads its logits once and leaves its best (value, id); XLA reduces those. A row at
 temperature 0 makes no noise: T * g would be an exact zero, and costs far more than the read.
 
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core import noise
+from jspec.device import noise
 
 _NO_ID = 2**31 - 1
 _NO_KEY = -(2**31)  # below the key of every float

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core import noise
+from jspec.device import noise
 
 
 def reference(

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt32
 
-from jspec.core import noise
+from jspec.device import noise
 from jspec.pallas_kernels.sample.gpu import SampleTuning, choose_tuning
 from jspec.pallas_kernels.sample.rank import finite
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from jspec.core.grammar import ReasoningMarks
+from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls import deepseek, gpt_oss, hermes, llama3, mistral, thinking, xml_calls
 from jspec.text.calls.call_list import CallListParser
 from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser

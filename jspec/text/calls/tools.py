@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jspec.core.errors import RequestError, shown, unknown_field
+from jspec.errors import RequestError, shown, unknown_field
 
 MAX_TOOLS = 128  # OpenAI's
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

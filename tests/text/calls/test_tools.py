@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jspec.core.errors import RequestError
+from jspec.errors import RequestError
 from jspec.text.calls.tools import MAX_TOOLS, Choice, calls_schema, check_tools
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}}}

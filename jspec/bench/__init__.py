@@ -1,1 +1,0 @@
-"""Measuring: loads, the client that sends them, figures, and `jspec bench`."""

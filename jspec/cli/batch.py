@@ -1,0 +1,106 @@
+"""`jspec batch IN.jsonl OUT.jsonl`: a file of requests, answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from jspec.cli.batch_files.batch_file import AnswerFile, count_lines, read_lines
+from jspec.cli.flag_table import GROUPS
+from jspec.cli.flags import FlagParser, add_flags, parse_flags
+from jspec.engine.interrupts import interruptible
+from jspec.engine.memory.device_memory import share_for_server
+from jspec.server.server_args import Settings
+from jspec.serving.batch_progress import BatchProgress
+
+ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
+# Of a server's arguments those that an answer depends on.
+ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
+
+
+def run_batch_command(argv: Sequence[str]) -> int:
+    """Answers a file; run again after an interruption it goes on where it was."""
+    parser = FlagParser(
+        prog="jspec batch",
+        allow_abbrev=False,
+        description="Answers OpenAI's batch lines (custom_id, method, url, body) from one file "
+        "into another, in order. The same command goes on after an interruption.",
+        epilog="A line without a seed gets one from --random-seed (0) and its number.",
+    )
+    parser.add_argument("requests", metavar="IN.jsonl", help="One request a line")
+    parser.add_argument("answers", metavar="OUT.jsonl", help="One answer a line")
+    add_flags(parser, groups=ENGINE_GROUPS, also=ANSWER_ARGUMENTS)
+    options, settings = parse_flags(parser, argv)
+    for warning in settings.warnings:
+        print(f"jspec: warning: {warning}", file=sys.stderr)
+    requests, path = Path(options.requests), Path(options.answers)
+    total = count_lines(requests)
+    answers = AnswerFile(path, requests)
+    with closing(answers):
+        if answers.num_written:
+            print(f"{path}: {_there(answers, total)}", file=sys.stderr)
+        if answers.num_written < total:
+            _answer(settings, requests, answers, total=total, created=_created(path))
+    return 0
+
+
+def _there(answers: AnswerFile, total: int) -> str:
+    """What earlier runs have answered, and how to have it asked again."""
+    lines, count = "line" if total == 1 else "lines", answers.num_written
+    said = f"{count} of {total} {lines} {'is' if count == 1 else 'are'} there"
+    if answers.first_error is None:
+        return said
+    errors = "an error" if answers.num_errors == 1 else "errors"
+    return (
+        f"{said}, {answers.num_errors} of them {errors}, the first in line {answers.first_error}; "
+        "they are kept: cut the file before that line, and the same command asks again from there "
+        "on"
+    )
+
+
+def _created(path: Path) -> int:
+    """The time that the answers carry: that of an earlier run's first, or now."""
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            response = json.loads(text).get("response")
+            body = response.get("body") if isinstance(response, dict) else None
+            if isinstance(body, dict) and isinstance(body.get("created"), int):
+                return int(body["created"])
+    return int(time.time())
+
+
+def _answer(
+    settings: Settings, requests: Path, answers: AnswerFile, *, total: int, created: int
+) -> None:
+    os.environ.update(share_for_server(os.environ))
+    with interruptible():
+        from jspec.cli.batch_files.batch_run import BatchSettings, run_batch, window_of
+        from jspec.engine.gc_control import settle_heap
+        from jspec.serving.engine import Engine
+
+        engine = Engine(**settings.engine)
+        settle_heap()
+    with engine:
+        progress = BatchProgress(
+            sys.stderr,
+            total=total,
+            before=answers.num_written,
+            errors_before=answers.num_errors,
+            read_stats=lambda: engine.stats,
+        )
+        of_run = BatchSettings(
+            seed=settings.engine_args.random_seed or 0,
+            created=created,
+            window=window_of(engine),
+            server=settings.server,
+        )
+        with closing(progress), closing(read_lines(requests)) as lines:
+            left = itertools.islice(lines, answers.num_written, None)
+            asyncio.run(run_batch(engine, left, answers, of_run, on_answer=progress.add))

@@ -1,0 +1,236 @@
+"""OpenAI's batch files: a request a line in, an answer a line out. It knows no engine.
+
+    in   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
+    out  {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {...}}}
+
+Answers stand in the order of the requests, blank lines of the input left out. So what an
+interrupted run has written says by itself where the next one goes on: after its last whole line.
+Source: OpenAI's Batch API reference, "The request input object" and "output object".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jspec.errors import ConfigError, shown
+from jspec.spec.json_files import json_fault
+
+URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
+KEYS = frozenset({"custom_id", "method", "url", "body"})
+MAX_LINE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One request. number: of its line in the file, from 1; custom_id: None where it has none.
+
+    url, body: what is asked. wrong: why it cannot be, empty if it can.
+    """
+
+    number: int
+    custom_id: str | None = None
+    url: str = ""
+    body: Mapping[str, Any]
+    wrong: str = ""
+
+    @property
+    def answer_id(self) -> str:
+        return f"batch_req_{self.number}"
+
+
+def read_lines(path: Path) -> Generator[Line]:
+    """The requests, one after the other; the file is never held whole.
+
+    A line that is no request is a Line with `wrong`. Raises ConfigError if it cannot be read.
+    """
+    custom_ids: set[str] = set()
+    with _opened(path) as file:
+        for number, text in enumerate(_bounded_lines(file), start=1):
+            if not text.strip():
+                continue
+            line = _parse(number, text)
+            if line.custom_id in custom_ids and not line.wrong:
+                wrong = f"custom_id {shown(line.custom_id)} was an earlier line's; expected its own"
+                line = Line(number=number, custom_id=line.custom_id, body={}, wrong=wrong)
+            if line.custom_id is not None:
+                custom_ids.add(line.custom_id)
+            yield line
+
+
+def count_lines(path: Path) -> int:
+    """How many lines `read_lines` gives."""
+    with _opened(path) as file:
+        return sum(1 for text in _bounded_lines(file) if text.strip())
+
+
+def _opened(path: Path) -> BinaryIO:
+    if not path.is_file():
+        found = "is no file" if path.exists() else "is not there"
+        raise ConfigError(f"batch file {str(path)!r} {found}; expected a file of JSON lines")
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"batch file {str(path)!r}: {error.strerror}") from error
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of any length, of which MAX_LINE_BYTES + 1 are kept at most."""
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        rest = text
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+        yield text
+
+
+def _parse(number: int, text: bytes) -> Line:
+    def wrong(why: str, custom_id: str | None = None) -> Line:
+        return Line(number=number, custom_id=custom_id, body={}, wrong=f"line {number}: {why}")
+
+    if len(text) > MAX_LINE_BYTES:
+        return wrong(f"has more than {MAX_LINE_BYTES} bytes; expected at most that")
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        return wrong(f"is not JSON: {error}")
+    except ValueError as error:
+        return wrong(json_fault(error))
+    if not isinstance(found, dict):
+        return wrong(f"is {shown(found)}; expected an object")
+    custom_id = found.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return wrong(f"custom_id is {shown(custom_id)}; expected text that is not empty")
+    why = _why_not(found)
+    if why:
+        return wrong(why, custom_id)
+    return Line(number=number, custom_id=custom_id, url=found["url"], body=found["body"])
+
+
+def _why_not(found: Mapping[str, Any]) -> str:
+    """Why an object is no request that can be served in a batch; empty if it is one."""
+    unknown = sorted(set(found) - KEYS)
+    if unknown:
+        return f"has the unknown key {shown(unknown[0])}; expected {', '.join(sorted(KEYS))}"
+    if found.get("method", "POST") != "POST":
+        return f"method is {shown(found['method'])}; expected 'POST'"
+    if found.get("url") not in URLS:
+        return f"url is {shown(found.get('url'))}; expected one of {', '.join(URLS)}"
+    body = found.get("body")
+    if not isinstance(body, dict):
+        return f"body is {shown(body)}; expected an object"
+    if body.get("stream"):
+        return f"stream is {shown(body['stream'])}; expected false: a batch has whole answers"
+    return ""
+
+
+class AnswerFile:
+    """The answers, written whole lines at a time.
+
+    Opening it keeps what an earlier run wrote, less a line that it left unfinished, and checks
+    that those are answers to the first lines of `requests`: `num_written` of them, `num_errors` of
+    which are none that is well, the first in line `first_error`. Close it after the last `write`.
+
+    Raises ConfigError for a file that holds something else, or cannot be written.
+    """
+
+    def __init__(self, path: Path, requests: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"answer file {str(path)!r} is no regular file; expected one")
+        if path.exists() and path.samefile(requests):
+            raise ConfigError(f"answers would go to {str(path)!r}; expected another file")
+        try:
+            self._file = path.open("r+b" if path.exists() else "w+b")
+        except OSError as error:
+            raise ConfigError(
+                f"answer file {str(path)!r}: {error.strerror}; expected a file to write"
+            ) from error
+        self.num_written, self.num_errors = 0, 0
+        self.first_error: int | None = None
+        try:
+            self._keep_answers(path, requests)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _keep_answers(self, path: Path, requests: Path) -> None:
+        whole = 0
+        with closing(read_lines(requests)) as lines:
+            for text in self._file:
+                line = next(lines, None)
+                found = None if line is None else _answer_to(line, text)
+                is_left_off = line is not None and (found is not None or _begins(line, text))
+                if is_left_off and not text.endswith(b"\n"):
+                    break  # to be written again
+                if found is None:
+                    expected = "no more lines"
+                    if line is not None:
+                        expected = f"an answer to {line.answer_id}"
+                    raise ConfigError(
+                        f"line {self.num_written + 1} of {str(path)!r} is {shown(text)}; expected "
+                        f"{expected}: the file is not of an earlier run over {str(requests)!r}"
+                    )
+                whole += len(text)
+                self.num_written += 1
+                if not is_well(found):
+                    self.num_errors += 1
+                    self.first_error = self.first_error or self.num_written
+        self._file.seek(whole)
+        self._file.truncate()
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Appends one line, and hands it to the system."""
+        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _begins(line: Line, text: bytes) -> bool:
+    """Whether `text` may be what was written of an answer to this line when a run was stopped."""
+    ids = {"id": line.answer_id, "custom_id": line.custom_id}
+    first = json.dumps(ids, ensure_ascii=False).encode()[:-1]
+    return text[: len(first)] == first[: len(text)]
+
+
+def _answer_to(line: Line, text: bytes) -> dict[str, Any] | None:
+    """The answer that `text` is; None if it is none to this line."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    is_its = (found.get("id"), found.get("custom_id")) == (line.answer_id, line.custom_id)
+    return found if is_its else None
+
+
+def is_well(found: Mapping[str, Any]) -> bool:
+    """Whether an answer is what was asked for, and no error."""
+    response = found.get("response")
+    return isinstance(response, dict) and response.get("status_code") == HTTPStatus.OK
+
+
+def refusal(line: Line, code: str, message: str) -> dict[str, Any]:
+    """The answer to a line that could not be asked."""
+    return {
+        "id": line.answer_id,
+        "custom_id": line.custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+
+
+def answer(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a line that was asked, whatever came of it."""
+    return {
+        "id": line.answer_id,
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": line.answer_id, "body": body},
+        "error": None,
+    }

@@ -1,0 +1,204 @@
+"""Agreement of a draft head with its target, teacher-forced: at every token of texts that the
+target wrote, what the head guesses S tokens ahead against what the target chooses there.
+
+The target's features and choices come from the rescorer, the head's forward from training's
+unrolled form of it (`training.heads.unrolled_attention`), which shares neither pages nor steps with
+serving. Where serving verified, both can be compared step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cli.diagnosis.texts import Text
+from jspec.device import noise
+from jspec.engine.rescorer import Rescored, Rescorer
+from jspec.training.heads.draft_head import DraftHead, TargetFeatures
+
+ROWS_AT_ONCE = 4
+MULTIPLE = 64  # texts are padded to a multiple of this
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """R texts of at most T tokens, and what the target makes of them.
+
+    chosen_ids[r, i]: the target's choice for token i. layers: the residual at the input of each of
+    the target's layers that was kept, by its id; `hidden` after the final norm.
+    """
+
+    token_ids: np.ndarray  # i32[R, T]
+    lens: np.ndarray  # i32[R]
+    prompt_lens: np.ndarray  # i32[R]
+    chosen_ids: np.ndarray  # i32[R, T]
+    seeds: np.ndarray  # u32[R, 2]
+    temperatures: np.ndarray  # f32[R]
+    prompt_loss: float  # mean of -log p of the prompts' tokens
+    hidden: np.ndarray = field(repr=False)  # [R, T, E]
+    layers: Mapping[int, np.ndarray] = field(repr=False)  # [R, T, E] each
+
+    def aux(self, layer_ids: Sequence[int]) -> np.ndarray:
+        """[R, T, A] as the head is given it."""
+        if not layer_ids:
+            return self.hidden[..., :0]
+        return np.concatenate([self.layers[i] for i in layer_ids], axis=-1)
+
+    def of_texts(self, rows: Sequence[int]) -> Evidence:
+        """Of some of the texts."""
+        arrays = {
+            field.name: getattr(self, field.name)[list(rows)]
+            for field in fields(self)
+            if field.name not in ("prompt_loss", "layers")
+        }
+        layers = {i: x[list(rows)] for i, x in self.layers.items()}
+        return Evidence(prompt_loss=self.prompt_loss, layers=layers, **arrays)
+
+    def anchors(self, num_steps: int) -> np.ndarray:
+        """bool[R, T - 1 - S]: draft rows t whose root t + 1 is output, and all guesses within."""
+        t = np.arange(self.token_ids.shape[1] - 1 - num_steps)[None, :]
+        return (t >= self.prompt_lens[:, None] - 1) & (t + 1 + num_steps < self.lens[:, None])
+
+
+def gather(rescorer: Rescorer, texts: Sequence[Text], layer_ids: Sequence[int]) -> Evidence:
+    """Rescores all texts. layer_ids: the aux layers of the rescorer's target, ascending."""
+    scores = [rescorer.score(text.request, text.ids, features=True) for text in texts]
+    width = -(-max(len(score.chosen_ids) for score in scores) // MULTIPLE) * MULTIPLE
+
+    def table(rows: Sequence[Any]) -> np.ndarray:
+        arrays = [np.asarray(row) for row in rows]
+        pads = [[(0, width - len(a)), *[(0, 0)] * (a.ndim - 1)] for a in arrays]
+        return np.stack([np.pad(a, pad) for a, pad in zip(arrays, pads, strict=True)])
+
+    aux = table([score.aux for score in scores])
+    parts = np.split(aux, len(layer_ids), axis=-1) if layer_ids else []
+    words = [(text.request.seed >> 32, text.request.seed & 0xFFFFFFFF) for text in texts]
+    return Evidence(
+        token_ids=table([(*text.request.prompt_ids, *text.ids) for text in texts]),
+        lens=np.array([len(score.chosen_ids) for score in scores]),
+        prompt_lens=np.array([score.prompt_len for score in scores]),
+        chosen_ids=table([score.chosen_ids for score in scores]),
+        seeds=np.array(words, np.uint32),
+        temperatures=np.array([text.request.sampling.temperature for text in texts], np.float32),
+        prompt_loss=prompt_loss(scores),
+        hidden=table([score.hidden for score in scores]),
+        layers=dict(zip(layer_ids, parts, strict=True)),
+    )
+
+
+def prompt_loss(scores: Sequence[Rescored]) -> float:
+    """Mean of -log p over the prompts' tokens but the first of each."""
+    known = np.concatenate([score.logprobs[1 : score.prompt_len] for score in scores])
+    return -float(known.mean()) if len(known) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """hits[r, t, i]: whether the guess of depth i + 1 after t + 1 draft rows is what the target
+    chooses there.
+
+    confidence: what the head's own distribution says of its depth-1 guesses, on average.
+    """
+
+    hits: np.ndarray  # bool[R, T - 1 - S, S]
+    anchors: np.ndarray  # bool[R, T - 1 - S]
+    confidence: float
+
+    @property
+    def by_depth(self) -> list[float]:
+        """Share of hits at each depth, the true tokens before it given."""
+        return [float(x) for x in self.hits[self.anchors].mean(axis=0)]
+
+    @property
+    def mean(self) -> float:
+        """Over all depths."""
+        return float(self.hits[self.anchors].mean())
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """i64[R, T - 1 - S]: drafts that a verification there accepts."""
+        return np.cumprod(self.hits, axis=-1).sum(axis=-1)
+
+
+@cache
+def _guesser(head: Any, num_depths: int, dtype: str) -> Callable[..., Any]:
+    """Jitted (params, ids, hidden, aux, seeds, temperatures) -> (guessed ids, confidence).
+
+    head: a DraftHead; all of them are frozen.
+    """
+
+    def guess(
+        params: Params,
+        ids: jax.Array,
+        hidden: jax.Array,
+        aux: jax.Array,
+        seeds: jax.Array,
+        temperatures: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        features = TargetFeatures(hidden=hidden, aux=aux)
+        guesses = head.guesses(params, ids, features, num_depths=num_depths, dtype=jnp.dtype(dtype))
+        num_rows = ids.shape[1] - 1 - num_depths
+        draft_ids = params.get("draft_ids", jnp.arange(guesses[0].logits.shape[-1]))
+        found = []
+        for i, each in enumerate(guesses):
+            positions = jnp.broadcast_to(jnp.arange(num_rows) + 2 + i, (ids.shape[0], num_rows))
+            g = noise.gumbel(
+                jnp.broadcast_to(seeds[:, None], (*positions.shape, 2)), positions, draft_ids
+            )
+            noisy = each.logits[:, :num_rows] + temperatures[:, None, None] * g
+            best = jnp.argmax(noisy, axis=-1)
+            found.append(jnp.take(draft_ids, best, mode="clip"))
+        sure = jax.nn.softmax(guesses[0].logits[:, :num_rows], axis=-1).max(axis=-1)
+        return jnp.stack(found, axis=-1), sure
+
+    return jax.jit(guess)
+
+
+def measure(
+    head: DraftHead,
+    params: Params,
+    evidence: Evidence,
+    *,
+    layer_ids: Sequence[int],
+    num_steps: int,
+    dtype: str,
+    shift: int = 0,
+) -> Agreement:
+    """Over all texts. shift: features come from so many tokens later (1) or earlier (-1)."""
+    run = partial(_guesser(cast(Any, head), num_steps, dtype), params)
+    guessed, sure = [], []
+    roll = partial(np.roll, shift=-shift, axis=1)
+    aux, hidden = roll(evidence.aux(layer_ids)), roll(evidence.hidden)
+    num_texts = len(evidence.lens)
+    for start in range(0, num_texts, ROWS_AT_ONCE):
+        # The last rows are taken again where they would leave a batch of another size.
+        part = np.arange(start, start + ROWS_AT_ONCE) % num_texts
+        rows = (evidence.token_ids[part], hidden[part], aux[part])
+        ids, confidence = run(*rows, evidence.seeds[part], evidence.temperatures[part])
+        guessed.append(np.asarray(ids))
+        sure.append(np.asarray(confidence))
+    found = np.concatenate(guessed)[:num_texts]
+    num_rows = found.shape[1]
+    wanted = np.stack(
+        [evidence.chosen_ids[:, 2 + i : 2 + i + num_rows] for i in range(num_steps)], axis=-1
+    )
+    anchors = evidence.anchors(num_steps)
+    return Agreement(
+        hits=found == wanted,
+        anchors=anchors,
+        confidence=float(np.concatenate(sure)[:num_texts][anchors].mean()),
+    )
+
+
+def gain(trial: Agreement, base: Agreement) -> tuple[float, float]:
+    """(what the mean agreement gains, in how many standard errors), over the same anchors."""
+    difference = trial.hits[base.anchors].sum(-1) - base.hits[base.anchors].sum(-1).astype(float)
+    error = float(np.sqrt(np.sum(difference**2)))
+    return trial.mean - base.mean, float(difference.sum()) / error if error else 0.0

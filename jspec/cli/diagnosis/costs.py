@@ -1,0 +1,75 @@
+"""What steps cost: of one row, measured on the engines that serve and on the drafter alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jspec.cli.diagnosis.texts import make_texts
+from jspec.device.state import empty_sampling
+from jspec.engine.runner import empty_pools
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.messages.request import Request
+from jspec.serving.engine import Engine
+from jspec.speculative.drafter import RowsInStep
+
+REPEATS, ROUNDS = 3, 10
+PAGE_SIZE, NUM_PAGES = 64, 4
+
+
+def step_seconds(engine: Engine, request: Request) -> float:
+    """Median seconds of a decode step of one row: the device's busy time over its steps."""
+    found = []
+    for _ in range(REPEATS):
+        before = engine.busy_seconds
+        (text,) = make_texts(engine, [request])
+        # Prefill is among it, as short as the prompt, and so is the first step after it.
+        num_steps = len(text.steps) + 2
+        found.append((engine.busy_seconds - before) / num_steps)
+    return statistics.median(found)
+
+
+def propose_seconds(served: ServedWeights) -> float | None:
+    """Median seconds of one row's `propose`, apart from everything else; None on several devices,
+    and for a drafter without a model."""
+    drafter, mesh = served.models.drafter, served.mesh
+    if mesh.size > 1 or not drafter.cache_groups:
+        return None
+    models = served.models
+    dtype = jnp.dtype(models.config.dtype)
+    caches = empty_pools(
+        drafter.cache_groups,
+        num_pages=NUM_PAGES + 1,
+        page_size=PAGE_SIZE,
+        shards=1,
+        dtype=dtype,
+        ops=models.target.ops,
+    )
+    state = drafter.init_state(1, context_length=NUM_PAGES * PAGE_SIZE, dtype=dtype)
+    rows = RowsInStep(
+        root_ids=jnp.zeros((1,), jnp.int32),
+        seq_lens=jnp.full((1,), PAGE_SIZE, jnp.int32),
+        page_table=1 + jnp.arange(NUM_PAGES, dtype=jnp.int32)[None],
+        sampling=empty_sampling(1, vocab_size=models.target.vocab_size),
+    )
+    all_of_it = PartitionSpec()
+    whole = partial(jax.shard_map, mesh=mesh, in_specs=all_of_it, out_specs=all_of_it)
+    run = jax.jit(whole(drafter.propose, check_vma=False), donate_argnums=(1,))
+    params = served.params["draft"]
+    caches, _ = jax.block_until_ready(run(params, caches, state, rows))
+    return _median_seconds(run, params, caches, state, rows)
+
+
+def _median_seconds(run: Any, params: Any, caches: Any, state: Any, rows: RowsInStep) -> float:
+    found = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        caches, _ = jax.block_until_ready(run(params, caches, state, rows))
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)

@@ -1,0 +1,87 @@
+"""`jspec doctor`: why speculation does not pay, by measuring a pair on texts that it writes.
+
+serve      texts with a chain of the engine's S steps: what each step accepted, what it took
+force      the target's choices and features at every token of them; the head's guesses,
+           teacher-forced, against those choices
+try        other readings of the head (layer ids, RoPE base, norms, vocabulary, ...), first on
+           some of the texts; the promising ones on all
+look       at tensors, at the template, at the target without its windows
+compare    with an engine that does not speculate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jspec.cli.diagnosis.costs import propose_seconds, step_seconds
+from jspec.cli.diagnosis.examination import Examination
+from jspec.cli.diagnosis.prompts import Prompt
+from jspec.cli.diagnosis.records import Diagnosis
+from jspec.cli.diagnosis.texts import make_texts
+from jspec.cli.diagnosis.verify import plain_arguments
+from jspec.config.engine_args import EngineArgs
+from jspec.errors import ConfigError
+from jspec.serving.engine import Engine
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorSettings:
+    """temperature: None is the model's own sampling."""
+
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    seed: int = 0
+
+
+def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same engine with a chain: what is measured by depth needs one guess a depth."""
+    args = EngineArgs.from_mapping(arguments)
+    if not args.algorithm.drafting.on_device or args.speculative.num_steps < 1:
+        raise ConfigError(
+            f"speculative_algorithm is {args.algorithm.value}; expected one that drafts, such as "
+            "EAGLE3"
+        )
+    steps = args.speculative.num_steps
+    return {
+        **arguments,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+
+
+def examine(
+    arguments: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    settings: DoctorSettings,
+    *,
+    say: Say = lambda _: None,
+) -> Diagnosis:
+    """Starts one engine after the other. Raises ConfigError, CheckpointError and RequestError."""
+    say("starting the engine that speculates")
+    with Engine(**chain_arguments(arguments)) as engine:
+        requests = [
+            prompt.request(
+                engine,
+                temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens,
+                sampling_seed=settings.seed + i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        say(f"{len(requests)} texts")
+        texts = make_texts(engine, requests)
+        spec_seconds = step_seconds(engine, requests[0])
+        examination = Examination(engine, texts, say=say)
+        examination.run([p.given for p in prompts if isinstance(p.given, str)])
+        proposing = propose_seconds(engine.served)
+    say("starting the engine that does not speculate")
+    with Engine(**plain_arguments(arguments)) as engine:
+        plain_seconds = step_seconds(engine, requests[0])
+    return examination.diagnosis(
+        step_seconds=spec_seconds, propose_seconds=proposing, plain_step_seconds=plain_seconds
+    )

@@ -1,0 +1,144 @@
+"""What is wrong with a pair, from what was measured: rules and their numbers, in one place.
+
+A repair is believed if it helps on all texts beyond chance and makes the head a good one, or brings
+back a third of what is missing. Of the bundled head, whose healthy agreement is 0.82, a repair of
+one fault brings back from 0.17 to 0.99 of what is missing; the best false one of a head that was
+quantised to four and then three bits 0.15, and leaves it a bad head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jspec.cli.diagnosis.agreement import Agreement, gain
+from jspec.cli.diagnosis.readings import Reading
+from jspec.cli.diagnosis.texts import Text
+
+LEAST_GAIN, LEAST_ERRORS = 0.015, 4.0
+GOOD, LEAST_OF_MISSING, MOST_OF_MISSING = 0.6, 0.1, 0.33
+LEAST_FIT = 0.45  # depth-1 agreement below which a head that is surer than it is right does not fit
+LEAST_NATS = 0.1  # a prompt's token, that a target without its windows saves if it never had any
+MOST_UNLIKE = 0.1  # steps whose accepted drafts are not those of the teacher-forced head
+LEAST_AT_ALL, SURENESS = 0.15, 0.8  # healthy weak heads were seen at 0.97 and 1.06
+UNFIT = "the head does not fit; no single repair helps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """kind: one word, for JSON. what, repair: sentences."""
+
+    kind: str
+    what: str
+    repair: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A reading as it was measured on all texts. gain: of the mean agreement; errors: in standard
+    errors."""
+
+    reading: Reading
+    agreement: float
+    gain: float
+    errors: float
+
+    @classmethod
+    def of(cls, reading: Reading, found: Agreement, base: Agreement) -> Trial:
+        gained, errors = gain(found, base)
+        return cls(reading=reading, agreement=found.mean, gain=gained, errors=errors)
+
+    @property
+    def is_believed(self) -> bool:
+        missing = 1 - (self.agreement - self.gain)
+        if self.gain < LEAST_GAIN or self.errors < LEAST_ERRORS:
+            return False
+        share = self.gain / missing
+        return share >= MOST_OF_MISSING or (share >= LEAST_OF_MISSING and self.agreement >= GOOD)
+
+    @property
+    def finding(self) -> Finding:
+        before = self.agreement - self.gain
+        return Finding(
+            kind=self.reading.kind,
+            what=f"{self.reading.fault}: read so, it agrees in {self.agreement:.2f} instead of "
+            f"{before:.2f} of the guesses",
+            repair=self.reading.repair,
+        )
+
+
+def best(trials: Iterable[Trial]) -> Trial | None:
+    """The believed one that helps most."""
+    return max((t for t in trials if t.is_believed), key=lambda t: t.gain, default=None)
+
+
+def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
+    """Whether a head without a known fault is one that was trained for this target.
+
+    One that was made for other weights is far surer than it is right, or agrees hardly ever. A weak
+    healthy head is about as sure as it is right, and so is one that coarse weights have flattened:
+    its weights tell these two apart (`tensors.coarse_levels`).
+    """
+    first = base.by_depth[0]
+    if is_coarse and first < LEAST_FIT:
+        return False
+    return first >= LEAST_FIT or (first >= LEAST_AT_ALL and first >= SURENESS * base.confidence)
+
+
+def unfit(base: Agreement, levels: int | None) -> Finding:
+    """levels: as `tensors.coarse_levels`."""
+    what = f"{UNFIT}: it agrees in {base.by_depth[0]:.2f} of its first guesses and is "
+    what += f"{base.confidence:.2f} sure of them"
+    if levels is not None:
+        return Finding(
+            kind="unfit",
+            what=f"{what}, and an output of its matrices has {levels} different numbers: too few "
+            "bits, or quantised twice",
+            repair="get the head's weights as they were before they were quantised, and quantise "
+            "those once, to 4 bits or more",
+        )
+    return Finding(
+        kind="unfit",
+        what=what,
+        repair="get the head that was trained for these very weights of the target, or train one "
+        "(jspec train-draft)",
+    )
+
+
+def unlike_served(forced: Agreement, texts: Sequence[Text]) -> tuple[float, int]:
+    """(share of served verifications that accepted another number, verifications)."""
+    found = []
+    accepted, num_rows = forced.num_accepted, forced.hits.shape[1]
+    for r, text in enumerate(texts):
+        for step in text.steps:
+            row = step.length - 1
+            if row < num_rows and forced.anchors[r, row]:
+                found.append(accepted[r, row] != step.num_accepted)
+    return (float(np.mean(found)) if found else 0.0), len(found)
+
+
+def of_serving(
+    base: Agreement, shifted: Sequence[tuple[Reading, Agreement]], texts: Sequence[Text]
+) -> Finding | None:
+    """Serving and the teacher-forced head are the same arithmetic; where they are not, why."""
+    share, count = unlike_served(base, texts)
+    if count == 0 or share <= MOST_UNLIKE:
+        return None
+    what = f"{100 * share:.0f}% of {count} served steps accept another number of drafts than the "
+    what += "head does when it is teacher-forced"
+    for reading, found in shifted:
+        if unlike_served(found, texts)[0] < share / 2:
+            which = "after" if reading.shift > 0 else "before"
+            return Finding(
+                kind="anchor_row",
+                what=f"{what}; they are those of a head that is given the feature of the row "
+                f"{which} the right one",
+                repair="a fault of the engine, not of the head: the row that advance anchors on",
+            )
+    return Finding(
+        kind="serving",
+        what=what,
+        repair="a fault of the engine, not of the head: its rows, positions, pages or features",
+    )

@@ -1,0 +1,185 @@
+"""Other readings of a head: what a checkpoint or its config often has wrong, put right one by one.
+
+Each is measured on the same texts as the reading that serves. Where one of them agrees with the
+target far more often, that is what is wrong. Weights are never changed on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.training.heads.draft_head import DraftHead
+from jspec.training.heads.head_eagle3 import TrainedEagle3
+
+Params = dict[str, Any]
+THETAS = (10000.0, 500000.0, 1000000.0)
+NORMS = {
+    "input_norm": "input_layernorm",
+    "hidden_norm": "hidden_norm",
+    "post_norm": "post_attention_layernorm",
+    "norm": "norm",
+}
+
+
+def same(params: Params) -> Params:
+    return params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One way to read a head. fault: what is wrong if it is the right one; repair: what to do.
+
+    kind: one word for JSON and tests. shift: as `agreement.measure`.
+    """
+
+    kind: str
+    fault: str
+    repair: str
+    head: DraftHead
+    layer_ids: tuple[int, ...]
+    params: Callable[[Params], Params] = same
+    shift: int = 0
+
+
+def nearby_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Every id that a reading may ask for, ascending."""
+    near = {i + d for i in layer_ids for d in (-1, 0, 1)} | set(usual_layers(num_layers))
+    return tuple(sorted(i for i in near if 0 <= i <= num_layers)) if layer_ids else ()
+
+
+def usual_layers(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's own choice; none where the target has too few layers for it."""
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else ()
+
+
+def eagle3_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
+    """All single repairs of an EAGLE-3 head."""
+    head = TrainedEagle3(config)
+    yield from _layer_readings(head, target)
+    yield from _theta_readings(config, target)
+    yield from shifted_readings(head)
+    yield from _norm_readings(head)
+    yield from _vocabulary_readings(head)
+    other = replace(config, norm_before_residual=not config.norm_before_residual)
+    yield Reading(
+        kind="residual",
+        fault=f"norm_before_residual is {config.norm_before_residual}",
+        repair=f"set norm_before_residual to {other.norm_before_residual} in the head's config",
+        head=TrainedEagle3(other),
+        layer_ids=config.aux_layer_ids,
+    )
+
+
+def _layer_readings(head: TrainedEagle3, target: ModelSpec) -> Iterator[Reading]:
+    """Each id moved by one or not, the usual ones; the order turned round."""
+    ids = head.config.aux_layer_ids
+    near = set(nearby_layers(ids, target.num_layers))
+    some = itertools.product((0, -1, 1), repeat=len(ids)) if len(ids) <= 3 else ()
+    moved = [tuple(i + d for i, d in zip(ids, by, strict=True)) for by in some]
+    moved += [tuple(i + d for i in ids) for d in (-1, 1)]
+    if len(ids) == 3:
+        moved.append(usual_layers(target.num_layers))
+    moved.append(ids[::-1])
+    for other in dict.fromkeys(moved):
+        if other and other != ids and set(other) <= near:
+            yield Reading(
+                kind="layer_ids",
+                fault=f"the aux layer ids are {list(ids)}, and the head was trained with "
+                f"{list(other)} (captured at the input of these layers)",
+                repair=f"set eagle_aux_hidden_state_layer_ids to {list(other)} in the head's "
+                "config (a first id of 1 there means outputs: one less each)",
+                head=head,
+                layer_ids=other,
+            )
+
+
+def _theta_readings(config: Eagle3Config, target: ModelSpec) -> Iterator[Reading]:
+    own = config.layer.one_layer.attention.rope
+    theirs = target.layers[-1].attention.rope
+    bases = dict.fromkeys((*THETAS, theirs.theta))
+    for rope in (*(replace(own, theta=theta) for theta in bases), theirs):
+        if rope == own:
+            continue
+        attention = replace(config.layer.one_layer.attention, rope=rope)
+        layers = tuple(replace(layer, attention=attention) for layer in config.layer.layers)
+        changed = replace(config, layer=replace(config.layer, layers=layers))
+        yield Reading(
+            kind="rope_theta",
+            fault=f"the head's rope_theta is {own.theta:g}, and it was trained with {rope.theta:g}"
+            + ("" if rope.theta != own.theta else " and its target's scaling"),
+            repair=f"pass --speculative-draft-rope-theta {rope.theta:g}, or set rope_theta in the "
+            "head's config",
+            head=TrainedEagle3(changed),
+            layer_ids=config.aux_layer_ids,
+        )
+
+
+def shifted_readings(head: DraftHead) -> Iterator[Reading]:
+    """Features of a neighbouring row."""
+    for shift, which in ((1, "after"), (-1, "before")):
+        yield Reading(
+            kind="anchor_row",
+            fault=f"the head was trained on the feature of the row {which} the one that it is "
+            "given: token i + 1 belongs with the feature of token i",
+            repair="train it with (token i + 1, feature i) pairs, as EAGLE's are",
+            head=head,
+            layer_ids=tuple(head.aux_layer_ids),
+            shift=shift,
+        )
+
+
+def _norm_readings(head: TrainedEagle3) -> Iterator[Reading]:
+    """Two norms of one size exchanged."""
+    for a, b in itertools.combinations(NORMS, 2):
+
+        def swapped(params: Params, a: str = a, b: str = b) -> Params:
+            return with_norm(with_norm(params, a, norm_of(params, b)), b, norm_of(params, a))
+
+        yield Reading(
+            kind="norm",
+            fault=f"the norms {NORMS[a]} and {NORMS[b]} are exchanged",
+            repair=f"exchange the tensors {NORMS[a]}.weight and {NORMS[b]}.weight",
+            head=head,
+            layer_ids=head.config.aux_layer_ids,
+            params=swapped,
+        )
+
+
+def norm_of(params: Params, name: str) -> Any:
+    return (params if name == "norm" else params["layer"])[name]
+
+
+def with_norm(params: Params, name: str, value: Any) -> Params:
+    if name == "norm":
+        return {**params, name: value}
+    return {**params, "layer": {**params["layer"], name: value}}
+
+
+def _vocabulary_readings(head: TrainedEagle3) -> Iterator[Reading]:
+    """Draft ids one off, and d2t's two meanings taken for one another."""
+    V = head.config.layer.vocab_size
+    readings: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+        ("one too high", lambda ids: ids - 1),
+        ("one too low", lambda ids: ids + 1),
+        ("ids where offsets are expected", lambda ids: ids - jnp.arange(ids.shape[0])),
+        ("offsets where ids are expected", lambda ids: ids + jnp.arange(ids.shape[0])),
+    )
+    for what, put_right in readings:
+
+        def moved(params: Params, put_right: Callable[[Any], Any] = put_right) -> Params:
+            return {**params, "draft_ids": jnp.clip(put_right(params["draft_ids"]), 0, V - 1)}
+
+        yield Reading(
+            kind="vocabulary",
+            fault=f"the head's map to the target's vocabulary is off: d2t is {what}",
+            repair="write d2t again: target id less draft id, for each draft id",
+            head=head,
+            layer_ids=head.config.aux_layer_ids,
+            params=moved,
+        )

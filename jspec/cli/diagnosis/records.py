@@ -1,0 +1,114 @@
+"""What an examination comes to: the numbers, and the findings made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jspec.cli.diagnosis.agreement import Agreement
+from jspec.cli.diagnosis.findings import Finding
+from jspec.cli.diagnosis.templates import TemplateCost
+from jspec.cli.diagnosis.tensors import TensorFact
+from jspec.cli.diagnosis.texts import Text
+
+BUCKETS = (64, 256, 1024, 4096, 2**31)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Texts' tokens from `first` to `last`. Agreement of the first draft: share of guesses that are
+    the target's choice, served (num_served steps) and teacher-forced (num_forced tokens)."""
+
+    first: int
+    last: int
+    num_served: int
+    served: float
+    num_forced: int
+    forced: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What is served, read from config and engine."""
+
+    algorithm: str
+    shape: str
+    dtype: str
+    head: str
+    aux_layer_ids: tuple[int, ...]
+    rope_theta: float | None
+    target_rope_theta: float
+    windows: tuple[int, ...]
+    draft_vocab_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything that was measured; lists by depth begin with depth 1. None: not measurable."""
+
+    pair: Pair
+    num_texts: int
+    num_tokens: int
+    acceptance_length: float
+    served_by_depth: list[float]
+    forced_by_depth: list[float] | None
+    confidence: float | None
+    unlike_served: float | None
+    buckets: tuple[Bucket, ...]
+    coverage: float | None
+    step_seconds: float
+    propose_seconds: float | None
+    plain_step_seconds: float
+    templates: tuple[TemplateCost, ...]
+    tensors: tuple[TensorFact, ...]
+    tried: tuple[tuple[str, str, float, float], ...]  # kind, fault, gain, standard errors
+    findings: tuple[Finding, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Of one row: tokens a second with speculation over those without."""
+        return self.acceptance_length * self.plain_step_seconds / self.step_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "speedup": self.speedup}
+
+
+def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
+    """Share of steps that accepted depth i + 1, of those that accepted all before it.
+
+    In:  accepted 0 1 2 2, S = 2   Out: [0.75, 0.67]
+    """
+    counts = [sum(n >= depth for n in num_accepted) for depth in range(num_steps + 1)]
+    return [b / a if a else 0.0 for a, b in itertools.pairwise(counts)]
+
+
+def buckets_of(texts: Sequence[Text], base: Agreement | None) -> tuple[Bucket, ...]:
+    """By the number of tokens before the guess; only those that hold any."""
+    found, first = [], 0
+    steps = [step for text in texts for step in text.steps]
+    for last in BUCKETS:
+        served = [s.num_accepted > 0 for s in steps if first <= s.length < last]
+        forced = np.zeros(0)
+        if base is not None:
+            inside = base.anchors.copy()
+            inside[:, : max(first - 1, 0)] = False
+            inside[:, last - 1 :] = False
+            forced = base.hits[..., 0][inside]
+        if served or len(forced):
+            found.append(
+                Bucket(
+                    first=first,
+                    last=last - 1,
+                    num_served=len(served),
+                    served=float(np.mean(served)) if served else 0.0,
+                    num_forced=len(forced),
+                    forced=float(forced.mean()) if len(forced) else 0.0,
+                )
+            )
+        first = last
+    return tuple(found)

@@ -1,0 +1,112 @@
+"""What a head's tensors say by themselves: zeros, what is no number, the draft vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.cli.diagnosis.agreement import Evidence
+from jspec.models.placement import path_of
+
+MIN_LEVELS = 32  # of a column; 4 bits make 16
+COARSE = 8  # numbers of an output, zero and both signs counted: three bits make 7 or 8
+LONG = 64  # numbers, of which any trained ones are more than COARSE different
+MOST_ZEROS = 0.25  # trained matrices have none; a pruned head has a pattern of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFact:
+    """One tensor of the head. mean: of a norm's scale, near 1 where it was not trained.
+
+    levels: distinct numbers of a column, at most, of those looked at: few where it was quantised.
+    fewest: the same of columns or rows, whichever have fewer; None of what is too short to say.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    zeros: float
+    levels: int
+    fewest: int | None = None
+    is_finite: bool
+    mean: float
+    std: float
+
+
+def facts_of(params: Any) -> tuple[TensorFact, ...]:
+    """Of every tensor of numbers; embedding and ids are not the head's own."""
+    found = []
+    for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names = [str(part) for part in path_of(path)]
+        if names[0] in ("embed", "draft_ids"):
+            continue
+        array = np.asarray(value).astype(np.float32)
+        found.append(
+            TensorFact(
+                name=".".join(names),
+                shape=array.shape,
+                zeros=float(np.mean(array == 0)),
+                levels=_levels(_columns(array)),
+                fewest=_fewest(array),
+                is_finite=bool(np.isfinite(array).all()),
+                mean=float(array.mean()),
+                std=float(array.std()),
+            )
+        )
+    return tuple(found)
+
+
+def _columns(array: np.ndarray) -> np.ndarray:
+    """A few of a matrix's columns (outputs), as rows; of a vector, all of it."""
+    return array.reshape(-1, array.shape[-1]).T[:8] if array.ndim > 1 else array[None]
+
+
+def _levels(lines: np.ndarray) -> int:
+    return max(len(np.unique(line)) for line in lines)
+
+
+def _fewest(array: np.ndarray) -> int | None:
+    """A scale belongs to an output or, seldom, to an input."""
+    if array.ndim < 2:
+        return None
+    rows = array.reshape(-1, array.shape[-1])[:8]
+    found = [_levels(x) for x in (rows, _columns(array)) if x.shape[-1] >= LONG]
+    return min(found, default=None)
+
+
+def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
+    """How many numbers an output of the head's matrices has, where those are as few as three bits
+    make; else None.
+
+    What is quantised once and served so has more: 4 bits 15 or 16 for each of its groups, int8 and
+    fp8 beyond 60. Such few are left by too few bits, or by rounding what was rounded before.
+    """
+    found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
+    if not found or (middle := found[len(found) // 2]) > COARSE:
+        return None
+    return middle
+
+
+def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
+    """A sentence for each tensor that cannot be a trained one's."""
+    found = [
+        f"{fact.name} holds numbers that are not finite" for fact in facts if not fact.is_finite
+    ]
+    found += [
+        f"{100 * fact.zeros:.0f}% of {fact.name} {list(fact.shape)} is zero"
+        for fact in facts
+        if fact.zeros > MOST_ZEROS
+        and fact.levels >= MIN_LEVELS  # zeros of a quantised one are rounded numbers
+        and not fact.name.endswith("bias")
+    ]
+    return tuple(found)
+
+
+def coverage(draft_ids: Any, evidence: Evidence) -> float:
+    """Share of the target's choices after the prompts that the head can draft at all."""
+    index = np.arange(evidence.token_ids.shape[1])[None, :]
+    is_output = (index >= evidence.prompt_lens[:, None]) & (index < evidence.lens[:, None])
+    chosen = evidence.chosen_ids[is_output]
+    return float(np.isin(chosen, np.asarray(draft_ids)).mean()) if len(chosen) else 0.0

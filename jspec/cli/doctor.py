@@ -1,0 +1,153 @@
+"""`jspec doctor [PROMPTS]`: why speculation does not pay, and what would repair it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jspec.cli.flags import FlagParser, add_flags, parse_flags
+from jspec.cli.verify import (
+    ENGINE_GROUPS,
+    SMALL,
+    UNLISTED,
+    add_prompt_flags,
+    check_prompt_flags,
+    check_reads_weights,
+    say,
+    warn,
+    write_json,
+)
+from jspec.engine.interrupts import interruptible
+from jspec.engine.memory.device_memory import share_for_server
+
+if TYPE_CHECKING:
+    from jspec.cli.diagnosis.records import Diagnosis
+
+
+def run_doctor(argv: Sequence[str]) -> int:
+    """0, whatever it finds: a pair that does not pay is no failure."""
+    parser = FlagParser(
+        prog="jspec doctor",
+        allow_abbrev=False,
+        description="Measures a pair on texts that it writes, and says why speculation does not "
+        "pay: how often the head agrees with its target, what steps cost, and what of the head's "
+        "files is read wrongly.",
+        epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
+    )
+    add_prompt_flags(parser, num_prompts=12)
+    parser.add_argument("--temperature", type=float, help="Unset: the model's own sampling")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="Of each text (128)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Of the first text; the next follow (0)"
+    )
+    add_flags(parser, groups=ENGINE_GROUPS, unlisted=UNLISTED)
+    options, settings = parse_flags(parser, argv)
+    check_prompt_flags(options)
+    check_reads_weights(parser.prog, settings.engine)
+    warn(settings.warnings)
+    os.environ.update(share_for_server(os.environ))
+    with interruptible():
+        from jspec.cli.diagnosis.doctor import DoctorSettings, chain_arguments, examine
+        from jspec.cli.diagnosis.prompts import examples, first_of, read_prompts
+
+    chain_arguments(settings.engine)  # refuses an engine that does not draft
+    prompts = examples() if options.prompts is None else read_prompts(Path(options.prompts))
+    found = examine(
+        {**SMALL, "disable_logprobs": True, **settings.engine},
+        tuple(first_of(prompts, options.num_prompts)),
+        DoctorSettings(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        ),
+        say=say,
+    )
+    write_json(options.output, found.to_json())
+    print(text_of(found))
+    return 0
+
+
+def text_of(found: Diagnosis) -> str:
+    """The diagnosis in about twenty lines."""
+    return "\n".join(
+        (*_pair_lines(found), *_agreement_lines(found), *_cost_lines(found), *_verdict(found))
+    )
+
+
+def _pair_lines(found: Diagnosis) -> list[str]:
+    pair = found.pair
+    ids = f", aux layers {list(pair.aux_layer_ids)}" if pair.aux_layer_ids else ""
+    theta = "" if pair.rope_theta is None else f", rope_theta {pair.rope_theta:g}"
+    lines = [
+        f"{pair.algorithm} {pair.shape}, {pair.dtype}; head {pair.head}{ids}{theta} "
+        f"(target {pair.target_rope_theta:g})"
+    ]
+    if pair.windows:
+        lines.append(f"the target's windows: {', '.join(map(str, pair.windows))}")
+    if found.coverage is not None and pair.draft_vocab_size is not None:
+        lines.append(
+            f"draft vocabulary: {pair.draft_vocab_size} ids, {100 * found.coverage:.1f}% of the "
+            "tokens that the target chose"
+        )
+    if found.templates:
+        cost = found.templates[0]
+        lines.append(
+            f"chat template: {cost.num_tokens} tokens of markup, {cost.nats:.1f} nats each"
+            if cost.num_tokens
+            else "chat template: no markup"
+        )
+    return lines
+
+
+def _agreement_lines(found: Diagnosis) -> list[str]:
+    served = "  ".join(f"{x:.2f}" for x in found.served_by_depth)
+    lines = [
+        f"{found.num_texts} texts, {found.num_tokens} tokens; acceptance length "
+        f"{found.acceptance_length:.2f}",
+        f"  agreement by depth, served         {served}",
+    ]
+    if found.forced_by_depth is None:
+        return [*lines, "  teacher-forced: not for this drafter"]
+    forced = "  ".join(f"{x:.2f}" for x in found.forced_by_depth)
+    lines.append(
+        f"                      teacher-forced {forced}   (sure of {found.confidence:.2f})"
+    )
+    lines.append(
+        f"  served steps unlike teacher-forced ones: {100 * (found.unlike_served or 0):.1f}%"
+    )
+    lines += [
+        f"  tokens {each.first} to {each.last if each.last < 2**30 else 'the end'}: depth 1 served "
+        f"{each.served:.2f} ({each.num_served} steps), teacher-forced {each.forced:.2f} "
+        f"({each.num_forced})"
+        for each in found.buckets
+    ]
+    return lines
+
+
+def _cost_lines(found: Diagnosis) -> list[str]:
+    draft = ""
+    if found.propose_seconds is not None:
+        draft = f", of it drafting {1e3 * found.propose_seconds:.2f} ms"
+    return [
+        f"a step of one row: plain {1e3 * found.plain_step_seconds:.2f} ms, speculative "
+        f"{1e3 * found.step_seconds:.2f} ms{draft}",
+        f"speed-up: {found.acceptance_length:.2f} tokens a step x "
+        f"{found.plain_step_seconds / found.step_seconds:.2f} = {found.speedup:.2f}",
+    ]
+
+
+def _verdict(found: Diagnosis) -> list[str]:
+    if found.findings:
+        lines = []
+        for each in found.findings:
+            lines += [f"FOUND ({each.kind}): {each.what}", f"  repair: {each.repair}"]
+        return lines
+    if found.speedup >= 1:
+        return ["well: nothing is wrong with the pair, and speculation pays"]
+    return [
+        "nothing is wrong with the pair; speculation does not pay since a step costs "
+        f"{found.step_seconds / found.plain_step_seconds:.1f} plain ones and emits "
+        f"{found.acceptance_length:.1f} tokens: try fewer --speculative-num-steps"
+    ]

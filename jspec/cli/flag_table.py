@@ -1,0 +1,243 @@
+"""Every flag of `jspec serve`, in one table: SGLang's names, and what jspec does with each.
+
+A row is implemented, accepted (one warning: it changes nothing here), or refused with the reason,
+unless it holds one of its neutral values. The implemented ones are the fields of EngineArgs and
+ServerArgs, as declared there; the others are here. Parsing, TOML and the docs all read this table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from jspec.config.arguments import argument_of, type_of
+from jspec.config.engine_args import EngineArgs
+from jspec.server.server_args import ServerArgs
+
+FlagValue = bool | int | float | str | None
+
+
+class FlagClass(enum.Enum):
+    IMPLEMENTED = "implemented"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+class FlagKind(enum.Enum):
+    """What follows the flag. SWITCH: nothing. MANY: any number of words."""
+
+    SWITCH = "switch"
+    INT = "int"
+    FLOAT = "float"
+    TEXT = "text"
+    MANY = "many"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One row. names: the flag and its aliases. text: what it does, or why it does nothing.
+
+    argument: the engine or server argument that an implemented flag sets; `const` is what a SWITCH
+    sets it to. is_primary: the row that describes the argument (another may set it too).
+    neutral: values with which a refused flag is allowed. aliases: values translated on the way in.
+    """
+
+    names: tuple[str, ...]
+    kind: FlagKind
+    flag_class: FlagClass
+    text: str
+    argument: str = ""
+    const: FlagValue = True
+    is_primary: bool = True
+    neutral: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def flags_of(declared: Field[Any]) -> Iterator[Flag]:
+    """The flag that sets an argument, by its declaration, and those that set it to one value."""
+    says, kind = argument_of(declared), FlagKind(_KINDS[type_of(declared)])
+    name, text, default = declared.name, says.text, declared.default
+    if kind in (FlagKind.INT, FlagKind.FLOAT) and default is not None:
+        text += f" ({default})" if kind is FlagKind.INT else f" ({default:g})"
+    is_off_switch = default is True
+    yield Flag(
+        names=(f"--{'disable-' if is_off_switch else ''}{name.replace('_', '-')}", *says.aliases),
+        kind=kind,
+        flag_class=FlagClass.IMPLEMENTED,
+        text=text,
+        argument=name,
+        const=not is_off_switch,
+        aliases=says.translated,
+    )
+    for short in says.shorthands:
+        yield Flag(
+            names=(short.flag,),
+            kind=FlagKind.SWITCH,
+            flag_class=FlagClass.IMPLEMENTED,
+            text=short.text,
+            argument=name,
+            const=short.value,
+            is_primary=False,
+        )
+
+
+def _warns(name: str, kind: FlagKind, text: str, *aliases: str) -> Flag:
+    return Flag(names=(name, *aliases), kind=kind, flag_class=FlagClass.ACCEPTED, text=text)
+
+
+def _refused(
+    name: str, kind: FlagKind, text: str, *aliases: str, neutral: tuple[str, ...] = ()
+) -> Flag:
+    return Flag(
+        names=(name, *aliases),
+        kind=kind,
+        flag_class=FlagClass.REFUSED,
+        text=text,
+        neutral=neutral,
+    )
+
+
+_SWITCH, _INT, _FLOAT, _TEXT, _MANY = FlagKind
+_KINDS = {"bool": "switch", "int": "int", "float": "float", "str": "text"}
+_EXACT = (
+    "a draft is accepted exactly when it equals the target's own token; anything looser changes "
+    "the distribution, and sharing noise under a p/q rule would bias it"
+)
+_ONE_HOST = "one process on one host serves; use --tp-size for its devices"
+_NO_ADAPTER = "LoRA is not implemented"
+_NGRAM_TREE = "the tree is the continuations of the K best matches (--speculative-eagle-topk)"
+_NGRAM_LOOKUP = "every row is searched whole, and nothing is kept beside it"
+_ATTENTION = "jspec chooses its attention kernel by platform"
+
+_OTHER_MODEL = (
+    _warns("--trust-remote-code", _SWITCH, "jspec never runs code from a checkpoint"),
+    _warns("--tokenizer-mode", _TEXT, "there is one tokenizer, the fast one"),
+    _warns("--device", _TEXT, "JAX chooses; set JAX_PLATFORMS instead"),
+    _refused(
+        "--quantization",
+        _TEXT,
+        "nothing is quantized while loading; fp8 files need no flag",
+        neutral=("none",),
+    ),
+    _refused("--kv-cache-dtype", _TEXT, "the KV cache has the model's dtype", neutral=("auto",)),
+    _refused("--revision", _TEXT, "write --model-path org/name@REVISION"),
+    _refused("--is-embedding", _SWITCH, "only generation is served"),
+    _refused("--lora-paths", _MANY, _NO_ADAPTER),
+    _refused("--enable-lora", _SWITCH, _NO_ADAPTER),
+)
+
+_OTHER_SPECULATIVE = (
+    _refused("--speculative-accept-threshold-single", _FLOAT, _EXACT, neutral=("1", "1.0")),
+    _refused("--speculative-accept-threshold-acc", _FLOAT, _EXACT, neutral=("1", "1.0")),
+    _refused("--speculative-use-rejection-sampling", _SWITCH, _EXACT),
+    _refused("--speculative-use-block-verification", _SWITCH, _EXACT),
+    _refused(
+        "--speculative-draft-model-quantization",
+        _TEXT,
+        "nothing is quantized while loading; fp8 files need no flag",
+        neutral=("none",),
+    ),
+    _refused(
+        "--speculative-draft-model-revision",
+        _TEXT,
+        "write --speculative-draft-model-path org/name@REVISION",
+    ),
+    _refused("--speculative-draft-window-size", _INT, "the draft attends to the whole context"),
+    _refused("--speculative-draft-sink-size", _INT, "the draft attends to the whole context"),
+    _warns("--speculative-ngram-min-bfs-breadth", _INT, _NGRAM_TREE),
+    _warns("--speculative-ngram-max-bfs-breadth", _INT, _NGRAM_TREE),
+    _refused(
+        "--speculative-ngram-match-type",
+        _TEXT,
+        "the longest matches come first, then the latest; continuations are not counted",
+        neutral=("bfs",),
+    ),
+    _warns("--speculative-ngram-max-trie-depth", _INT, _NGRAM_LOOKUP),
+    _warns("--speculative-ngram-capacity", _INT, _NGRAM_LOOKUP),
+    _warns("--speculative-ngram-external-sam-budget", _INT, _NGRAM_LOOKUP),
+    _warns("--speculative-attention-mode", _TEXT, "one kernel serves prefill and verification"),
+    _warns("--speculative-draft-attention-backend", _TEXT, _ATTENTION),
+)
+
+_OTHER_MEMORY = (
+    _warns("--schedule-policy", _TEXT, "requests run in order of arrival"),
+    _warns("--schedule-conservativeness", _FLOAT, "pages are reserved ahead; nothing is guessed"),
+    _warns("--max-prefill-tokens", _INT, "--prefill-budget-tokens says what decoding waits for"),
+    _warns("--enable-mixed-chunk", _SWITCH, "--prefill-budget-tokens says what decoding waits for"),
+    _warns("--disable-cuda-graph", _SWITCH, "every step is one compiled program anyway"),
+    _warns("--disable-cuda-graph-padding", _SWITCH, "batches are padded to compiled sizes"),
+    _warns("--cuda-graph-max-bs", _INT, "--max-running-requests decides what is compiled"),
+    _warns("--cuda-graph-bs", _MANY, "--max-running-requests decides what is compiled"),
+    _warns("--enable-torch-compile", _SWITCH, "every step is compiled by XLA"),
+    _warns("--torch-compile-max-bs", _INT, "every step is compiled by XLA"),
+    _warns("--prefill-attention-backend", _TEXT, _ATTENTION),
+    _warns("--decode-attention-backend", _TEXT, _ATTENTION),
+    _warns("--sampling-backend", _TEXT, "there is one sampler, the same on every platform"),
+    _refused(
+        "--enable-deterministic-inference",
+        _SWITCH,
+        "a seed fixes the text in float32 alone: in bfloat16 rounding depends on the batch",
+    ),
+    _warns("--disable-custom-all-reduce", _SWITCH, "XLA chooses the collectives"),
+    _warns("--watchdog-timeout", _FLOAT, "a dead loop ends its streams with an error at once"),
+    _refused("--cpu-offload-gb", _FLOAT, "weights stay on the device", neutral=("0", "0.0")),
+    _refused("--enable-hierarchical-cache", _SWITCH, "the prefix cache is on the device alone"),
+    _refused("--dp-size", _INT, _ONE_HOST, "--data-parallel-size", neutral=("1",)),
+    _refused("--pp-size", _INT, _ONE_HOST, "--pipeline-parallel-size", neutral=("1",)),
+    _refused("--ep-size", _INT, _ONE_HOST, "--expert-parallel-size", neutral=("1",)),
+    _refused("--nnodes", _INT, _ONE_HOST, neutral=("1",)),
+    _refused("--node-rank", _INT, _ONE_HOST, neutral=("0",)),
+    _refused("--dist-init-addr", _TEXT, _ONE_HOST),
+    _refused("--enable-dp-attention", _SWITCH, _ONE_HOST),
+    _refused(
+        "--disaggregation-mode", _TEXT, "prefill and decode share a process", neutral=("null",)
+    ),
+)
+
+_OTHER_SERVER = (
+    _warns("--enable-metrics", _SWITCH, "/metrics is always there"),
+    _warns("--enable-metrics-for-all-schedulers", _SWITCH, "there is one scheduler"),
+    _warns("--decode-log-interval", _INT, "jspec logs by the clock: --log-interval"),
+    _warns("--log-level-http", _TEXT, "--log-level serves both"),
+    _warns("--log-requests-level", _INT, "a line has route, status and seconds; never text"),
+    _warns("--show-time-cost", _SWITCH, "start-up times are always shown"),
+    _warns("--skip-server-warmup", _SWITCH, "nothing is compiled when a request comes"),
+    _warns("--enable-cache-report", _SWITCH, "cached_tokens is always reported"),
+    _warns("--tokenizer-worker-num", _INT, "one process tokenizes"),
+    _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),
+    _refused("--root-path", _TEXT, "the server answers at /"),
+    _refused("--enable-custom-logit-processor", _SWITCH, "no code is run for a request"),
+    _warns(
+        "--enable-return-hidden-states",
+        _SWITCH,
+        "any request may ask for them; its programs are made then",
+    ),
+    _refused("--json-model-override-args", _TEXT, "edit config.json instead", neutral=("{}",)),
+)
+
+_OTHERS: Mapping[str, tuple[Flag, ...]] = {
+    "Model": _OTHER_MODEL,
+    "Speculation": _OTHER_SPECULATIVE,
+    "Memory and scheduling": _OTHER_MEMORY,
+    "Server": _OTHER_SERVER,
+}
+_ARGUMENTS = (*fields(EngineArgs), *fields(ServerArgs))
+GROUPS: Mapping[str, tuple[Flag, ...]] = {
+    title: (
+        *(
+            flag
+            for declared in _ARGUMENTS
+            if argument_of(declared).group == title
+            for flag in flags_of(declared)
+        ),
+        *others,
+    )
+    for title, others in _OTHERS.items()
+}
+FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)

@@ -1,0 +1,220 @@
+"""Flags and TOML files into arguments, by the one table of flags; and the table as Markdown.
+
+The command line wins over the file, the file over the defaults. It loads no model and opens no
+socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jspec.cli.flag_table import FLAGS, GROUPS, Flag, FlagClass, FlagKind
+from jspec.config.arguments import meant_argument, near_name
+from jspec.config.engine_args import EngineArgs
+from jspec.config.peer_flags import advice
+from jspec.errors import ConfigError
+from jspec.messages.request import SAMPLING_FIELDS
+from jspec.server.server_args import ServerArgs, Settings
+
+_KINDS = {"int": "an integer", "float": "a number"}
+_INVALID = re.compile(r"argument ([\w-]+)(?:/\S+)*: invalid (int|float) value: (.*)", re.DOTALL)
+_MISSING = re.compile(r"argument ([\w-]+)(?:/\S+)*: expected one argument")
+_PYTHON_TYPES: Mapping[FlagKind, type] = {
+    FlagKind.INT: int,
+    FlagKind.FLOAT: float,
+    FlagKind.TEXT: str,
+    FlagKind.SWITCH: bool,
+}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """In the words of other checks: argparse's own say what is wrong, not what was expected."""
+        if found := _INVALID.fullmatch(message):
+            flag, kind, value = found.groups()
+            raise ConfigError(f"{flag} is {value}; expected {_KINDS[kind]}")
+        if found := _MISSING.fullmatch(message):
+            raise ConfigError(f"{found[1]} has no value; expected one after it")
+        raise ConfigError(message)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    groups: Sequence[str] = tuple(GROUPS),
+    also: Sequence[str] = (),
+    unlisted: Sequence[str] = (),
+) -> None:
+    """Adds `--config` and the rows of `groups`; only implemented ones are in the help.
+
+    also: arguments of other groups, which stand under Answers. unlisted: arguments that the command
+    refuses itself; they are read, and not in its help.
+    """
+    parser.add_argument("--config", metavar="FILE.toml", help="Arguments from a file")
+    for title in groups:
+        section = parser.add_argument_group(title)
+        for flag in GROUPS[title]:
+            _add_flag(section, flag, is_listed=flag.argument not in unlisted)
+    if also:
+        section = parser.add_argument_group("Answers")
+        for flag in FLAGS:
+            if flag.argument in also:
+                _add_flag(section, flag)
+
+
+def _add_flag(section: argparse._ArgumentGroup, flag: Flag, *, is_listed: bool = True) -> None:
+    is_implemented = flag.flag_class is FlagClass.IMPLEMENTED
+    shared: dict[str, Any] = {
+        "dest": flag.argument if is_implemented else flag.name,
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
+    }
+    if is_implemented and is_listed:
+        shared["help"] = flag.text.replace("%", "%%")
+    match flag.kind:
+        case FlagKind.SWITCH:
+            section.add_argument(*flag.names, action="store_const", const=flag.const, **shared)
+        case FlagKind.MANY:
+            section.add_argument(*flag.names, nargs="*", **shared)
+        case _:
+            # A refused flag's value is compared as it was written.
+            kind = _PYTHON_TYPES[flag.kind] if is_implemented else str
+            metavar = flag.kind.name
+            section.add_argument(*flag.names, type=kind, metavar=metavar, **shared)
+
+
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, Settings]:
+    """Parses `argv` with `parser`, to which `add_flags` was applied.
+
+    Raises ConfigError for an unknown flag (with the nearest name), a refused one (with the
+    reason), and a value or a combination that cannot be served.
+    """
+    namespace, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        raise ConfigError(_unknown_flag(parser, word))
+    given = vars(namespace)
+    file = read_toml(Path(given["config"])) if given.get("config") else {}
+    warnings = _check_table(given)
+    fields = {flag.argument for flag in FLAGS if flag.argument}
+    values = {**file, **{key: value for key, value in given.items() if key in fields}}
+    return namespace, make_settings(values, warnings=warnings)
+
+
+def named_model(argv: Sequence[str]) -> Sequence[str]:
+    """A first word that is no flag is the model, as vLLM's users write it.
+
+    In:  DIR --port 0    Out: --model-path DIR --port 0
+    """
+    if not argv or argv[0].startswith("-"):
+        return argv
+    for word in argv[1:]:
+        if word.split("=", 1)[0] in ("--model-path", "--model"):
+            raise ConfigError(f"the model is {argv[0]!r} and {word!r}; expected one of them")
+    return ["--model-path", *argv]
+
+
+def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
+    if not word.startswith("--"):
+        takes_prompt = any(action.dest == "prompt" for action in parser._actions)
+        hint = " (quote a prompt of several words)" if takes_prompt else ""
+        return f"unexpected argument {word!r}; expected flags{hint}"
+    name = word.split("=", 1)[0]
+    stem = name.removeprefix("--").replace("-", "_")
+    if any(stem in (parameter.name, parameter.openai) for parameter in SAMPLING_FIELDS):
+        hint = f"{stem} is set by each request"
+        return f"unknown flag {name!r}: {hint}; {parser.prog} --help lists the flags"
+    if instead := advice(name):
+        return f"unknown flag {name!r}: {instead}"
+    known = [n.removeprefix("--") for action in parser._actions for n in action.option_strings]
+    near = near_name(name.removeprefix("--"), known)
+    hint = f"did you mean '--{near}'? " if near else ""
+    return f"unknown flag {name!r}; {hint}{parser.prog} --help lists the flags"
+
+
+def _check_table(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The warnings of accepted flags. Raises ConfigError for a refused one."""
+    warnings = []
+    for flag in FLAGS:
+        if flag.flag_class is FlagClass.IMPLEMENTED or flag.name not in given:
+            continue
+        if flag.flag_class is FlagClass.ACCEPTED:
+            warnings.append(f"{flag.name} has no effect: {flag.text}")
+            continue
+        value = given[flag.name]
+        if isinstance(value, str) and value.lower() in flag.neutral:
+            continue
+        shown = "" if flag.kind is FlagKind.SWITCH else f" {value!r}"
+        expected = f"; expected {' or '.join(flag.neutral)}" if flag.neutral else ""
+        raise ConfigError(f"{flag.name}{shown} is refused: {flag.text}{expected}")
+    return tuple(warnings)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A configuration file: engine and server arguments, flat. Raises ConfigError.
+
+    It is read as UTF-8; an unknown key is an error that suggests the nearest one.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not TOML: {error}") from error
+    known = (*EngineArgs.names(), *ServerArgs.names())
+    for key in values:
+        if key not in known:
+            meant = meant_argument(key, EngineArgs, ServerArgs)
+            raise ConfigError(f"config file {str(path)!r} has the unknown key {key!r}{meant}")
+    return values
+
+
+def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) -> Settings:
+    """Checked settings from one flat mapping of engine and server arguments."""
+    rows = {flag.argument: flag for flag in FLAGS if flag.argument and flag.is_primary}
+    checked = {key: _check_value(rows[key], value) for key, value in values.items()}
+    server = {key: value for key, value in checked.items() if key in ServerArgs.names()}
+    engine = {key: value for key, value in checked.items() if key not in server}
+    settings = Settings(engine=engine, server=ServerArgs(**server), warnings=warnings)
+    settings.engine_args  # noqa: B018  (what cannot be served is refused before anything loads)
+    return settings
+
+
+def _check_value(flag: Flag, value: Any) -> Any:
+    expected = _PYTHON_TYPES[flag.kind]
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise ConfigError(f"{flag.argument} is {value!r}; expected {_expected(flag.kind)}")
+    return flag.aliases.get(value, value) if isinstance(value, str) else value
+
+
+def _expected(kind: FlagKind) -> str:
+    return {
+        FlagKind.INT: "an integer",
+        FlagKind.FLOAT: "a number",
+        FlagKind.TEXT: "text",
+        FlagKind.SWITCH: "true or false",
+    }[kind]
+
+
+def markdown_table() -> str:
+    """All flags as Markdown tables, for docs/server.md."""
+    lines: list[str] = []
+    for title, flags in GROUPS.items():
+        lines += [f"### {title}", "", "| flag | value | class | |", "|---|---|---|---|"]
+        for flag in flags:
+            names = ", ".join(f"`{name}`" for name in flag.names)
+            kind = "" if flag.kind is FlagKind.SWITCH else flag.kind.value
+            neutral = f" (allowed: {', '.join(flag.neutral)})" if flag.neutral else ""
+            lines.append(f"| {names} | {kind} | {flag.flag_class.value} | {flag.text}{neutral} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""`jspec generate [PROMPT]`: completes a prompt in the terminal, accepted draft tokens marked."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jspec.cli.flags import FlagParser, add_flags, parse_flags
+from jspec.cli.terminal import (
+    ENGINE_GROUPS,
+    Painter,
+    Screen,
+    Summary,
+    add_sampling_flags,
+    choose_style,
+    sampling_asked,
+    seeded,
+    start_one_stream,
+    stream_answer,
+)
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jspec.serving.engine import Engine
+
+
+def run_generate(argv: Sequence[str]) -> int:
+    """Exit status 0; raises what its caller turns into others."""
+    parser = FlagParser(
+        prog="jspec generate",
+        allow_abbrev=False,
+        description="Completes a prompt in the terminal; accepted draft tokens stand out.",
+    )
+    parser.add_argument("prompt", nargs="?", help="Text to continue; unset: standard input")
+    add_sampling_flags(parser, most_tokens="128")
+    add_flags(parser, groups=ENGINE_GROUPS)
+    options, settings = parse_flags(parser, argv)
+    asked = sampling_asked(options)
+    prompt = read_prompt(options.prompt, sys.stdin)
+    with start_one_stream(settings) as engine:
+        sampling = SamplingParams.from_mapping(
+            seeded(asked, settings), defaults=engine.sampling_defaults
+        )
+        painter = Painter(choose_style(sys.stdout, plain_marks=options.plain_marks))
+        asyncio.run(
+            generate(engine, prompt, sampling, painter=painter, out=sys.stdout, notes=sys.stderr)
+        )
+    return 0
+
+
+def read_prompt(given: str | None, source: io.TextIOBase | Screen) -> str:
+    """The prompt, or all of `source` less one final newline. Raises RequestError for none."""
+    if given is None and not source.isatty():
+        given = source.read().removesuffix("\n")  # type: ignore[union-attr]
+    if not given:
+        raise RequestError("there is no prompt; expected text as an argument or on standard input")
+    return given
+
+
+async def generate(
+    engine: Engine,
+    prompt: str,
+    sampling: SamplingParams,
+    *,
+    painter: Painter,
+    out: Screen,
+    notes: Screen,
+) -> Summary:
+    """Streams one completion after its prompt, and closes the engine, also when cancelled."""
+    (request,) = engine.requests(prompt=prompt, sampling_params=sampling)
+    out.write(painter.prompt(prompt))
+    out.flush()
+    try:
+        return await stream_answer(engine, request, painter=painter, out=out, notes=notes)
+    finally:
+        await engine.close()

@@ -1,0 +1,93 @@
+"""`jspec info DIR`: what a checkpoint is and what serving it takes, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jspec.cli.flags import FlagParser
+from jspec.engine.interrupts import interruptible
+from jspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jspec.engine.weights.checkpoint_info import CheckpointInfo
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def run_info(argv: Sequence[str]) -> int:
+    """1 where something keeps the checkpoint from being served."""
+    parser = FlagParser(
+        prog="jspec info",
+        allow_abbrev=False,
+        description="Says what a directory with a checkpoint is, how large, and how it is served. "
+        "Reads headers, no weights.",
+    )
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="safetensors, pytorch_model.bin or orbax/; unset: the bundled target",
+    )
+    parser.add_argument("--target", metavar="DIR", help="the target of which DIR is a draft")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--memory", metavar="SIZE", help="of a device, as 80GB or 24GiB")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options = parser.parse_args(argv)
+    with interruptible():
+        from jspec.engine.weights.checkpoint_info import describe
+        from jspec.engine.weights.loading import BUNDLED
+
+    info = describe(
+        BUNDLED / "target" if options.directory is None else Path(options.directory),
+        target=None if options.target is None else Path(options.target),
+        dtype=options.dtype,
+        memory=None if options.memory is None else size_of("--memory", options.memory),
+    )
+    print(json.dumps(info.to_json()) if options.json else "\n".join(lines_of(info)))
+    return 1 if info.problems else 0
+
+
+def size_of(name: str, text: str) -> int:
+    """Bytes: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. Raises ConfigError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"{name} is {text!r}; expected a size such as 80GB or 24GiB")
+    unit = found[2] or ""
+    base = 1024 if unit.lower().endswith("i") else 1000
+    return int(float(found[1]) * base ** _POWER[unit[:1].upper()])
+
+
+def lines_of(info: CheckpointInfo) -> Iterator[str]:
+    """The report for people."""
+    yield f"{info.path}: a {info.kind}, {info.architecture}"
+    for name, value in info.shapes.items():
+        if value not in (None, []):
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            yield f"  {name.replace('_', ' ')}: {shown}"
+    yield f"  parameters: {info.parameters:,} in {info.num_tensors} tensors"
+    stored = ", ".join(f"{kind} {gib(size)}" for kind, size in info.stored_bytes.items())
+    yield f"  stored: {stored or 'nothing'}"
+    tied = ", with lm_head beside the table that it is tied to" if info.tied_bytes else ""
+    yield f"  weights as {info.dtype} (--dtype): {gib(info.weight_bytes)}{tied}"
+    if info.cache_bytes_per_token:
+        yield f"  cache: {info.cache_bytes_per_token:,} bytes a token"
+    if info.algorithm is not None:
+        yield f"  drafts for: {info.algorithm}"
+    if info.memory is not None:
+        fit = info.memory
+        room = f"{fit.tokens:,} tokens of cache" if fit.fits else "does not fit"
+        yield f"  in {gib(fit.device_bytes)}: {room} (90% used, before a step's own arrays)"
+    if info.serve:
+        yield f"  {info.serve}"
+    for problem in info.problems:
+        yield f"  problem: {problem}"
+
+
+def gib(size: int) -> str:
+    """In the unit that reads well."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,125 @@
+"""How a server is asked and what is read of its stream: SGLang's /generate, OpenAI's two routes.
+
+A backend makes a body of a job, and a reader for its events. It opens no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jspec.cli.measurement.load import Job, native_body
+
+
+class Reader(Protocol):
+    """What the events of one answer have said so far. num_tokens: output tokens, all of them."""
+
+    num_tokens: int
+    prompt_tokens: int
+    histogram: tuple[int, ...]
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Raises RuntimeError for an event that is no part of an answer."""
+        ...
+
+
+class NativeReader:
+    """SGLang's events: meta_info counts."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.prompt_tokens = 0
+        self.histogram: tuple[int, ...] = ()
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if "meta_info" not in event:
+            raise RuntimeError(str(event)[:100])
+        meta = event["meta_info"]
+        self.num_tokens, self.prompt_tokens = meta["completion_tokens"], meta["prompt_tokens"]
+        counts = meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram")
+        if counts:
+            self.histogram = tuple(counts)
+
+
+class OpenAIReader:
+    """OpenAI's events: usage counts, in each event (continuous_usage_stats) or in the last one.
+
+    Where a server tells it only at the end, an event with text is one token until then.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = self.prompt_tokens = 0
+        self.histogram: tuple[int, ...] = ()
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if "choices" not in event:
+            raise RuntimeError(str(event)[:100])
+        usage = event.get("usage")
+        if usage:
+            self.num_tokens, self.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+        elif any(_text(choice) for choice in event["choices"]):
+            self.num_tokens += 1
+
+
+def _text(choice: Mapping[str, Any]) -> str | None:
+    return choice.get("text") or choice.get("delta", {}).get("content")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """path: what is posted to. model: the name in the body, None for none."""
+
+    name: str
+    path: str
+    to_body: Callable[[Job, str | None], dict[str, Any]]
+    make_reader: Callable[[], Reader]
+    needs_model: bool = True
+
+
+def _completion_body(job: Job, model: str | None) -> dict[str, Any]:
+    prompt = job.prompt if isinstance(job.prompt, str) else list(job.prompt)
+    return {"prompt": prompt, "max_tokens": job.new_tokens, **_shared(job, model)}
+
+
+def _chat_body(job: Job, model: str | None) -> dict[str, Any]:
+    message = {"role": "user", "content": job.prompt}
+    return {"messages": [message], "max_completion_tokens": job.new_tokens, **_shared(job, model)}
+
+
+def _shared(job: Job, model: str | None) -> dict[str, Any]:
+    more: dict[str, Any] = {"ignore_eos": True} if job.sampling.get("ignore_eos") else {}
+    if model is not None:
+        more["model"] = model
+    return {
+        "temperature": job.sampling["temperature"],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **more,
+    }
+
+
+NATIVE = Backend(
+    name="jspec",
+    path="/generate",
+    to_body=lambda job, _: native_body(job),
+    make_reader=NativeReader,
+    needs_model=False,
+)
+COMPLETIONS = Backend(
+    name="openai",
+    path="/v1/completions",
+    to_body=_completion_body,
+    make_reader=OpenAIReader,
+)
+CHAT = Backend(
+    name="openai-chat",
+    path="/v1/chat/completions",
+    to_body=_chat_body,
+    make_reader=OpenAIReader,
+)
+# By jspec's names and by those of the peers' benchmarks.
+BACKENDS: Mapping[str, Backend] = {
+    **dict.fromkeys(("jspec", "sglang", "sglang-native"), NATIVE),
+    **dict.fromkeys(("openai", "vllm", "sglang-oai"), COMPLETIONS),
+    **dict.fromkeys(("openai-chat", "vllm-chat", "sglang-oai-chat"), CHAT),
+}

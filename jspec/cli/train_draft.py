@@ -1,0 +1,288 @@
+"""`jspec train-draft`: flags to a job, and the engine that the job asks for what is served.
+
+Training itself is `jspec.training.draft_job`, which knows no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cli.flags import FlagParser
+from jspec.engine.weights.loading import BUNDLED
+from jspec.errors import ConfigError
+from jspec.serving.engine import Engine
+from jspec.training.data.examples import SHORTEST, LossOn, RowTable
+from jspec.training.draft_job import HEAD, SETTINGS, run_job
+from jspec.training.draft_recipe import HeadRecipe
+from jspec.training.draft_settings import DraftJob, Kind
+from jspec.training.loop import LoopConfig
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows say more: cold ones soon loop
+COUNTS = (
+    *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
+    *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
+)
+SERVED_STEPS = 3  # of the chain that acceptance is measured with, if the head has as many
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the defaults that are values: None is told in words, and a switch is off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_value = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if is_value else action.help
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="jspec train-draft",
+        allow_abbrev=False,
+        formatter_class=_Help,
+        description="Trains a draft head for a target on JSON lines; see docs/training.md.",
+    )
+    _add_data(parser.add_argument_group("Target, data and output"))
+    _add_head(parser.add_argument_group("Head"))
+    _add_schedule(parser.add_argument_group("Schedule"))
+    return parser
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model-path", type=Path, default=None, help="Target; unset: the bundled one")
+    add("--data", type=Path, required=True, help="JSON lines: text, messages or conversations")
+    add("--held-out", type=Path, help="More lines, to measure on; unset: each 20th of --data")
+    add("--held-out-rows", type=int, default=64, help="Rows of them that are measured on")
+    add("--out", type=Path, required=True, help="New directory: head, checkpoints, report")
+    add("--resume", action="store_true", help="Go on with what an earlier run left in --out")
+    add(
+        "--loss-on",
+        choices=[each.value for each in LossOn],
+        default="all",
+        help="Tokens that are learnt. all: every one; assistant: what the assistant says, and "
+        "every line is a chat",
+    )
+    add("--chat-template", help="Jinja file; unset: the target's own")
+    add("--own-samples", type=int, default=0, help="Rows that the target says itself, beside data")
+    add("--features-dir", type=Path, help="Keep the target's states on disk, and read them there")
+    add("--dtype", choices=DTYPES, help="Of products; unset: bfloat16, float32 on a CPU")
+    add("--devices", type=int, help="That share every batch; unset: all")
+
+
+def _add_head(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--algorithm", choices=[kind.value for kind in Kind], default="EAGLE3", help="Which head")
+    add("--num-depths", type=int, help="Tokens ahead; NEXTN: layers (unset: 3), else unrolled (5)")
+    add("--chained", action="store_true", help="NEXTN: each layer reads what the one before made")
+    add("--draft-vocab-size", type=int, help="EAGLE3; unset: 32000, or the whole vocabulary")
+    add("--aux-layer-ids", type=int, nargs="+", help="EAGLE3; unset: 2, L/2, L-3")
+    add("--intermediate-size", type=int, help="Of the head's MLP; unset: the target's")
+    add("--export-dtype", choices=DTYPES, default="bfloat16", help="Of the exported weights")
+
+
+def _add_schedule(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-steps", type=int, default=10000, help="Steps, but for --budget-seconds")
+    add("--batch-size", type=int, default=8, help="Rows a step, over all devices")
+    add("--length", type=int, default=512, help="Tokens a row")
+    add("--learning-rate", type=float, default=1e-3, help="Peak; after a warmup it falls to 0")
+    add("--warmup-steps", type=int, default=100, help="In which the learning rate rises")
+    add("--weight-decay", type=float, default=0.01, help="AdamW's")
+    add("--budget-seconds", type=float, help="Ends the schedule early, decayed all the same")
+    add("--log-every", type=int, default=20, help="Steps from one line of the log to the next")
+    add("--eval-every", type=int, default=500, help="Steps from one evaluation to the next")
+    add("--checkpoint-every", type=int, default=500, help="Steps that a crash may cost")
+    add("--serve-prompts", type=int, default=16, help="Held-out prompts an evaluation serves")
+    add("--seed", type=int, default=0, help="Of weights, rows and samples")
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """ConfigError for a number that cannot be, given or not."""
+    for name in COUNTS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    for name in ("warmup_steps", "weight_decay", "own_samples", "serve_prompts"):
+        value = getattr(options, name)
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; expected 0 or more")
+    for name in ("learning_rate", "budget_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; expected more than 0")
+    if not 0 <= options.seed < 2**31:
+        raise ConfigError(f"seed is {options.seed}; expected 0 to {2**31 - 1}")
+    if options.devices is not None and options.devices > len(jax.devices()):
+        raise ConfigError(
+            f"devices is {options.devices}; expected at most {len(jax.devices())}, which jax finds"
+        )
+
+
+def job_of(options: argparse.Namespace) -> DraftJob:
+    """The job that the flags ask for. ConfigError for a number that cannot be."""
+    check_numbers(options)
+    kind = Kind(options.algorithm)
+    depths = options.num_depths or (3 if kind is Kind.NEXTN else 5)
+    if options.length < SHORTEST:
+        raise ConfigError(f"length is {options.length}; expected at least {SHORTEST} tokens")
+    if not 1 <= depths <= options.length - 2:
+        raise ConfigError(
+            f"num_depths is {depths}; expected 1 to {options.length - 2}, two less than the length"
+        )
+    loop = LoopConfig(
+        peak_learning_rate=options.learning_rate,
+        max_grad_norm=0.5,
+        **{
+            name: getattr(options, name)
+            for name in (
+                *("num_steps", "warmup_steps", "weight_decay", "budget_seconds", "seed"),
+                *("log_every", "eval_every", "checkpoint_every"),
+            )
+        },
+    )
+    on_cpu = jax.devices()[0].platform == "cpu"
+    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    recipe = HeadRecipe(
+        loop=loop,
+        batch_size=options.batch_size,
+        length=options.length,
+        num_depths=depths,
+        compute_dtype=DTYPES[dtype],
+    )
+    ids = options.aux_layer_ids
+    return DraftJob(
+        target=options.model_path or BUNDLED / "target",
+        data=options.data,
+        out=options.out,
+        kind=kind,
+        recipe=recipe,
+        held_out=options.held_out,
+        chat_template=options.chat_template,
+        loss_on=LossOn(options.loss_on),
+        num_own_samples=options.own_samples,
+        draft_vocab_size=options.draft_vocab_size,
+        intermediate_size=options.intermediate_size,
+        is_chained=options.chained,
+        aux_layer_ids=tuple(ids) if ids else None,
+        features_dir=options.features_dir,
+        num_devices=options.devices,
+        num_held_out_rows=options.held_out_rows,
+        export_dtype=np.dtype(DTYPES[options.export_dtype]),
+    )
+
+
+def serve_settings(kind: Kind, *, num_steps: int) -> dict[str, Any]:
+    """Engine arguments with which a head is served as a chain."""
+    words: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE" if kind is Kind.NEXTN else kind.value,
+        "speculative_num_steps": num_steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_steps + 1,
+    }
+    return words | ({"enable_multi_layer_eagle": True} if kind is Kind.NEXTN else {})
+
+
+class EngineServing:
+    """`draft_job.Serving` by engines of this process, one at a time."""
+
+    def __init__(self, job: DraftJob, *, num_prompts: int) -> None:
+        self._job, self._num_prompts = job, num_prompts
+        self._dtype = np.dtype(job.recipe.compute_dtype).name
+
+    def _engine(self, **settings: Any) -> Engine:
+        rows = min(self._job.recipe.batch_size, 32)
+        length = self._job.recipe.length
+        return Engine(
+            model_path=str(self._job.target),
+            dtype=self._dtype,
+            max_running_requests=rows,
+            max_queued_requests=1 << 20,
+            max_total_tokens=rows * (length + 64),
+            **settings,
+        )
+
+    def sample(self, prompts: RowTable, lens: np.ndarray, *, seed: int) -> np.ndarray:
+        rows, length = prompts.ids.shape
+        print(f"the target says {rows} rows of its own", flush=True)
+        params = [
+            {
+                "temperature": SAMPLE_TEMPERATURES[row % len(SAMPLE_TEMPERATURES)],
+                "max_new_tokens": int(length - lens[row]),
+                "sampling_seed": seed * rows + row,
+                "ignore_eos": True,
+            }
+            for row in range(rows)
+        ]
+        inputs = [prompts.ids[row, : lens[row]].tolist() for row in range(rows)]
+        with self._engine() as engine:
+            results = engine.generate(input_ids=inputs, sampling_params=params)
+        said = [[*ids, *result["output_ids"]] for ids, result in zip(inputs, results, strict=True)]
+        return np.asarray(said, np.int32)
+
+    def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
+        """At temperatures 0 and 1, after the first half of each prompt's row; {} for no prompts."""
+        if not self._num_prompts:
+            return {}
+        count = min(self._num_prompts, len(prompts.ids))
+        lens = np.maximum(prompts.lens[:count] // 2, 1)
+        new_tokens = self._job.recipe.length // 2
+        steps = min(SERVED_STEPS, self._job.recipe.num_depths)
+        words = serve_settings(self._job.kind, num_steps=steps)
+        found = {}
+        with self._engine(speculative_draft_model_path=str(head), **words) as engine:
+            for temperature in (0.0, 1.0):
+                results = engine.generate(
+                    input_ids=[prompts.ids[row, : lens[row]].tolist() for row in range(count)],
+                    sampling_params=[
+                        {
+                            "temperature": temperature,
+                            "max_new_tokens": new_tokens,
+                            "sampling_seed": row,
+                            "ignore_eos": True,
+                        }
+                        for row in range(count)
+                    ],
+                )
+                emitted = [
+                    (meta["acceptance_length"] * (meta["spec_verify_ct"] - 1))
+                    for meta in (result["meta_info"] for result in results)
+                ]
+                steps_taken = sum(r["meta_info"]["spec_verify_ct"] - 1 for r in results)
+                found[f"served_T{temperature:g}"] = sum(emitted) / max(steps_taken, 1)
+        return found
+
+
+def run_train_draft(argv: Sequence[str]) -> int:
+    """`jspec train-draft`."""
+    options = make_parser().parse_args(list(argv))
+    job = job_of(options)
+    serving = EngineServing(job, num_prompts=options.serve_prompts)
+    try:
+        run_job(job, resume=options.resume, serving=serving)
+    except KeyboardInterrupt:
+        if (job.out / SETTINGS).is_file():
+            again = "" if options.resume else " with --resume"
+            print(f"the same command{again} goes on from the last checkpoint", file=sys.stderr)
+        raise
+    words = serve_settings(job.kind, num_steps=min(SERVED_STEPS, job.recipe.num_depths))
+    flags = " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in words.items()
+    )
+    given = {"--model-path": options.model_path, "--chat-template": options.chat_template}
+    paths = {**given, "--speculative-draft-model-path": job.out / HEAD}
+    named = [f"{flag} {shlex.quote(str(path))}" for flag, path in paths.items() if path is not None]
+    print(
+        f"the head is in {job.out / HEAD}; serve it with\n  jspec serve {' '.join(named)} {flags}"
+    )
+    return 0

@@ -1,0 +1,199 @@
+"""What an argument of the engine or the server is: one declaration, which everything else reads.
+
+`argument` declares a field of a dataclass. Its check, its flag, the flag's help and its row in the
+docs come from the field's name, type, default and metadata, so nothing else repeats them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from jspec.config.peer_flags import advice
+from jspec.errors import ConfigError
+
+T = TypeVar("T")
+_METADATA = "argument"
+_FLAG = re.compile(r"--([a-z-]+)")
+_WORDS = re.compile("[-_]")
+NEAR_NAME = 0.7  # least likeness of a name that is suggested: stop is not tp
+# Also gs:/b/c, which is what pathlib makes of gs://b/c.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
+
+SGLANG_ATTENTION = (  # its names of kernels
+    *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
+    *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
+    *("trtllm_mla", "wave"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shorthand:
+    """A flag without a value that sets the argument to `value`."""
+
+    flag: str
+    value: bool | int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """What a field says beside its name, type and default.
+
+    text: what it does, for the help and the docs; a number's default is added. group: heading
+        above it there. aliases: other names of its flag.
+    choices: all its values. translated: values of the flag that mean another one.
+    low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
+        where the bounds say it badly.
+    is_local: it names something on this machine; is_model: a directory, which "" cannot be;
+    is_fetched: gs:// is fetched (engine/remote_checkpoints, engine/program_bucket).
+    shorthands: flags that set it without a value.
+    """
+
+    text: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    translated: Mapping[str, str] = field(default_factory=dict)
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    expected: str = ""
+    is_local: bool = False
+    is_model: bool = False
+    is_fetched: bool = False
+    shorthands: tuple[Shorthand, ...] = ()
+
+
+def argument(default: Any, text: str, group: str, **more: Any) -> Any:
+    """A dataclass field with this default; `more` are the other fields of Argument."""
+    return field(default=default, metadata={_METADATA: Argument(text=text, group=group, **more)})
+
+
+def argument_of(declared: Field[Any]) -> Argument:
+    """What `argument` was given for this field."""
+    found: Argument = declared.metadata[_METADATA]
+    return found
+
+
+def type_of(declared: Field[Any]) -> str:
+    """'bool', 'int', 'float' or 'str': the field's type, whether it may be None or not."""
+    return str(declared.type).removesuffix(" | None")
+
+
+def check_arguments(given: Any) -> None:
+    """Raises ConfigError, by name and value, for the first field that its declaration refuses.
+
+    A field whose default is None may be None: jspec chooses. A path in a field of text becomes
+    text, also in a frozen dataclass.
+    """
+    for declared in fields(given):
+        value = getattr(given, declared.name)
+        if isinstance(value, os.PathLike) and type_of(declared) == "str":
+            value = os.fspath(value)
+            object.__setattr__(given, declared.name, value)
+        if value is not None or declared.default is not None:
+            _check(declared.name, value, type_of(declared), argument_of(declared))
+
+
+def _check(name: str, value: object, kind: str, says: Argument) -> None:
+    if says.is_model and not (isinstance(value, str) and value.strip()):
+        raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
+    is_fetched = says.is_fetched and str(value).startswith("gs://")
+    if says.is_local and not is_fetched and _SCHEME.match(str(value)):
+        # A directory's name is taken as it is: gs://b/c would be a directory called `gs:`.
+        other = ", gs://bucket/path" * says.is_fetched
+        other += ", or org/name of Hugging Face's hub" * (says.is_fetched and says.is_model)
+        raise ConfigError(
+            f"{name} is {value!r}; expected a directory of this machine{other}: such remote paths "
+            "are not read, so copy it here first, or mount it and name the mount"
+        )
+    if says.choices and value not in says.choices:
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")
+    if kind == "str" and not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}; expected text")
+    if kind == "bool" and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; expected true or false")
+    if kind in ("int", "float") and not _is_within(value, kind, says):
+        raise ConfigError(f"{name} is {value!r}; expected {says.expected or _bounds(kind, says)}")
+
+
+def _is_within(value: object, kind: str, says: Argument) -> bool:
+    """Whether it is a finite number of the kind, within its bounds."""
+    allowed = int if kind == "int" else int | float
+    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+        return False
+    return (
+        (says.low is None or value >= says.low)
+        and (says.high is None or value <= says.high)
+        and (says.above is None or value > says.above)
+    )
+
+
+def _bounds(kind: str, says: Argument) -> str:
+    """The numbers that it may be, in words."""
+    noun = "an integer" if kind == "int" else "a number"
+    if says.above is not None:
+        if says.high is not None:
+            return f"{noun} in ({says.above:g}, {says.high:g}]"
+        return f"{noun} above {says.above:g}"
+    if says.low is None:
+        return noun if kind == "int" else "a finite number"
+    if says.high is None:
+        return f"{noun} of at least {says.low}"
+    return f"{noun} from {says.low} to {says.high}"
+
+
+def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
+    """The engine's arguments by their names. Raises ConfigError for a name that none has, saying
+    what was meant."""
+    known = {each.name for each in fields(declared)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown engine argument {name!r}{meant_argument(name, declared)}")
+    return declared(**values)
+
+
+def meant_argument(name: str, *declared: type[Any]) -> str:
+    """How a message about a name that no argument has goes on; empty if nobody can tell.
+
+    declared: dataclasses of arguments. Other names of the flags are known, and those of vLLM's.
+
+        tensor_parallel_size → "; did you mean 'tp_size'?"
+        gpu_memory_utilization → ": write mem_fraction_static"
+    """
+    flag, known = f"--{name.replace('_', '-')}", [each for cls in declared for each in fields(cls)]
+    for each in known:
+        says = argument_of(each)
+        if flag in says.aliases:
+            return f"; did you mean {each.name!r}?"
+        for short in says.shorthands:
+            if flag == short.flag:
+                return f": write {each.name}={short.value!r}"
+    if instead := advice(flag):
+        return f": {_FLAG.sub(lambda found: found[1].replace('-', '_'), instead)}"
+    near = near_name(name, [each.name for each in known])
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def near_name(name: str, known: Sequence[str]) -> str:
+    """The one of `known` that is meant: the nearest, or else the only one that has all its words.
+
+    pagesize → page_size, max_queued → max_queued_requests, num_steps → "" (of two)
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR_NAME)
+    words = set(_WORDS.split(name))
+    whole = {each for each in known if words <= set(_WORDS.split(each))}
+    return near[0] if near else whole.pop() if len(whole) == 1 else ""
+
+
+def unset_error(name: str, value: object, algorithm: str, *, hint: str = "") -> ConfigError:
+    """For what another algorithm would have a use for."""
+    return ConfigError(
+        f"{name} is {value!r}, but speculative_algorithm is {algorithm}; expected it unset{hint}"
+    )

@@ -1,0 +1,213 @@
+"""Frozen configuration, by composition. Nothing here knows a file format or jax.
+
+Models are in `spec.model_spec`; `models/families/` reads Hugging Face's `config.json`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from jspec.config.shared_prefixes import SharingLimits
+from jspec.config.speculation import Algorithm as Algorithm
+from jspec.config.speculation import SpeculativeConfig as SpeculativeConfig
+from jspec.errors import ConfigError
+from jspec.spec import indexing
+from jspec.spec.hidden_rows import HiddenRows
+
+MAX_RECALL = 4096
+# W, the most pending tokens of a row (speculative/drafters/deferred.py), is the page size within
+# these bounds: a draft prefill costs a launch, and pending tokens are not cached.
+LEAST_DEFERRED, MOST_DEFERRED = 16, 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WindowSpace:
+    """The page space of the layers with one window: a query sees `window` keys, itself included.
+
+    num_pages counts usable pages (the dummy page 0 is extra).
+    """
+
+    window: int
+    num_pages: int
+
+
+class PriorityOrder(enum.Enum):
+    """Whose request goes first: that of the higher number is SGLang's order, vLLM's the other."""
+
+    OFF = "off"
+    HIGH_FIRST = "high first"
+    LOW_FIRST = "low first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLimits:
+    """Static sizes of one engine: what the host may plan and what the device has compiled.
+
+    num_slots counts usable rows (the dummy slot 0 is extra); num_pages counts usable pages of the
+    full space (the dummy page 0 is extra); windows: the other page spaces, by ascending window.
+    decode_buckets and prefill_buckets ascend: B and T of the programs.
+    prefill_budget: prompt tokens between two decode steps, while there is something to decode
+    (`scheduler/policy.py`); 0 is chunk_size. prefill_seconds: instead of that what they may take,
+    once it is known; None: they are counted.
+    num_rounds: verifications of one decode step, one after the other without the host.
+    prefix_cache: whether pages are kept after their rows, for texts that begin alike.
+    logprobs: whether there are programs that say log-probabilities.
+    vocab_size: V, of the masks that grammars make; 0: nobody asks for one.
+    hidden: how hidden states travel; None: nobody may ask for them.
+    sharing: when rows that begin in the same pages read them together; None: never.
+    other_shapes: what a decode step may be beside `spec`, which is the largest (`shapes`): a plan
+    names one. Scratch is reserved for `spec`, so that it does for each.
+    """
+
+    spec: SpeculativeConfig
+    num_slots: int
+    num_pages: int
+    page_size: int
+    context_length: int
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    prefill_rows: int
+    prefill_budget: int = 0
+    prefill_seconds: float | None = None
+    overlap_depth: int = 1
+    num_rounds: int = 1
+    max_queued_requests: int = 128
+    priority_order: PriorityOrder = PriorityOrder.OFF
+    windows: tuple[WindowSpace, ...] = ()
+    prefix_cache: bool = False
+    logprobs: bool = False
+    vocab_size: int = 0
+    hidden: HiddenRows | None = None
+    other_shapes: tuple[SpeculativeConfig, ...] = ()
+    sharing: SharingLimits | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefill_budget", self.prefill_budget or self.chunk_size)
+        for shape in self.other_shapes:
+            if shape == self.spec or not shape.fits_within(self.spec):
+                raise ConfigError(
+                    f"other_shapes has {shape}; expected shapes of the same drafter, none larger "
+                    f"than {self.spec}, and not that one again"
+                )
+        if not 0 <= self.overlap_depth <= 3:
+            raise ConfigError(f"overlap_depth is {self.overlap_depth}; expected 0, 1, 2 or 3")
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; expected at least 1")
+        if isinstance(self.num_rounds, bool) or not isinstance(self.num_rounds, int):
+            raise ConfigError(f"num_rounds is {self.num_rounds!r}; expected an integer")
+        if self.num_rounds < 1:
+            raise ConfigError(f"num_rounds is {self.num_rounds}; expected at least 1")
+        reserved = self.spec.reserved_tokens(1, unread_rounds=self.overlap_depth)
+        scratch = self.spec.num_scratch_pages(self.page_size)
+        least = max(indexing.num_pages(reserved, self.page_size), scratch + 1)
+        if self.num_pages < least:
+            raise ConfigError(
+                f"max_total_tokens gives {self.num_pages} pages of {self.page_size} tokens; "
+                f"one request needs at least {least} pages"
+            )
+        if self.decode_buckets[-1] != self.num_slots:
+            raise ConfigError(
+                f"decode buckets {self.decode_buckets} must end at max_running_requests "
+                f"{self.num_slots}"
+            )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        windows = [space.window for space in self.windows]
+        if windows != sorted(set(windows)) or not all(window >= 1 for window in windows):
+            raise ConfigError(f"the windows of page spaces are {windows}; expected them to ascend")
+        for space in self.windows:
+            least = self.window_pages_per_row(space.window) + self.pages_of_chunks(self.chunk_size)
+            if space.num_pages < least:
+                raise ConfigError(
+                    f"the layers with a window of {space.window} tokens have {space.num_pages} "
+                    f"pages; one request needs at least {least} pages"
+                )
+
+    @property
+    def chunk_size(self) -> int:
+        """Most prefill tokens of one step (`chunked_prefill_size`)."""
+        return self.prefill_buckets[-1]
+
+    @property
+    def shapes(self) -> tuple[SpeculativeConfig, ...]:
+        """What a decode step may be; `spec` is the last."""
+        return (*self.other_shapes, self.spec)
+
+    @property
+    def deferred_tokens(self) -> int:
+        """W: most tokens of a row that its drafter has not been told of. 0: it is told at once."""
+        if self.spec.is_plain or not any(shape.is_plain for shape in self.shapes):
+            return 0
+        of_page = min(max(self.page_size, LEAST_DEFERRED), MOST_DEFERRED)
+        return max(of_page, self.num_rounds)
+
+    @property
+    def recall_size(self) -> int:
+        """Most ids that one recall step tells of cached tokens."""
+        return min(self.context_length, MAX_RECALL)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens that the pool holds: prompt and output of one sequence, whatever it drafts."""
+        return (self.num_pages - self.spec.num_scratch_pages(self.page_size)) * self.page_size
+
+    @property
+    def pages_per_row(self) -> int:
+        """P: width of the page table; holds the context and the scratch after it, or the pool.
+
+        And what the later rounds of a step may write after a row's end: nothing is reserved for
+        them (`budget.pages_for_decode`), so they are on page 0, but no index leaves the table.
+        """
+        widest = self.reserved_tokens_at_most(self.context_length)
+        after_end = (self.num_rounds - 1) * self.spec.max_emitted
+        in_pool = self.num_pages + indexing.num_pages(after_end, self.page_size)
+        return min(indexing.num_pages(widest, self.page_size), in_pool)
+
+    @property
+    def grants_per_row(self) -> int:
+        """Most page grants that one row can need in one decode step."""
+        return indexing.num_pages(self.reserved_tokens_at_most(0), self.page_size) + 1
+
+    def pages_of(self, window: int | None) -> int:
+        """Usable pages of a pool of layers with this window; without a space of its own, full."""
+        own = [space.num_pages for space in self.windows if space.window == window]
+        return own[0] if own else self.num_pages
+
+    def window_pages_per_row(self, window: int) -> int:
+        """Most pages of a window space that a row holds between two plans, however long it is.
+
+        From the oldest key that its next query sees to the end of what is reserved for it: window
+        - 1 tokens before the committed length, or before what its drafter was told of or its last
+        layer lags behind, and the reserved ones after it, wherever pages end.
+
+            worked example: page_size 4, window 8, 10 reserved: 17 positions lie on up to 5 pages
+        """
+        before = window - 1 + self.deferred_tokens + self.spec.lag
+        span = before + self.reserved_tokens_at_most(0)
+        return indexing.num_pages(span - 1, self.page_size) + 1
+
+    def tail_pages(self, window: int) -> int:
+        """Most pages of a window space that a row finds cached: what its first query, at a page's
+        beginning, sees before it.
+
+            worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
+        """
+        return indexing.num_pages(window - 1, self.page_size)
+
+    def window_grants_of_prefill(self, num_tokens: int) -> int:
+        """Most page grants of one window space that a prefill of num_tokens brings."""
+        found = self.prefix_cache * max(
+            (self.tail_pages(s.window) for s in self.windows), default=0
+        )
+        return self.pages_of_chunks(num_tokens) + found * self.prefill_rows
+
+    def pages_of_chunks(self, num_tokens: int) -> int:
+        """Most pages that the chunks of one prefill step begin, num_tokens of all rows together."""
+        return indexing.num_pages(num_tokens, self.page_size) + self.prefill_rows
+
+    def reserved_tokens_at_most(self, committed: int) -> int:
+        """Positions after which no round writes: the last one of a step, the others unread."""
+        unread = (self.overlap_depth + 1) * self.num_rounds - 1
+        return self.spec.reserved_tokens(committed, unread_rounds=unread)

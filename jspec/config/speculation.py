@@ -1,0 +1,254 @@
+"""What drafts, and in which shape: S/K/N. Host data; SGLang's names for the algorithms."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from jspec.config import drafting
+from jspec.config.drafting import Drafting
+from jspec.errors import ConfigError
+from jspec.spec import indexing
+
+DEFAULT_STEPS = 3
+
+
+class Algorithm(enum.Enum):
+    """How drafts are made; the values are SGLang's `speculative_algorithm`."""
+
+    NONE = "NONE"
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+    NGRAM = "NGRAM"
+    STANDALONE = "STANDALONE"
+    NEXTN = "NEXTN"  # the target's own layer for multi-token prediction, run again for every level
+    MULTI_LAYER_EAGLE = "MULTI_LAYER_EAGLE"  # its layers, one a level; no flag's name: the
+    # checkpoint decides what NEXTN, or EAGLE with enable_multi_layer_eagle, is
+
+    @property
+    def drafting(self) -> Drafting:
+        """What the host must know of it."""
+        return _DRAFTING[self]
+
+    @property
+    def bundled_draft(self) -> str | None:
+        """The folder of the draft that the bundled target brings for this, if any."""
+        return _BUNDLED_DRAFTS.get(self)
+
+    def filled_in(
+        self, steps: int | None, topk: int | None, nodes: int | None
+    ) -> tuple[int, int, int]:
+        """S/K/N where some of them are named: 3/1/4, and as many nodes as S and K want."""
+        topk = 1 if topk is None else topk
+        if steps is None:
+            steps = DEFAULT_STEPS
+            if self is Algorithm.NGRAM and topk == 1 and nodes is not None:
+                steps = max(nodes - 1, 1)  # as SGLang's flags have it, which say only N
+        if nodes is None:
+            pool = self.drafting.num_candidates(steps, topk)
+            nodes = steps + 1 if topk == 1 else min(1 + pool, max(topk * 4, steps + 1))
+        return steps, topk, nodes
+
+
+_BUNDLED_DRAFTS = {
+    Algorithm.EAGLE3: "draft",
+    Algorithm.EAGLE: "draft_eagle1",
+    Algorithm.NEXTN: "draft_mtp",
+    Algorithm.MULTI_LAYER_EAGLE: "draft_mtp",
+    Algorithm.STANDALONE: "draft_lm",
+}
+
+_DRAFTING = {
+    Algorithm.NONE: drafting.NO_DRAFTING,
+    Algorithm.EAGLE: drafting.EAGLE,
+    Algorithm.EAGLE3: drafting.EAGLE,
+    Algorithm.NGRAM: drafting.NGRAM,
+    Algorithm.STANDALONE: drafting.STANDALONE,
+    Algorithm.NEXTN: drafting.NEXTN,
+    Algorithm.MULTI_LAYER_EAGLE: drafting.MULTI_LAYER,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """S/K/N: num_steps levels, topk branches a level, num_draft_tokens nodes, root included.
+
+    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
+    every verification emits this many tokens on average, whatever the target chose; the text is
+    then not the model's.
+
+    total_nodes_per_row: None verifies all N nodes of each row. Otherwise a step of B rows verifies
+    T = ceil(B * this) nodes in total, and the device gives them to the rows whose drafts score
+    best (`speculative/node_budget.py`); from 1, the roots alone, to N, which is None.
+    """
+
+    algorithm: Algorithm = Algorithm.NONE
+    num_steps: int = 0
+    topk: int = 1
+    num_draft_tokens: int = 1
+    simulate_acceptance: float | None = None
+    total_nodes_per_row: float | None = None
+
+    def __post_init__(self) -> None:
+        spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+        if self.algorithm is Algorithm.NONE:
+            if (self.num_steps, self.topk, self.num_draft_tokens) != (0, 1, 1):
+                raise ConfigError(f"{spec} without a draft model; expected 0/1/1")
+            if self.simulate_acceptance is not None:
+                raise ConfigError(
+                    f"simulate_acceptance is {self.simulate_acceptance}, but "
+                    f"speculative_algorithm is NONE; expected it unset"
+                )
+            if self.total_nodes_per_row is not None:
+                raise ConfigError(
+                    f"speculative_total_nodes_per_row is {self.total_nodes_per_row}, but "
+                    f"speculative_algorithm is NONE; expected it unset"
+                )
+            return
+        if self.num_steps < 1:
+            raise ConfigError(f"speculative_num_steps is {self.num_steps}; expected at least 1")
+        if self.topk < 1:
+            raise ConfigError(f"speculative_eagle_topk is {self.topk}; expected at least 1")
+        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise ConfigError(
+                f"{spec}: a chain (K = 1) verifies its S drafts and the root, so "
+                f"speculative_num_draft_tokens must be {self.num_steps + 1}"
+            )
+        most = 1 + self.pool_size
+        if not 2 <= self.num_draft_tokens <= most:
+            raise ConfigError(
+                f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
+                f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
+            )
+        self._check_total()
+        self._check_simulation()
+
+    def _check_total(self) -> None:
+        value, most = self.total_nodes_per_row, self.num_draft_tokens
+        if value is not None and not _is_between(value, 1, most):
+            raise ConfigError(
+                f"speculative_total_nodes_per_row is {value!r}; expected a number from 1 to "
+                f"N = {most}, nodes verified of a row on average, root included"
+            )
+
+    def _check_simulation(self) -> None:
+        value, most = self.simulate_acceptance, self.max_emitted
+        if value is None:
+            return
+        if not _is_between(value, 1, most):
+            raise ConfigError(
+                f"simulate_acceptance is {value!r}; expected a number from 1 to S + 1 = {most}, "
+                f"tokens emitted a verification, bonus included"
+            )
+        nodes = self.total_nodes_per_row
+        if nodes is not None and value > nodes:
+            raise ConfigError(
+                f"simulate_acceptance is {value}; expected at most "
+                f"speculative_total_nodes_per_row = {nodes}: a row emits no more than it has nodes"
+            )
+
+    @classmethod
+    def plain(cls) -> SpeculativeConfig:
+        return cls()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted: a tree of one node."""
+        return self.algorithm is Algorithm.NONE
+
+    def __str__(self) -> str:
+        """S/K/N, and how many nodes of a row are verified where that is not N."""
+        nodes = self.total_nodes_per_row
+        shared = "" if nodes is None or not self.counts_nodes else f" of {_exact(nodes)} a row"
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}{shared}"
+
+    def fits_within(self, other: SpeculativeConfig) -> bool:
+        """Whether a drafter and the pages for `other` do for this one as well: it is plain, or of
+        the same drafter and no larger in any of S, K and N."""
+        return self.is_plain or (
+            self.algorithm is other.algorithm
+            and self.num_steps <= other.num_steps
+            and self.topk <= other.topk
+            and self.num_draft_tokens <= other.num_draft_tokens
+            and self.simulate_acceptance == other.simulate_acceptance
+        )
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates of the draft tree."""
+        return self.algorithm.drafting.num_candidates(self.num_steps, self.topk)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """What the drafter caches at position i depends on tokens up to i + this."""
+        return self.algorithm.drafting.tokens_ahead(self.num_steps, self.topk)
+
+    @property
+    def lag(self) -> int:
+        """Rows by which the drafter's last layer lags behind the committed length."""
+        return self.algorithm.drafting.lag(self.num_steps, self.topk)
+
+    def total_nodes(self, batch: int) -> int | None:
+        """T: nodes that a step of this many rows verifies; None where that is all N of each.
+
+        In:  2.5 a row, batch 3   Out: 8
+        """
+        if self.total_nodes_per_row is None:
+            return None
+        total = math.ceil(batch * self.total_nodes_per_row)
+        return total if total < batch * self.num_draft_tokens else None
+
+    @property
+    def counts_nodes(self) -> bool:
+        """Whether a step says how many drafts of each row it verified: some N - 1, some fewer."""
+        nodes = self.total_nodes_per_row
+        return nodes is not None and nodes < self.num_draft_tokens
+
+    @property
+    def max_emitted(self) -> int:
+        """M = S + 1."""
+        return indexing.max_emitted(self.num_steps)
+
+    @property
+    def num_scratch_rows(self) -> int:
+        """Rows after L that one step may write."""
+        drafting = self.algorithm.drafting
+        return indexing.num_scratch_rows(
+            self.num_draft_tokens,
+            propose_rows=drafting.propose_rows(self.num_steps, self.topk),
+            advance_rows=drafting.advance_rows(self.num_steps, self.topk),
+        )
+
+    @property
+    def num_root_rows(self) -> int:
+        """Rows that a drafter writes after a prompt: 1 where it keeps the root's own."""
+        rows = self.algorithm.drafting.advance_rows(self.num_steps, self.topk)
+        return max(rows - self.max_emitted, 0)
+
+    def num_scratch_pages(self, page_size: int) -> int:
+        """Pages that a pool has beside those of its tokens, so that scratch costs no token.
+
+        They hold what a row writes after its last token: all scratch but the root's row, which is
+        that token's own. None for plain decoding.
+        """
+        return indexing.num_pages(self.num_scratch_rows - 1, page_size)
+
+    def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
+        """Positions that a row must own for its next round after unread ones of this shape."""
+        return indexing.reserved_tokens(
+            committed,
+            unread_rounds=unread_rounds,
+            num_steps=self.num_steps,
+            scratch_rows=self.num_scratch_rows,
+        )
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    """Whether it is a number in these bounds; NaN is not."""
+    return isinstance(value, int | float) and value is not True and low <= value <= high
+
+
+def _exact(value: float) -> str:
+    """As short as it can be, and another one for each number: programs are found by it."""
+    return repr(float(value)).removesuffix(".0")

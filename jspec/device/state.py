@@ -1,0 +1,124 @@
+"""What is on the device between two steps: immutable pytrees, donated from step to step.
+
+Row 0 of every per-slot array is the dummy slot: padding rows of a batch read and write it. Page 0
+of every pool is the dummy page. Nothing ever depends on what they hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.device.pytree import pytree
+from jspec.messages.request import SAMPLING_FIELDS
+from jspec.messages.sampling_fields import rows_of
+
+
+@pytree
+class SamplingRows:
+    """How each row is sampled; arrays, never static, so that no setting compiles anything.
+
+    Indexed by slot inside RowState, by batch row once gathered. One array for each row that
+    SAMPLING_FIELDS sends to the device, in its order (a test compares them).
+    """
+
+    min_new_tokens: jax.Array  # i32[.]
+    temperature: jax.Array  # f32[.], >= 0
+    top_k: jax.Array  # i32[.], V or more keeps all
+    top_p: jax.Array  # f32[.], in (0, 1]
+    min_p: jax.Array  # f32[.], in [0, 1]
+    frequency_penalty: jax.Array  # f32[.]
+    presence_penalty: jax.Array  # f32[.]
+    repetition_penalty: jax.Array  # f32[.], > 0
+    logit_bias: jax.Array  # i32[., 300, 2], token id and the bits of its bias, padded with V
+    seed: jax.Array  # u32[., 2], high and low word
+    stop_ids: jax.Array  # i32[., 16], padded with V (no token)
+    logprob_start: jax.Array  # i32[.], first prompt position whose log-probability is asked for
+    logprob_ids: jax.Array  # i32[., 32], padded with V
+    speculative: jax.Array  # i32[.], 0: no draft is accepted
+
+
+@pytree
+class Seen:
+    """Which ids a row has, for penalties; sharded over V."""
+
+    output_counts: jax.Array  # i32[slots, V], how often each id was emitted
+    prompt_marks: jax.Array  # i8[slots, V], 1 where the prompt has the id
+
+
+@pytree
+class RowState:
+    """One row per slot."""
+
+    root_ids: jax.Array  # i32[slots], last emitted token, whose KV is not yet written
+    seq_lens: jax.Array  # i32[slots], L: KV of tokens 0..L-1 is valid, the root is token L
+    prompt_lens: jax.Array  # i32[slots], tokens that count as prompt, not output
+    page_table: jax.Array  # i32[slots, P] of the full space, 0 = the dummy page
+    sampling: SamplingRows
+    seen: Seen
+    # By window, those of the window spaces: i32[slots, P]. Entries of pages that were given back
+    # stay as they are. A kernel may load such a page, which then holds another row's numbers; they
+    # are finite (kv_write) and masked, and all writes go to L and after, where every
+    # entry is the row's own or 0.
+    window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+@pytree
+class EngineState:
+    """Everything a step reads and replaces. `draft` is whatever pytree the drafter chose;
+    `deferred` is speculative.deferred's, None where no step of a drafting engine is a plain one."""
+
+    kv: tuple[jax.Array, ...]  # per layer: [num_pages, page_size, 2G, D]
+    draft_kv: tuple[jax.Array, ...]
+    draft: Any
+    rows: RowState
+    deferred: Any = None
+
+
+def empty_sampling(num_slots: int, *, vocab_size: int) -> SamplingRows:
+    """Greedy rows that stop nowhere: the neutral values of SAMPLING_FIELDS."""
+    neutral = {  # numpy's: jnp.full would compile a program for each shape and type
+        name: np.full((num_slots, *row.shape), row.neutral_value(vocab_size), row.dtype)
+        for name, row in rows_of(SAMPLING_FIELDS).items()
+    }
+    return SamplingRows(**{name: jnp.asarray(value) for name, value in neutral.items()})
+
+
+def empty_rows(
+    num_slots: int, *, pages_per_row: int, vocab_size: int, windows: tuple[int, ...] = ()
+) -> RowState:
+    """`num_slots` includes the dummy slot 0. windows: those with a page space of their own."""
+    table = jnp.zeros((num_slots, pages_per_row), jnp.int32)
+    return RowState(
+        root_ids=jnp.zeros((num_slots,), jnp.int32),
+        seq_lens=jnp.zeros((num_slots,), jnp.int32),
+        prompt_lens=jnp.zeros((num_slots,), jnp.int32),
+        page_table=table,
+        window_tables={window: jnp.zeros_like(table) for window in windows},
+        sampling=empty_sampling(num_slots, vocab_size=vocab_size),
+        seen=Seen(
+            output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+            prompt_marks=jnp.zeros((num_slots, vocab_size), jnp.int8),
+        ),
+    )
+
+
+def empty_seen(seen: Seen, slots: jax.Array) -> Seen:
+    """seen without anything in the rows `slots`."""
+    return jax.tree.map(lambda x: x.at[slots].set(0, mode="promise_in_bounds"), seen)
+
+
+def take_rows(tree: Any, slots: jax.Array) -> Any:
+    """Row `slots[b]` of every per-slot array of `tree`."""
+    return jax.tree.map(lambda x: x.at[slots].get(mode="promise_in_bounds"), tree)
+
+
+def put_rows(tree: Any, slots: jax.Array, values: Any) -> Any:
+    """Row slots[b] = values[b] in every per-slot array."""
+    return jax.tree.map(
+        lambda x, v: x.at[slots].set(v.astype(x.dtype), mode="promise_in_bounds"), tree, values
+    )

@@ -1,1 +1,0 @@
-"""Does speculation change nothing, and does it pay? `jspec verify` and `jspec doctor`."""

@@ -1,0 +1,92 @@
+"""What of a device's memory is taken by what, and whether the programs' scratch fits beside it.
+
+Weights and pools are there before a program has run, its scratch is not: an engine whose scratch
+does not fit would start, and end with the first long prompt or full batch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jspec.engine.memory.device_memory import SHARE_VARIABLE, MemoryDevice, gib, least_memory
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.errors import ConfigError
+from jspec.messages.plan import StepKind
+
+# What makes a program smaller, by its kind.
+SMALLER = {StepKind.PREFILL: "chunked_prefill_size", StepKind.RECALL: "chunked_prefill_size"}
+
+
+def bytes_each(arrays: Any) -> int:
+    """Bytes of a tree of arrays on the device that holds most of them; an array that stands in the
+    tree twice counts once."""
+    by_device: dict[Any, int] = {}
+    for array in {id(x): x for x in jax.tree.leaves(arrays)}.values():
+        for shard in array.addressable_shards:
+            by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
+    return max(by_device.values(), default=0)
+
+
+def held_bytes(params: Mapping[str, Any], state: Any = None) -> dict[str, int]:
+    """By name, on each device: weights of target and draft and, with a state, what it has."""
+    target = {id(x) for x in jax.tree.leaves(params.get("target"))}
+    own = [x for x in jax.tree.leaves(params.get("draft")) if id(x) not in target]
+    held = {"the target's weights": bytes_each(params.get("target"))}
+    held["the draft's weights"] = bytes_each(own)
+    if state is not None:
+        held["KV pools"] = bytes_each((state.kv, state.draft_kv))
+        held["other state"] = bytes_each((state.draft, state.rows))
+    return held
+
+
+def scratch_bytes(executables: Mapping[ProgramKey, Any]) -> dict[ProgramKey, int]:
+    """What each program takes beside its arguments while it runs, on each device; programs whose
+    backend does not say are left out."""
+    found = {}
+    for key, executable in executables.items():
+        try:
+            analysis = executable.memory_analysis()
+        except jax.errors.JaxRuntimeError:  # it is for a message: the program may run all the same
+            continue
+        if analysis is not None:
+            found[key] = int(analysis.temp_size_in_bytes)
+    return found
+
+
+def check_scratch_fits(
+    devices: Sequence[MemoryDevice],
+    scratch: Mapping[ProgramKey, int],
+    *,
+    held: Mapping[str, int],
+    fraction: float,
+) -> None:
+    """Raises ConfigError if a program's scratch is more than is free, pools and weights being
+    there; it names all of it, and what would fit. fraction: mem_fraction_static."""
+    key = max(scratch, key=lambda key: scratch[key], default=None)
+    memory = least_memory(devices)
+    if key is None or memory is None or scratch[key] <= memory.free:
+        return
+    gc.collect()  # what only waits to be collected is not in the way
+    memory = least_memory(devices)
+    if memory is None or scratch[key] <= memory.free:
+        return
+    missing = scratch[key] - memory.free
+    share = int(100 * (memory.limit * fraction - missing) / memory.limit) / 100
+    smaller = SMALLER.get(key.kind, "max_running_requests")
+    fits = [f"{smaller} below {key.bucket}", f"tp_size above {len(devices)}"]
+    if missing < held.get("KV pools", 0):
+        fits.insert(0, f"mem_fraction_static of at most {share:.2f} (or fewer max_total_tokens)")
+    raise ConfigError(
+        f"the step {key} takes {gib(scratch[key])} of scratch on each device, and "
+        f"{gib(max(0, memory.free))} of the {gib(memory.limit)} that jax may use are free beside "
+        f"{listed(held)}; expected {', '.join(fits)}, or a larger {SHARE_VARIABLE}"
+    )
+
+
+def listed(held: Mapping[str, int]) -> str:
+    """the target's weights (14.9 GiB), KV pools (50.1 GiB)"""
+    return ", ".join(f"{name} ({gib(size)})" for name, size in held.items() if size)

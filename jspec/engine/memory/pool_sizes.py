@@ -1,0 +1,198 @@
+"""How large the KV pool is: what the configuration asks for, or what the weights leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jspec.config.limits import ServeLimits, WindowSpace
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.config.shared_prefixes import SharingLimits
+from jspec.engine.memory import device_memory
+from jspec.layers.attention import kv_heads_per_shard
+from jspec.layers.linear import Shard
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup, page_spaces
+from jspec.spec.model_spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+# Without a memory limit to go by (a CPU), the pool holds every slot at full context up to this.
+CPU_POOL_BYTES = 1 << 30
+# With a prefix cache a window space has pages for the ends of so many texts for each slot, which is
+# where their next turns begin, but at most one page for so many that all layers would have as one.
+TAILS_PER_SLOT = 4
+MOST_FOR_TAILS = 8
+NO_WEIGHTS: Mapping[str, int] = {}
+
+
+def kv_bytes_per_token(
+    groups: tuple[CacheGroup, ...], *, shards: int, dtype: DTypeLike, ops: Ops
+) -> int:
+    """Bytes of one token in all layers of all shards; kv heads are replicated if shards > G."""
+    numbers = 0
+    for group in groups:
+        heads = kv_heads_per_shard(group.entry.num_heads, Shard(shards)) * shards
+        numbers += 2 * group.num_layers * heads * ops.pool_width(group.entry.qk_dim)
+    return numbers * jnp.dtype(dtype).itemsize
+
+
+def size_pool(
+    config: ResolvedConfig,
+    groups: tuple[CacheGroup, ...],
+    *,
+    devices: list[jax.Device],
+    ops: Ops,
+    weights: Mapping[str, int] = NO_WEIGHTS,
+) -> ServeLimits:
+    """The static sizes of the engine, with as many pages as the weights, loaded by now, leave.
+
+    groups: what target and drafter keep for each token. weights: `no_pool_error`'s bytes of them,
+    to be named where nothing is left. Raises ConfigError where one request does
+    not fit, or where nothing is left for a pool.
+    """
+    page_size, num_slots = config.page_size, config.max_running_requests
+    limits = ServeLimits(
+        spec=config.speculative,
+        num_slots=num_slots,
+        num_pages=num_slots * _pages_of_context(config),
+        page_size=page_size,
+        context_length=config.context_length,
+        decode_buckets=config.decode_buckets,
+        prefill_buckets=config.prefill_buckets,
+        prefill_rows=config.prefill_rows,
+        prefill_budget=config.prefill_budget_tokens,
+        prefill_seconds=None
+        if config.prefill_budget_ms is None
+        else config.prefill_budget_ms / 1e3,
+        overlap_depth=config.overlap_depth,
+        num_rounds=config.num_continuous_decode_steps,
+        max_queued_requests=config.max_queued_requests,
+        priority_order=config.priority_order,
+        prefix_cache=not config.disable_radix_cache,
+        logprobs=config.logprobs,
+        other_shapes=config.other_shapes,
+    )
+    dtype = jnp.dtype(config.dtype)
+    of_page = partial(_page_bytes, page_size=page_size, shards=len(devices), dtype=dtype, ops=ops)
+    return _sized(limits, config, groups, devices=devices, of_page=of_page, weights=weights)
+
+
+def _sized(
+    limits: ServeLimits,
+    config: ResolvedConfig,
+    groups: tuple[CacheGroup, ...],
+    *,
+    devices: list[jax.Device],
+    of_page: Callable[[tuple[CacheGroup, ...]], int],
+    weights: Mapping[str, int],
+) -> ServeLimits:
+    """limits, whose pages are the most of use, with those that arguments and memory leave.
+
+    max_total_tokens are tokens of the full space that can be used: the scratch after them is
+    extra, for one row (it is the last one that runs when pages are short). of_page: bytes of one
+    page in all layers of some groups.
+    """
+    page_size = limits.page_size
+    scratch = config.speculative.num_scratch_pages(page_size)
+    pool_bytes, most = _pool_bytes(devices, config.mem_fraction_static), limits.num_pages
+    tokens = config.max_total_tokens
+    asked = None if tokens is None else indexing.num_pages(tokens, page_size) + scratch
+    as_one = min(pool_bytes // of_page(groups), most if asked is None else asked)
+    windows = _window_spaces(limits, groups, as_one=as_one)
+    full, *apart = page_spaces(groups, windows=[space.window for space in windows])
+    taken = sum(w.num_pages * of_page(s.groups) for w, s in zip(windows, apart, strict=True))
+    of_full = of_page(full.groups)
+    room = (pool_bytes - taken) // of_full if of_full else asked or most
+    if asked is not None and tokens is not None:
+        device_memory.check_pool_fits(
+            devices,
+            tokens=tokens,
+            num_bytes=asked * of_full + taken,
+            fitting=max(0, room - scratch) * page_size,
+        )
+        return replace(limits, num_pages=asked, windows=windows)
+    if room < scratch + 1:
+        least = (scratch + 1) * of_full + taken
+        raise device_memory.no_pool_error(
+            devices, config.mem_fraction_static, num_bytes=least, **weights
+        )
+    notice = device_memory.unused_notice(devices, os.environ) if room < most else None
+    if notice is not None:
+        log.warning("%s", notice)
+    return replace(limits, num_pages=min(room, most), windows=windows)
+
+
+def _window_spaces(
+    limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
+) -> tuple[WindowSpace, ...]:
+    """Pages of every window that gains by a space of its own: for all slots, or what memory gives;
+    with a prefix cache also for the ends of texts whose rows are gone (TAILS_PER_SLOT).
+
+    as_one: pages of the pools if all layers kept everything. No window gets more than that, so
+    that the full space never has less; and where not even one row's window fits into them, or a
+    window is as long as the context, its layers stay in the full space.
+    """
+    of_chunks = limits.pages_of_chunks(limits.chunk_size)
+    of_context = limits.num_pages // limits.num_slots
+    spaces = []
+    for window in sorted({group.window for group in groups if group.window is not None}):
+        of_row = limits.window_pages_per_row(window)
+        if of_row < of_context and of_row + of_chunks <= as_one:
+            wanted = limits.num_slots * of_row + of_chunks
+            if limits.prefix_cache:
+                tails = limits.num_slots * TAILS_PER_SLOT * limits.tail_pages(window)
+                wanted += min(tails, as_one // MOST_FOR_TAILS)
+            spaces.append(WindowSpace(window, min(wanted, as_one)))
+    return tuple(spaces)
+
+
+def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
+    """When decodes are told which rows begin alike; None: never, since nothing is cached, it is
+    switched off, or no kernel of `ops` reads a prefix for two rows of such a target at once."""
+    is_off = config.disable_radix_cache or config.disable_cascade_attn
+    full = {layer.attention for layer in target.layers if layer.attention.window is None}
+    if is_off or ops.sharing_pays_from is None or not full:
+        return None
+    shard, itemsize = Shard(config.tp_size), jnp.dtype(config.dtype).itemsize
+    packs, num_bytes = [], []
+    for attention in full:
+        heads = kv_heads_per_shard(attention.num_kv_heads, shard)
+        group = attention.num_heads // shard.size // heads
+        nodes = config.speculative.num_draft_tokens
+        packs.append(ops.rows_a_pack(queries_per_row=nodes, group=group))
+        num_bytes.append(2 * heads * ops.pool_width(attention.head_dim) * itemsize)
+    if min(packs) < 2:
+        return None
+    return SharingLimits(
+        rows_a_pack=min(packs),
+        pays_from=-(-ops.sharing_pays_from // min(num_bytes)),
+        least_rows=ops.sharing_least_rows,
+    )
+
+
+def _page_bytes(groups: tuple[CacheGroup, ...], *, page_size: int, **settings: Any) -> int:
+    return page_size * kv_bytes_per_token(groups, **settings)
+
+
+def _pages_of_context(config: ResolvedConfig) -> int:
+    """Pages with which a row runs to the end of the context: 64 tokens more, or its scratch."""
+    context, page_size = config.context_length, config.page_size
+    roomy = (context + 64) // page_size
+    scratch = config.speculative.num_scratch_pages(page_size)
+    return max(roomy, indexing.num_pages(context, page_size) + scratch)
+
+
+def _pool_bytes(devices: list[jax.Device], fraction: float) -> int:
+    """Bytes left for the pool on all devices together, weights already loaded."""
+    found = device_memory.pool_bytes(devices, fraction)
+    return CPU_POOL_BYTES if found is None else found

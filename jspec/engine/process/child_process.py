@@ -1,0 +1,167 @@
+"""The process that holds the devices, seen from the server: begun, spoken to, watched, ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jspec.config.engine_args import EngineArgs
+from jspec.engine.process.process_messages import (
+    MODULE,
+    Call,
+    Enqueue,
+    Failed,
+    Output,
+    Progressed,
+    Read,
+    Started,
+    StartTask,
+)
+from jspec.engine.programs.compilation import Progress
+from jspec.engine.programs.program_growth import PACKAGE_ROOT, PLATFORM_SETTINGS, settings_of
+from jspec.engine.programs.program_store import SETTINGS
+from jspec.errors import RunnerError
+
+END_SECONDS = 5.0
+
+
+class EngineProcess:
+    """One such process, from its start to its end. on_end: called once, with why, if it ends by
+    itself; from a thread."""
+
+    def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end
+        self._is_ending = False
+        self._calling = threading.Lock()
+        (self.steps, steps_there), (self._control, control_there) = _pipe(), _pipe()
+        with steps_there, control_there:
+            numbers = (steps_there.fileno(), control_there.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,  # a terminal's Ctrl-C is for the server
+            )
+        root = logging.getLogger()
+        settings = settings_of((*SETTINGS, *PLATFORM_SETTINGS))
+        level = root.level if root.handlers else None
+        with suppress(BrokenPipeError):  # it has ended already, as `started` will find
+            self._control.send(StartTask(args=args, settings=settings, log_level=level))
+        self._watching = threading.Thread(
+            target=self._watch, name="jspec-watch-engine", daemon=True
+        )
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def started(self, progress: Progress | None) -> Started:
+        """Waits until it is ready. Raises what it could not be started for."""
+        while True:
+            message = self._receive(self._control)
+            if isinstance(message, Progressed):
+                if progress is not None:
+                    progress(*message)
+            elif isinstance(message, Failed):
+                raise message.error or RunnerError(f"the engine did not start: {message.text}")
+            else:
+                assert isinstance(message, Started)
+                self._watching.start()
+                return message
+
+    def call(self, name: str, *args: Any) -> Any:
+        """One of `engine_process.Calls`, from any thread but after another's. Raises its error."""
+        with self._calling:
+            try:
+                self._control.send(Call(name, args))
+            except OSError as error:
+                raise RunnerError(self.why_ended()) from error
+            answer = self._receive(self._control)
+        if isinstance(answer, Failed):
+            raise answer.error or RunnerError(f"the engine failed: {answer.text}")
+        return answer
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a call is under way, after which another would wait."""
+        return self._calling.locked()
+
+    def send(self, message: Enqueue | Read) -> None:
+        """On the engine's thread alone. Raises RunnerError if the process is not there."""
+        try:
+            self.steps.send(message)
+        except OSError as error:
+            self._raise_failure(error)
+
+    def output(self) -> Output:
+        """What was asked for by a Read. Raises RunnerError if the step or the process failed."""
+        message = self._receive(self.steps)
+        if isinstance(message, Failed):
+            raise RunnerError(f"the engine failed: {message.text}")
+        assert isinstance(message, Output)
+        return message
+
+    def _raise_failure(self, error: OSError) -> None:
+        """A step before this one may have failed, and said so."""
+        with suppress(EOFError, OSError):
+            if self.steps.poll():
+                self.output()
+        raise RunnerError(self.why_ended()) from error
+
+    def _receive(self, connection: Connection) -> Any:
+        try:
+            return connection.recv()
+        except (EOFError, OSError) as error:
+            raise RunnerError(self.why_ended()) from error
+
+    def why_ended(self) -> str:
+        """The process has closed its pipes, so it is about to end."""
+        try:
+            status = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine's process closed its pipes"
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return f"the engine's process {self._process.pid} was ended {how}"
+
+    def kill(self) -> None:
+        """Now; from any thread, also more than once."""
+        self._is_ending = True
+        self._process.kill()
+
+    def end(self) -> None:
+        """Lets it go, and waits for that."""
+        self._is_ending = True
+        self._control.close()
+        self.steps.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._watching.ident is not None:
+            self._watching.join(END_SECONDS)
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if not self._is_ending:
+            self._on_end(self.why_ended())
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    here, there = socket.socketpair()
+    return Connection(here.detach()), Connection(there.detach())
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this package first on the path."""
+    path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path}

@@ -1,0 +1,250 @@
+"""A runner whose devices, weights and state are in a process of their own (`engine_process`).
+
+Whatever ends that process, a device's error or a signal, ends no server: `restart` begins another
+one. Steps cross as one packed array each way (`plan_runner`); the plans stay here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jspec.config.engine_args import EngineArgs
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.engine.plan_runner import PlanRunner, ReadyPrograms
+from jspec.engine.process.child_process import EngineProcess
+from jspec.engine.process.process_messages import (
+    Enqueue,
+    Read,
+    Started,
+)
+from jspec.engine.programs.compilation import Progress
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.errors import EngineClosedError, JspecError, RequestError, RunnerError
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
+
+
+class ProcessRunner(PlanRunner):
+    """Implements the protocols Runner and Weights (`messages.protocols`) by an EngineProcess.
+
+    on_end: called, with why, from a thread, when the process ends by itself, running steps or not.
+    """
+
+    def __init__(
+        self, process: EngineProcess, started: Started, args: EngineArgs, ends: Ends
+    ) -> None:
+        super().__init__(
+            limits=started.limits,
+            vocab_size=started.vocab_size,
+            programs=dict.fromkeys(started.programs),
+        )
+        self._process = process
+        self._started = started
+        # What is chosen by what is free at a start must not differ in the next one.
+        self._args = replace(args, max_total_tokens=started.limits.max_total_tokens)
+        self._ends = ends
+        self._next_number = 0
+        self._ensured: dict[ProgramKey, None] = {}
+        self._update = DiskUpdate()  # all of them so far, as one
+        self._has_arrays = False  # weights that no file has
+        self._restarting = threading.Lock()
+        self._is_given_up = False
+        self._is_closed = False
+
+    @classmethod
+    def start(cls, args: EngineArgs, *, progress: Progress | None) -> ProcessRunner:
+        """Raises ConfigError and CheckpointError as `building.build_runner`."""
+        ends = Ends()
+        process = EngineProcess(args, on_end=ends)
+        try:
+            started = process.started(progress)
+        except BaseException:
+            process.kill()
+            process.end()
+            raise
+        return cls(process, started, args, ends)
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self._started.config
+
+    @property
+    def process_id(self) -> int:
+        """Of the process that is there now."""
+        return self._process.process_id
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """From now on `on_end` is called, from a thread, when the process ends by itself."""
+        self._ends.tell = on_end
+
+    @property
+    def device_kind(self) -> str:
+        return self._started.device_kind
+
+    @property
+    def num_programs(self) -> int:
+        known = len(self._programs.executables)
+        if known < self.num_programs_wanted and not (self._is_closed or self._process.is_calling):
+            with suppress(JspecError):
+                self._learn(self._process.call("programs"))
+        return len(self._programs.executables)
+
+    @property
+    def num_programs_wanted(self) -> int:
+        return max(self._started.num_wanted, len(self._programs.executables))
+
+    def ensure(self, keys: tuple[ProgramKey, ...]) -> None:
+        missing = [key for key in keys if key not in self._programs.executables]
+        if missing:
+            self._learn(self._process.call("ensure", keys))
+        self._ensured |= dict.fromkeys(keys)
+
+    def _learn(self, programs: tuple[ProgramKey, ...]) -> None:
+        self._programs = ReadyPrograms(dict.fromkeys(programs))
+
+    # Steps.
+
+    def _enqueue(
+        self,
+        key: ProgramKey,
+        *operands: np.ndarray | int,
+        is_read: bool = True,
+        is_kept: bool = False,
+        drops: tuple[int, ...] = (),
+    ) -> int:
+        self._next_number += 1
+        message = Enqueue(self._next_number, str(key), operands, is_read, is_kept, drops)
+        self._process.send(message)
+        return self._next_number
+
+    def _read(self, output: int) -> np.ndarray:
+        self._process.send(Read(output))
+        message = self._process.output()
+        if message.programs is not None:
+            self._learn(message.programs)
+        return message.array
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the runner is closed; it has no process")
+
+    # Beginning anew, and ending.
+
+    def restart(self) -> None:
+        """Another process, with the weights as they were. Raises what prevents it, and
+        EngineClosedError where weights cannot be read again."""
+        if self._has_arrays:
+            raise EngineClosedError(
+                "the weights in force were given as arrays, which went with the engine's process; "
+                "expected weights from disk, which are read again"
+            )
+        self._process.kill()
+        self._process.end()
+        self._in_flight.clear()
+        self._check_wanted()
+        with self._restarting:
+            self._process = EngineProcess(self._args, on_end=self._ends)
+            self._check_wanted()
+            started = self._process.started(None)
+            if started.limits != self._limits:
+                raise EngineClosedError(
+                    f"the engine's process came back with {started.limits}; expected {self._limits}"
+                )
+            self._learn(started.programs)
+            if self._ensured:
+                self.ensure(tuple(self._ensured))
+            if self._update != DiskUpdate():
+                self._process.call("prepare", self._update)
+                self._process.call("switch")
+
+    def _check_wanted(self) -> None:
+        if self._is_given_up:
+            raise EngineClosedError("the engine was closed while its process was begun anew")
+
+    def give_up(self) -> None:
+        self._is_given_up = True
+        if self._restarting.locked():
+            self._process.kill()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._in_flight.clear()
+        self._process.end()
+
+    # Weights.
+
+    @property
+    def has_draft(self) -> bool:
+        return self._started.has_draft
+
+    @property
+    def draft_is_in_target(self) -> bool:
+        return self._started.draft_is_in_target
+
+    def prepare(self, update: WeightUpdate) -> WeightUpdate:
+        """Reads and checks all of it there; arrays are sent."""
+        if isinstance(update, ArrayUpdate):
+            arrays = {name: np.asarray(array) for name, array in update.arrays.items()}
+            update = replace(update, arrays=arrays)
+        self._process.call("prepare", update)
+        return update
+
+    def switch(self, prepared: WeightUpdate) -> None:
+        self._process.call("switch")
+        if isinstance(prepared, ArrayUpdate):
+            self._has_arrays = True
+            return
+        target, draft = prepared.target, prepared.draft
+        is_whole = target is not None and (draft is not None or not self.has_draft)
+        self._has_arrays = self._has_arrays and not is_whole
+        self._update = DiskUpdate(
+            target=target or self._update.target, draft=draft or self._update.draft
+        )
+
+    def tensor(self, name: str, model: Model | None) -> Any:
+        return self._process.call("tensor", name, model)
+
+    # Profiles.
+
+    def start_profile(self, directory: str) -> None:
+        """engine.profiling.Profiler.start, of what the process does."""
+        self._process.call("start_profile", os.path.abspath(directory))
+
+    def stop_profile(self) -> str:
+        directory: str = self._process.call("stop_profile")
+        return directory
+
+
+class Ends:
+    """Whom the ends of processes are told to, which is known only after the first has begun."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[str], None] = lambda _: None
+
+    def __call__(self, why: str) -> None:
+        self.tell(why)
+
+
+class ProcessProfiler:
+    """As `engine.profiling.Profiler`, of a runner's process."""
+
+    def __init__(self, runner: ProcessRunner) -> None:
+        self._runner = runner
+
+    def start(self, directory: str) -> None:
+        try:
+            self._runner.start_profile(directory)
+        except RunnerError as error:
+            raise RequestError(f"no profile can be taken: {error}") from error
+
+    def stop(self) -> str:
+        try:
+            return self._runner.stop_profile()
+        except RunnerError as error:
+            raise RequestError(f"no profile can be taken: {error}") from error

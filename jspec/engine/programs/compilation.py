@@ -1,0 +1,339 @@
+"""Compiling an engine's programs before they serve.
+
+All shapes are known at the start, so programs are compiled ahead of time, several at once, and the
+runner holds executables: nothing compiles when a step is dispatched, and a wrong shape is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, PartitionSpec
+
+from jspec.config.limits import ServeLimits
+from jspec.device import sharding
+from jspec.engine import interrupts
+from jspec.engine.programs.entries import ENTRIES, arrays_between
+from jspec.engine.programs.program_keys import CUT, ProgramKey, program_keys
+from jspec.engine.programs.program_store import ProgramStore
+from jspec.engine.transfer import layout_of
+from jspec.messages.layout import PackedLayout, decode_layout
+from jspec.messages.plan import StepKind
+from jspec.models import placement
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.step import StepProgram
+
+# (programs done, of how many, which one, "compiled" or "loaded" from the ProgramStore)
+Progress = Callable[[int, int, str, str], None]
+POLL_SECONDS = 0.2
+
+
+def enable_persistent_cache(directory: Path) -> None:
+    """Keeps compiled programs on disk, so that the next start only loads them. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    compilation_cache.reset_cache()  # jax opens a directory once, and would keep to the first
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramShape:
+    """All of an engine's limits that a program's code depends on, beside what its arrays show.
+
+    `lower` gets nothing else of them, and the program store's key holds nothing else, so a limit
+    that only the host reads compiles nothing again.
+    """
+
+    kind: StepKind
+    packed: PackedLayout
+    num_rounds: int
+
+    @classmethod
+    def of(cls, key: ProgramKey, limits: ServeLimits) -> ProgramShape:
+        num_rounds = limits.num_rounds if key.kind is StepKind.DECODE else 1
+        return cls(kind=key.kind, packed=layout_of(key, limits), num_rounds=num_rounds)
+
+
+def lower(
+    shape: ProgramShape,
+    program: StepProgram,
+    *,
+    mesh: Mesh,
+    params: Any,
+    state: Any,
+) -> jax.stages.Lowered:
+    """Lowers one program for the shapes and shardings of `params` and `state` (may be abstract)."""
+    jitted = _jitted(shape, program, mesh=mesh, params=params, state=state)
+    flat = jax.ShapeDtypeStruct((shape.packed.size,), np.int32)
+    arrays: tuple[Any, ...] = (_abstract(params), _abstract(state), flat)
+    if shape.kind in (StepKind.SCORE, StepKind.SETTLE):
+        (num_rows,) = dict(shape.packed.fields)["slots"]
+        tree = jax.ShapeDtypeStruct((3, num_rows, program.spec.num_draft_tokens), np.int32)
+        arrays = (*arrays, tree)
+    if shape.kind is StepKind.SETTLE:
+        scoring = ProgramShape(StepKind.SCORE, decode_layout(batch=num_rows, num_grants=0), 1)
+        score = _jitted(scoring, program, mesh=mesh, params=params, state=state)
+        flat = jax.ShapeDtypeStruct((scoring.packed.size,), np.int32)
+        _, scored = jax.eval_shape(score, *arrays[:2], flat, tree)
+        arrays = (*arrays, scored)
+    return jitted.lower(*arrays)
+
+
+def _jitted(
+    shape: ProgramShape, program: StepProgram, *, mesh: Mesh, params: Any, state: Any
+) -> Any:
+    entry = ENTRIES[shape.kind]
+    if shape.kind is StepKind.DECODE:
+        entry = partial(entry, num_rounds=shape.num_rounds)
+    tables, between = program.tables, arrays_between(shape.kind)
+    in_specs = (
+        placement.param_specs(tables, params),
+        sharding.state_specs(state),
+        PartitionSpec(),
+        *between.taken,
+    )
+    step = jax.shard_map(
+        partial(entry, program, shape.packed),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(in_specs[1], between.given),
+        check_vma=False,
+    )
+    to_shardings = partial(sharding.shardings, mesh)
+    return jax.jit(
+        step,
+        in_shardings=(
+            placement.param_places(mesh, tables, params, by_columns=program.ops.by_columns),
+            *(to_shardings(specs) for specs in in_specs[1:]),
+        ),
+        out_shardings=(to_shardings(in_specs[1]), to_shardings(between.given)),
+        donate_argnums=(1,),
+    )
+
+
+def compiler_options(
+    key: ProgramKey, limits: ServeLimits, *, platform: str, ops: Ops
+) -> dict[str, Any]:
+    """What XLA is told beside its defaults, where a measurement or a compiled program says so.
+
+    On a GPU: no rematerialization (it counts a donated pool twice, finds no memory, and computes
+    whole products a second time). In decoding, no dot-strength-reduction: it makes of a product of
+    one row with less than ten million weights a multiplication that writes as many numbers as
+    there are weights, and a sum that reads them again (seen for `out` of Qwen3-30B-A3B, 4096 x
+    2048, in a step of one row and none of four). And what the kernels' bundle wants
+    (`Ops.compiler_options`).
+    """
+    if platform != "gpu":
+        return {}
+    is_decode = key.kind in (StepKind.DECODE, *CUT)
+    spec, tokens = key.shape or limits.spec, None
+    if is_decode:
+        tokens = spec.total_nodes(key.bucket) or key.bucket * spec.num_draft_tokens
+    options = ops.compiler_options(decode_tokens=tokens)
+    passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
+    return {"xla_disable_hlo_passes": passes, **options}
+
+
+def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
+    """Compiles with those of `options` that this compiler knows: they are for speed alone, and
+    XLA may drop one of them with any release."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in options:
+            raise
+    kept = {name: value for name, value in options.items() if name != unknown[1]}
+    return compile_with(lowered, kept)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that an engine's programs are made from; of weights and state the shapes alone.
+
+    It can be pickled, and makes the same names in a ProgramStore in every process whose
+    surroundings are the same.
+    """
+
+    program: StepProgram
+    limits: ServeLimits
+    params: Any  # of jax.ShapeDtypeStruct
+    state: Any
+
+    @classmethod
+    def of(cls, program: StepProgram, limits: ServeLimits, *, params: Any, state: Any) -> Recipe:
+        """params, state: arrays or abstract ones; the recipe keeps no array."""
+        return cls(program=program, limits=limits, params=_abstract(params), state=_abstract(state))
+
+    def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
+        """Shape, static program and compiler's options of one program."""
+        platform = mesh.devices.flat[0].platform
+        options = compiler_options(key, self.limits, platform=platform, ops=self.program.ops)
+        spec = key.shape or self.program.spec
+        variant = dataclasses.replace(self.program, features=key.features, spec=spec)
+        return ProgramShape.of(key, self.limits), variant, options
+
+    def paths(
+        self, keys: Iterable[ProgramKey], *, mesh: Mesh, store: ProgramStore | None
+    ) -> dict[ProgramKey, Path]:
+        """Where `store` has, or would have, each program; nothing if it cannot keep one of them."""
+        if store is None:
+            return {}
+        makings = {key: self.parts(key, mesh=mesh) for key in keys}
+        return store.paths(makings, mesh=mesh, arrays=(self.params, self.state))
+
+    def load(self, key: ProgramKey, path: Path, *, mesh: Mesh) -> Any | None:
+        """The stored executable, or None where there is none that can be read."""
+        between = arrays_between(key.kind)
+        inputs, outputs = (self.params, self.state, 0, *between.taken), (self.state, between.given)
+        return ProgramStore.load(path, mesh=mesh, inputs=inputs, outputs=outputs)
+
+
+def compile_all(
+    program: StepProgram,
+    limits: ServeLimits,
+    *,
+    mesh: Mesh,
+    params: Any,
+    state: Any,
+    progress: Progress | None = None,
+    keys: tuple[ProgramKey, ...] | None = None,
+    first: tuple[ProgramKey, ...] | None = None,
+    store: ProgramStore | None = None,
+) -> dict[ProgramKey, Any]:
+    """Executables by key, of `program` with each key's features.
+
+    Those that `store` has are loaded, several at once. The others are lowered one after the other,
+    in order, and compiled several at once: a Pallas kernel's text holds where it was first traced
+    from and how many came before it, so in any other order jax's cache would not know it again.
+    Lowering holds Python's lock anyway.
+    keys: which programs; by default all that an engine wants. first: those of them that are
+    compiled if the store has them not, in this order; None: all.
+    """
+    # An error of this start keeps no weights.
+    recipe = Recipe.of(program, limits, params=params, state=state)
+    params = state = None
+    keys = program_keys(limits) if keys is None else keys
+    paths = recipe.paths(keys, mesh=mesh, store=store)
+    if first is not None:
+        stored = (key for key in keys if key in paths and paths[key].exists())
+        keys = tuple(dict.fromkeys((*first, *stored)))
+    making = _Making(recipe, keys, paths, mesh=mesh, store=store, progress=progress)
+    workers = min(len(keys), os.cpu_count() or 1)
+    with without_jax_cache(is_off=bool(paths)), ThreadPoolExecutor(max_workers=workers) as pool:
+        try:
+            _wait([pool.submit(making.load, key) for key in keys if key in paths])
+            running = []
+            for key in keys:
+                interrupts.check()
+                if key not in making.made:
+                    running.append(pool.submit(making.build, key, *making.lower(key)))
+            _wait(running)
+            return {key: making.made[key] for key in keys}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # what failed should not wait for what did not
+            making.made.clear()  # whoever keeps the error should not keep programs
+            raise
+
+
+class _Making:
+    """Executables while they are made. made: those that are there, by key."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        keys: tuple[ProgramKey, ...],
+        paths: dict[ProgramKey, Path],
+        *,
+        mesh: Mesh,
+        store: ProgramStore | None,
+        progress: Progress | None,
+    ) -> None:
+        self.made: dict[ProgramKey, Any] = {}
+        self._recipe = recipe
+        self._num_wanted = len(keys)
+        self._paths = paths
+        self._mesh = mesh
+        self._store = store
+        self._progress = progress
+        self._done = itertools.count(1)
+
+    def load(self, key: ProgramKey) -> None:
+        """Keeps the stored executable, if it can be read."""
+        if self._store is not None:
+            self._store.fetch(self._paths[key])
+        found = self._recipe.load(key, self._paths[key], mesh=self._mesh)
+        if found is not None:
+            self._keep(key, found, "loaded")
+
+    def lower(self, key: ProgramKey) -> tuple[jax.stages.Lowered, dict[str, Any]]:
+        """The program as `build` takes it, and the compiler's options."""
+        recipe, mesh = self._recipe, self._mesh
+        shape, variant, options = recipe.parts(key, mesh=mesh)
+        return lower(shape, variant, mesh=mesh, params=recipe.params, state=recipe.state), options
+
+    def build(self, key: ProgramKey, lowered: jax.stages.Lowered, options: dict[str, Any]) -> None:
+        """Compiles, stores and keeps it."""
+        executable = compile_with(lowered, options)
+        if self._store is not None and key in self._paths:
+            self._store.save(self._paths[key], executable)
+        self._keep(key, executable, "compiled")
+
+    def _keep(self, key: ProgramKey, executable: Any, how: str) -> None:
+        self.made[key] = executable
+        if self._progress is not None:
+            self._progress(next(self._done), self._num_wanted, str(key), how)
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    """Raises the first one's error; an interrupt ends the wait even if its exception was lost."""
+    for future in futures:
+        while not future.done():
+            wait((future,), timeout=POLL_SECONDS)
+            interrupts.check()
+        future.result()
+
+
+# jax has one switch for the whole process: one engine after the other compiles with it off.
+_SWITCH = threading.Lock()
+
+
+@contextmanager
+def without_jax_cache(*, is_off: bool) -> Iterator[None]:
+    """While programs are compiled that are kept by a ProgramStore: what jax's cache hands out
+    cannot always be written again, and nothing needs to be kept twice."""
+    if not is_off:
+        yield
+        return
+    with _SWITCH:
+        settings: Any = jax.config
+        was_on = settings.jax_enable_compilation_cache
+        _use_jax_cache(False)
+        try:
+            yield
+        finally:
+            _use_jax_cache(was_on)
+
+
+def _use_jax_cache(is_used: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_used)
+    compilation_cache.reset_cache()  # jax decides once whether it has one

@@ -1,0 +1,126 @@
+"""What is jitted, by kind of step: the flat batch is cut apart, and the step does the rest.
+
+Every entry takes the flat batch after params and state, and returns the next state and an output.
+Only the programs of a cut step hand arrays from one to the next (`arrays_between`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jspec.device import sharding
+from jspec.device.batch import (
+    CatchUpBatch,
+    Features,
+    RecallBatch,
+    Scored,
+    decode_batch,
+    prefill_batch,
+    settle_batch,
+)
+from jspec.messages.layout import PackedLayout
+from jspec.messages.plan import StepKind
+from jspec.speculative.cut_step import propose_step, score_step, settle_step
+from jspec.speculative.drafters.deferred import catch_up_step
+from jspec.speculative.recall import recall_step
+from jspec.speculative.step import StepProgram, prefill_step, speculative_rounds
+
+
+def _decode(
+    program: StepProgram,
+    packed: PackedLayout,
+    params: Any,
+    state: Any,
+    flat: jax.Array,
+    *,
+    num_rounds: int,
+) -> Any:
+    batch = decode_batch(packed.unpack(flat))
+    return speculative_rounds(program, params, state, batch, num_rounds=num_rounds)
+
+
+def _prefill(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return prefill_step(program, params, state, prefill_batch(packed.unpack(flat)))
+
+
+def _recall(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return recall_step(program, params, state, RecallBatch(**packed.unpack(flat)))
+
+
+def _propose(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return propose_step(program, params, state, decode_batch(packed.unpack(flat)))
+
+
+def _score(
+    program: StepProgram,
+    packed: PackedLayout,
+    params: Any,
+    state: Any,
+    flat: jax.Array,
+    tree: jax.Array,
+) -> Any:
+    return score_step(program, params, state, packed.unpack(flat)["slots"], tree)
+
+
+def _settle(
+    program: StepProgram,
+    packed: PackedLayout,
+    params: Any,
+    state: Any,
+    flat: jax.Array,
+    tree: jax.Array,
+    scored: Scored,
+) -> Any:
+    return settle_step(program, params, state, settle_batch(packed.unpack(flat)), tree, scored)
+
+
+def _catch_up(
+    program: StepProgram, packed: PackedLayout, params: Any, state: Any, flat: jax.Array
+) -> Any:
+    return catch_up_step(program.drafter, params, state, CatchUpBatch(**packed.unpack(flat)))
+
+
+ENTRIES: Mapping[StepKind, Callable[..., Any]] = {
+    StepKind.DECODE: _decode,
+    StepKind.PREFILL: _prefill,
+    StepKind.RECALL: _recall,
+    StepKind.PROPOSE: _propose,
+    StepKind.SCORE: _score,
+    StepKind.SETTLE: _settle,
+    StepKind.CATCH_UP: _catch_up,
+}
+
+REPLICATED = PartitionSpec()
+# The logits of all nodes stay where the head's shards made them.
+_LOGITS: Any = PartitionSpec(None, None, sharding.TENSOR_AXIS)
+_HIDDEN: Any = REPLICATED
+_SCORED = Scored(logits=_LOGITS, features=Features(hidden=_HIDDEN, aux_hidden=_HIDDEN))
+
+
+@dataclass(frozen=True, slots=True)
+class ArraysBetween:
+    """How arrays of a program lie on the mesh: pytrees of PartitionSpec. taken: after the flat
+    batch. given: its output, i32 and replicated in all but one kind."""
+
+    taken: tuple[Any, ...] = ()
+    given: Any = REPLICATED
+
+
+def arrays_between(kind: StepKind) -> ArraysBetween:
+    """What programs of this kind take from those before them, and give."""
+    if kind is StepKind.SCORE:
+        return ArraysBetween(taken=(REPLICATED,), given=_SCORED)
+    if kind is StepKind.SETTLE:
+        return ArraysBetween(taken=(REPLICATED, _SCORED))
+    return ArraysBetween()

@@ -1,0 +1,89 @@
+"""A bucket behind a directory of compiled programs: gs://BUCKET/PATH, by gcsfs.
+
+A program that is not in the directory is looked for there, and one that was written here is put
+there, under the same name: a digest of all that it was made from. So machines of one kind share
+what one of them has compiled. Whatever goes wrong on the way is a warning, and costs a compilation.
+What is loaded from there is run: it must be as trustworthy as the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jspec.errors import ConfigError
+
+log = logging.getLogger(__name__)
+GS = "gs://"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBucket:
+    """url: gs://BUCKET/PATH, which need not exist yet."""
+
+    url: str
+
+    @classmethod
+    def named(cls, url: str) -> ProgramBucket:
+        """Raises ConfigError without a bucket's name, or without the library."""
+        if not url.removeprefix(GS).strip("/"):
+            raise ConfigError(f"compilation_cache_dir is {url!r}; expected {GS}BUCKET/PATH")
+        try:
+            importlib.import_module("gcsfs")
+        except ImportError:
+            raise ConfigError(
+                f"compilation_cache_dir is {url!r}: a bucket is read and written by gcsfs, which "
+                "is not installed; expected a directory of this machine, or "
+                "pip install 'jspec[gs]'"
+            ) from None
+        return cls(url)
+
+    @property
+    def directory(self) -> Path:
+        """Where its programs lie here. Raises RuntimeError where nobody knows where home is."""
+        digest = hashlib.sha256(self.url.strip("/").encode()).hexdigest()[:12]
+        return Path.home() / ".cache" / "jspec" / "programs-of-buckets" / digest
+
+    def fetch(self, path: Path) -> None:
+        """Copies the program of this name here, if it is there and not here."""
+        if path.exists():
+            return
+        part: Path | None = None
+        try:
+            files = _files()
+            if not files.exists(self._place(path)):
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            os.close(handle)
+            part = Path(name)
+            files.get_file(self._place(path), str(part))
+            part.replace(path)
+        except Exception as error:  # the library has many, and those of what it is built on
+            log.warning("%s could not be read: %r", self._place(path), error)
+        finally:
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
+
+    def keep(self, path: Path) -> None:
+        """Copies a program from here to there; an object appears there whole, or not at all."""
+        try:
+            _files().put_file(str(path), self._place(path))
+        except Exception as error:
+            log.warning("%s could not be written: %r", self._place(path), error)
+
+    def _place(self, path: Path) -> str:
+        return f"{self.url.removeprefix(GS).strip('/')}/{path.name}"
+
+
+def _files() -> Any:
+    """The library keeps one of these in a process."""
+    return importlib.import_module("gcsfs").GCSFileSystem()

@@ -1,0 +1,288 @@
+"""The programs that were not there at the start: made while the engine serves, and swapped in.
+
+Lowering holds Python's lock for a second or two a program, so a process of its own does it and
+writes to the program store; a thread here loads what it has written. Where no second process can
+help (a TPU serves one process; without a store nothing can be handed over) a thread makes them.
+The process knows shapes only. It ends when its standard input does, so it never outlives us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from jspec.engine.programs.compilation import Recipe, compile_all
+from jspec.engine.programs.program_bucket import ProgramBucket
+from jspec.engine.programs.program_keys import ProgramKey
+from jspec.engine.programs.program_store import SETTINGS, ProgramStore
+from jspec.errors import JspecError
+
+log = logging.getLogger(__name__)
+
+MODULE = "jspec.engine.programs.build_programs"
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+# On a GPU it takes memory for autotuning's scratch alone, as it goes, out of what we left free.
+DEVICE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
+PLATFORM_SETTINGS = ("jax_platforms", "jax_num_cpu_devices")
+PAUSE_SECONDS = 0.05  # between two programs made in this process
+STOP_SECONDS = 5.0  # a compiler that runs in this process cannot be interrupted
+REASON_CHARS = 300
+
+Made = tuple[ProgramKey, Any]
+
+
+class BuildError(JspecError):
+    """Programs that could not be built beside the serving ones; the engine is unharmed."""
+
+
+class Maker(Protocol):
+    """Makes executables one after the other. Raises BuildError for what it cannot make."""
+
+    def __iter__(self) -> Iterator[Made]: ...
+
+    def stop(self) -> None:
+        """Ends the iteration soon, from any thread. May come twice, also before it began."""
+        ...
+
+
+class ProgramGrowth:
+    """Hands what `maker` makes to a runner, on a thread of its own.
+
+    num_wanted: programs there will be in the end, of which num_later are the maker's. started:
+    time.monotonic() of the engine's start.
+    """
+
+    def __init__(self, maker: Maker, *, num_wanted: int, num_later: int, started: float) -> None:
+        self.num_wanted = num_wanted
+        self._maker = maker
+        self._num_later = num_later
+        self._started = started
+        self._is_stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
+        """Begins. find_add: what takes each program, or None once nobody wants any."""
+        ready = self.num_wanted - self._num_later
+        log.info("ready with %d of %d programs, the rest is being built", ready, self.num_wanted)
+        self._thread = threading.Thread(
+            target=self._run, args=(find_add,), name="jspec-programs", daemon=True
+        )
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Ends it soon, without waiting."""
+        self._is_stopped.set()
+        self._maker.stop()
+
+    def stop(self) -> None:
+        """Ends it, and waits for that unless a compiler of this process is running."""
+        self.cancel()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
+        missing, reason = self._num_later, "the builder ended early"
+        try:
+            for key, executable in self._maker:
+                add = None if self._is_stopped.is_set() else find_add()
+                if add is None:
+                    return
+                add(key, executable)
+                missing -= 1
+                if not missing:
+                    seconds = time.monotonic() - self._started
+                    log.info("all %d programs are there after %.1f s", self.num_wanted, seconds)
+                    return
+        except Exception as error:  # whatever a compiler or a file finds wrong: others serve
+            reason = str(error) if isinstance(error, BuildError) else repr(error)
+        finally:
+            self._maker.stop()
+        if not self._is_stopped.is_set():
+            log.warning(
+                "%d of %d programs could not be built, the others serve everything: %s",
+                missing,
+                self.num_wanted,
+                reason,
+            )
+
+
+def maker_of(
+    recipe: Recipe, keys: tuple[ProgramKey, ...], *, mesh: Mesh, store: ProgramStore | None
+) -> Maker:
+    """What makes the programs of `keys` here: a process, or a thread of this one."""
+    paths = recipe.paths(keys, mesh=mesh, store=store)
+    if store is None or not paths or mesh.devices.flat[0].platform == "tpu":
+        return ThreadMaker(recipe, keys, mesh=mesh, store=store)
+    task = BuildTask(
+        recipe=recipe,
+        paths=paths,
+        directory=store.directory,
+        bucket=store.bucket,
+        device_ids=tuple(device.id for device in mesh.devices.flat),
+        settings=settings_of((*SETTINGS, *PLATFORM_SETTINGS)),
+    )
+    return ProcessMaker(task, mesh=mesh)
+
+
+def settings_of(names: tuple[str, ...]) -> dict[str, Any]:
+    """jax's settings as this thread sees them; those that this jax lacks are left out."""
+    return {name: getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
+
+
+class ThreadMaker:
+    """Compiles in this process, one program at a time; each holds Python's lock while lowered."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        keys: tuple[ProgramKey, ...],
+        *,
+        mesh: Mesh,
+        store: ProgramStore | None,
+    ) -> None:
+        self._recipe = recipe
+        self._keys = keys
+        self._mesh = mesh
+        self._store = store
+        self._settings = settings_of(SETTINGS)
+        self._is_stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+
+    def __iter__(self) -> Iterator[Made]:
+        if settings_of(SETTINGS) != self._settings:  # a `with` of jax's holds in its thread alone
+            raise BuildError(
+                f"the engine was started under {self._settings} by its own thread's choice, "
+                f"which does not hold in another; expected jax.config.update"
+            )
+        recipe = self._recipe
+        for key in self._keys:
+            if self._is_stopped.wait(PAUSE_SECONDS):
+                return
+            made = compile_all(
+                recipe.program,
+                recipe.limits,
+                mesh=self._mesh,
+                params=recipe.params,
+                state=recipe.state,
+                keys=(key,),
+                store=self._store,
+            )
+            yield key, made[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildTask:
+    """What the building process is told. paths: where each program is to be, which must be what
+    that process finds by itself, else it is not the program that we would have made."""
+
+    recipe: Recipe
+    paths: dict[ProgramKey, Path]
+    directory: Path
+    bucket: ProgramBucket | None
+    device_ids: tuple[int, ...]
+    settings: dict[str, Any]
+
+
+class ProcessMaker:
+    """Lets a process build, and loads each program as soon as it is in the store."""
+
+    def __init__(self, task: BuildTask, *, mesh: Mesh) -> None:
+        self.task = task
+        self._mesh = mesh
+        self._lock = threading.RLock()  # a finaliser may stop it in the midst of its own thread
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process, once it runs."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()  # the store's files are written whole or not at all
+
+    def __iter__(self) -> Iterator[Made]:
+        by_name = {str(key): key for key in self.task.paths}
+        with tempfile.TemporaryFile() as errors:
+            process = self._start(errors)
+            if process is None:
+                return
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                tell(process.stdin, self.task)
+                for line in process.stdout:
+                    key = by_name.get(line.decode(errors="replace").strip())
+                    made = None if key is None else self._load(key)
+                    if key is not None and made is not None:
+                        yield key, made
+                if process.wait() and not self._is_stopped:
+                    raise BuildError(f"{MODULE} ended with {process.returncode}: {tail(errors)}")
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+                close_quietly(process.stdin)
+
+    def _load(self, key: ProgramKey) -> Any | None:
+        return self.task.recipe.load(key, self.task.paths[key], mesh=self._mesh)
+
+    def _start(self, errors: IO[bytes]) -> subprocess.Popen[bytes] | None:
+        """The process, unless it is not wanted any more. Raises OSError."""
+        with self._lock:
+            if not self._is_stopped:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=environment(),
+                    start_new_session=True,  # Ctrl-C is for us to pass on
+                )
+            return self._process
+
+
+def environment() -> dict[str, str]:
+    """Ours, with this package first on the path, and little of the device's memory."""
+    path = os.pathsep.join([str(PACKAGE_ROOT), *filter(None, sys.path)])
+    return {**os.environ, **DEVICE_MEMORY, "PYTHONPATH": path}
+
+
+def tell(to: IO[bytes], task: BuildTask) -> None:
+    """Sends the task and keeps the pipe open. A process that has ended says why by its status."""
+    with contextlib.suppress(BrokenPipeError):
+        pickle.dump(task, to)
+        to.flush()
+
+
+def close_quietly(pipe: IO[bytes]) -> None:
+    """What could not be sent is sent again by close, to a process that has ended."""
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()
+
+
+def tail(errors: IO[bytes]) -> str:
+    """The end of what the process said, in one line."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").split()
+    return " ".join(lines)[-REASON_CHARS:]

@@ -1,0 +1,179 @@
+"""Compiled step programs on disk: a second start neither traces, lowers nor compiles.
+
+jax's own cache is asked with the lowered program, and lowering an 8B model's 21 programs takes a
+minute. This one is asked with all that a program is made from: the sources that trace it, the
+static program, shapes and places, the compiler's options, versions, flags and devices.
+What is not found, or cannot be read, is compiled. The directory may be deleted at any time; like
+jax's, it must be as trustworthy as the code, since what is loaded from it is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jspec.engine.programs.program_bucket import ProgramBucket
+from jspec.engine.programs.source_digest import sources_digest
+
+log = logging.getLogger(__name__)
+
+LIBRARIES = ("jax", "flax", "libtpu", "nvidia-", "jspec")  # starts of names; their versions count
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+DIGEST_BYTES = 32
+PART, PART_SECONDS = ".part", 3600.0  # a program that is being written, and its longest life
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStore:
+    """Executables by a digest of what they were made from. Make one by `open`, and early.
+
+    sources: digest of the sources, None where they are not the code that runs, or not files.
+    bucket: where its programs are shared with other machines, if anywhere.
+    """
+
+    directory: Path
+    sources: str | None
+    bucket: ProgramBucket | None = None
+
+    @classmethod
+    def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
+        """Reads the sources: before anything slow, since they may change meanwhile.
+
+        Removes what writers left that were killed in the midst of it, once nobody can be writing.
+        """
+        for part in directory.glob(f"*{PART}"):
+            with contextlib.suppress(OSError):  # another start may have removed it
+                if time.time() - part.stat().st_mtime > PART_SECONDS:
+                    part.unlink()
+        return cls(directory, sources_digest(), bucket)
+
+    def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
+        """Where the program made from `parts` (by their repr) for `arrays` on `mesh` belongs.
+
+        None if it cannot be told from another one: the sources are not known, or the repr of a
+        part is an address in memory.
+        """
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
+        around = (self.sources, surroundings(mesh))
+        text = repr((parts, shapes, str(jax.tree.structure(arrays)), around))
+        if self.sources is None or " at 0x" in text:
+            return None
+        return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
+
+    def paths(
+        self, makings: dict[Any, tuple[Any, ...]], *, mesh: Mesh, arrays: Any
+    ) -> dict[Any, Path]:
+        """`path` of each program's parts; nothing if one of them has none: then none is kept."""
+        found = {key: self.path(*m, mesh=mesh, arrays=arrays) for key, m in makings.items()}
+        known = {key: path for key, path in found.items() if path is not None}
+        return known if len(known) == len(found) else {}
+
+    def fetch(self, path: Path) -> None:
+        """Before `load`: looks for it in the bucket too."""
+        if self.bucket is not None:
+            self.bucket.fetch(path)
+
+    @staticmethod
+    def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
+        """The executable, or None where there is none that can be read.
+
+        inputs: a tuple like its arguments, outputs like its results; only their structure counts.
+        """
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("%s cannot be read: %r", path, error)
+            return None
+        payload = content[DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != content[:DIGEST_BYTES]:
+            log.warning("%s is damaged and will be written again", path)
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(
+                payload,
+                jax.tree.structure((inputs, {})),
+                jax.tree.structure(outputs),
+                backend=mesh.devices.flat[0].client,
+                execution_devices=list(mesh.devices.flat),
+            )
+        except Exception as error:  # whatever a library finds wrong with it, compiling helps
+            log.warning("%s cannot be loaded and will be written again: %r", path, error)
+            return None
+
+    def save(self, path: Path, executable: Any) -> None:
+        """Writes it whole or not at all. One that is not written costs the next start, no more.
+
+        `executable` must have been compiled here: one out of jax's cache may not be complete.
+        """
+        if sources_digest() != self.sources:
+            log.warning("jspec's sources have changed since the start; %s is not written", path)
+            return
+        try:
+            payload, _, _ = serialize_executable.serialize(executable)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=PART)
+            part = Path(name)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(payload).digest() + payload)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            if self.bucket is not None:
+                self.bucket.keep(path)
+        except Exception as error:  # a callback cannot be written, nor a full disk; it still runs
+            log.warning("%s could not be written: %r", path, error)
+
+
+def surroundings(mesh: Mesh) -> dict[str, Any]:
+    """All that is neither an argument nor a source, by name."""
+    devices = list(mesh.devices.flat)
+    client = devices[0].client
+    return {
+        "libraries": _libraries(),
+        "python": platform.python_version(),
+        "flags": {flag: os.environ.get(flag, "") for flag in FLAGS},
+        "settings": {name: getattr(jax.config, name, None) for name in SETTINGS},
+        "platform": (client.platform, client.platform_version),
+        "devices": [(device.device_kind, device.id) for device in devices],
+        "processor": _processor() if client.platform == "cpu" else "",
+    }
+
+
+@functools.cache
+def _libraries() -> tuple[tuple[str, str], ...]:
+    """Versions of all that compiles: autotuned choices are those of a library's version."""
+    named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
+    return tuple(sorted({pair for pair in named if pair[0].lower().startswith(LIBRARIES)}))
+
+
+def _processor() -> str:
+    """What the CPU can do: a program for one may not run on another."""
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists():
+        return platform.processor()
+    lines = flags.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

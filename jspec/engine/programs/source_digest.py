@@ -1,0 +1,74 @@
+"""A digest of the code that step programs are traced from.
+
+Only modules that the step functions import, directly or through others, count, and of these
+neither docstrings nor comment lines do: an edit of a flag's help text compiles nothing again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2]
+# Modules whose functions are traced, or decide what is traced.
+ROOTS = ("engine.programs.compilation", "pallas_kernels.choose", "speculative.drafters.registry")
+IMPORTED_AT = time.time()  # a source that is newer is not the code that this process runs
+
+# A statement that begins with three quotes is a docstring everywhere in the package (a test of
+# the house holds this).
+_PROSE = re.compile(
+    r'^[ \t]*(?:r?"""(?:[^"\\]|\\.|"(?!""))*"""[ \t]*\n|#[^\n]*\n|\n)', re.MULTILINE
+)
+_TYPES_ONLY = re.compile(r"^if TYPE_CHECKING:[^\n]*\n(?:[ \t]+[^\n]*\n)+", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*from jspec\.?([\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
+def code_of(source: str) -> str:
+    """Return `source` without docstrings, comment lines, empty lines and type-only imports."""
+    return _TYPES_ONLY.sub("", _PROSE.sub("", source))
+
+
+def imports_of(code: str) -> Iterator[str]:
+    """Yield dotted names below `jspec` that may be modules which `code` imports."""
+    for package, names in _IMPORT.findall(code):
+        yield package
+        for name in re.findall(r"\w+", names):
+            yield f"{package}.{name}".lstrip(".")
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
+    """Digest and imports of one file; `changed_ns` only keys the cache."""
+    del changed_ns
+    code = code_of(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(code.encode()).digest(), tuple(imports_of(code))
+
+
+def sources_digest(package: Path = PACKAGE) -> str | None:
+    """Return the digest of the sources as they are on disk now.
+
+    None if there are no source files (a zip, bytecode alone), or if one of them is newer than
+    this process's imports, so that it may not be the code that runs.
+    """
+    found: dict[str, bytes] = {}
+    waiting = list(ROOTS)
+    while waiting:
+        name = waiting.pop()
+        path = package.joinpath(*name.split(".")).with_suffix(".py")
+        if name in found or not path.is_file():
+            continue
+        changed = path.stat()
+        if changed.st_mtime > IMPORTED_AT:
+            return None
+        found[name], imported = _read(path, changed.st_mtime_ns)
+        waiting.extend(imported)
+    if not found:
+        return None
+    whole = hashlib.sha256()
+    for name, digest in sorted(found.items()):
+        whole.update(name.encode() + b"\n" + digest)
+    return whole.hexdigest()

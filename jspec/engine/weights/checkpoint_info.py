@@ -1,0 +1,314 @@
+"""What a directory with a checkpoint is, and what serving it takes: from its headers alone.
+
+No weight is read. What is wrong is said in the loader's own words, and the rest all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jspec.config.engine_args import EngineArgs
+from jspec.config.speculation import DEFAULT_STEPS
+from jspec.engine.memory.pool_sizes import kv_bytes_per_token
+from jspec.errors import ConfigError, JspecError
+from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
+from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
+from jspec.models.heads.head_files import LAYER, stored_names
+from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.json_files import Fields, read_fields
+from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
+from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.source import DraftRequest, DraftSource
+
+# Bits of a number, in safetensors' spelling.
+BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """What is left of a device for KV. tokens: of one sequence or of all together."""
+
+    device_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether any token does."""
+        return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """kind: target, or draft (of one). parameters: weights; stored_bytes: of the files' tensors,
+    by their type. cache_bytes_per_token, weight_bytes: as they would serve, in `dtype`; tied_bytes
+    of those are another order of a weight that is there, so no parameters more.
+
+    serve: the command that serves it, "" where problems keep it from being served.
+    """
+
+    path: str
+    kind: str
+    architecture: str
+    dtype: str
+    serve: str
+    problems: tuple[str, ...]
+    shapes: dict[str, Any]
+    num_tensors: int = 0
+    parameters: int = 0
+    stored_bytes: dict[str, int]
+    weight_bytes: int = 0
+    tied_bytes: int = 0
+    cache_bytes_per_token: int = 0
+    algorithm: str | None = None
+    memory: MemoryFit | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `memory.fits` beside its numbers."""
+        found = asdict(self)
+        if self.memory is not None:
+            found["memory"]["fits"] = self.memory.fits
+        return found
+
+
+def describe(
+    path: Path, *, target: Path | None = None, dtype: str = "bfloat16", memory: int | None = None
+) -> CheckpointInfo:
+    """target: of which `path` is a draft. memory: bytes of a device, 90% of which are used.
+
+    Raises CheckpointError where there is no directory, or no config.json that can be read.
+    """
+    check_directory("DIR", path)
+    if target is not None:
+        check_directory("--target", target)
+    fields = read_fields(path / "config.json")
+    names = fields.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else "(none)"
+    algorithm = draft_algorithm(fields) or _told_by_names(path)
+    if algorithm is None and target is not None and architecture in architectures():
+        algorithm = "STANDALONE"
+    info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
+    info = _of_target(info, path) if algorithm is None else _of_draft(info, path, fields, target)
+    if memory is None:
+        return info
+    if algorithm is not None and target is None:
+        raise ConfigError(
+            f"a memory is named for {path}, a draft, which serves beside its target; expected "
+            f"--target too"
+        )
+    beside = None if target is None else describe(target, dtype=dtype)
+    return _with_memory(info, memory, beside=beside)
+
+
+def _told_by_names(path: Path) -> str | None:
+    """What a draft is for by its tensors' names: EAGLE's own heads, and layers for multi-token
+    prediction, name a language model's architecture. None for a target, or for unreadable files."""
+    try:
+        names = stored_names(path)
+        if f"{LAYER}hidden_norm.weight" in names:
+            return "EAGLE3"
+        if "fc.weight" in names:
+            return "EAGLE"
+        spec = load_model_spec(path)
+    except JspecError:  # which is said where it is read again
+        return None
+    family = family_named(spec.family)
+    layers = [stored for stored in names.values() if re.search(r"layers\.\d+\.", stored)]
+    return "NEXTN" if layers and all(family.is_draft(spec, name) for name in layers) else None
+
+
+def _of_files(
+    path: Path, *, architecture: str, dtype: str, algorithm: str | None
+) -> CheckpointInfo:
+    info = CheckpointInfo(
+        path=str(path),
+        kind="target" if algorithm is None else "draft",
+        architecture=architecture,
+        dtype=dtype,
+        serve="",
+        problems=(),
+        shapes={},
+        stored_bytes={},
+        algorithm=algorithm,
+    )
+    if not has_tensors(path):
+        problem = f"{path}: no weights; expected model.safetensors, pytorch_model.bin or orbax"
+        return replace(info, problems=(problem,))
+    try:
+        with open_tensors(path) as tensors:
+            counted = _count(tensors)
+    except JspecError as error:
+        return replace(info, problems=(str(error),))
+    return replace(info, **counted, weight_bytes=counted["parameters"] * _itemsize(dtype))
+
+
+def _count(tensors: Tensors, *, without: Collection[str] = ()) -> dict[str, Any]:
+    sizes: Counter[str] = Counter()
+    numbers = 0
+    for name in (name for name in tensors.sources if name not in without):
+        count, kind = math.prod(tensors.shape(name)), tensors.dtype(name)
+        sizes[kind] += count * BITS.get(kind, 8) // 8
+        numbers += count
+    stored = dict(sizes.most_common())
+    return {"num_tensors": len(tensors.sources), "parameters": numbers, "stored_bytes": stored}
+
+
+def _of_target(info: CheckpointInfo, path: Path) -> CheckpointInfo:
+    try:
+        spec = load_model_spec(path)
+    except JspecError as error:
+        return _with_problem(info, error)
+    table = table_of(spec)
+    held = sum(math.prod(param.shape) for param in table)
+    tied = sum(math.prod(param.shape) for param in table if param.tied_to is not None)
+    info = replace(
+        info,
+        shapes=_shapes(spec),
+        parameters=held - tied,
+        weight_bytes=held * _itemsize(info.dtype),
+        tied_bytes=tied * _itemsize(info.dtype),
+        cache_bytes_per_token=_cache_bytes(cache_groups(spec, name="target"), info.dtype),
+    )
+    if info.problems:
+        return info
+    words = ["jspec serve --model-path", str(path)]
+    if _brings_draft(path, spec):
+        info = replace(info, algorithm="NEXTN")
+        words.append("--speculative-algorithm NEXTN")
+    try:
+        check_target(path, spec)
+    except JspecError as error:
+        return _with_problem(info, error)
+    return replace(info, serve=" ".join(words))
+
+
+def _brings_draft(path: Path, spec: ModelSpec) -> bool:
+    """Whether layers for multi-token prediction lie in the target's own files."""
+    family = family_named(spec.family)
+    with open_tensors(path) as tensors:
+        return any(family.is_draft(spec, name) for name in tensors.sources)
+
+
+def _of_draft(
+    info: CheckpointInfo, path: Path, fields: Fields, target: Path | None
+) -> CheckpointInfo:
+    named = "TARGET" if target is None else str(target)
+    serve = (
+        f"jspec serve --model-path {named} --speculative-algorithm {info.algorithm} "
+        f"--speculative-draft-model-path {path}"
+    )
+    sizes = ("num_hidden_layers", "hidden_size", "vocab_size", "draft_vocab_size")
+    info = replace(
+        info,
+        serve="" if info.problems else serve,
+        shapes={name: fields.get(name) for name in sizes if fields.get(name) is not None},
+    )
+    if target is None:
+        return info
+    try:
+        source, words = _served_draft(info, path, target)
+    except JspecError as error:
+        return _with_problem(info, error)
+    info = replace(info, serve="" if info.problems else f"{serve}{words}")
+    if source.copies and not info.problems:  # what the target holds for both
+        with open_tensors(path) as tensors:
+            own = _count(tensors, without=source.copies)
+        numbers = own["parameters"]
+        info = replace(info, parameters=numbers, weight_bytes=numbers * _itemsize(info.dtype))
+    if info.algorithm == "NEXTN":  # its config.json is the target's
+        layers = sum(each.num_layers for each in source.specs)
+        info = replace(info, shapes={**info.shapes, "num_hidden_layers": layers})
+    groups = tuple(g for each in source.specs for g in cache_groups(each, name="draft"))
+    shapes = {**info.shapes, "aux_layer_ids": list(source.aux_layer_ids)}
+    return replace(info, shapes=shapes, cache_bytes_per_token=_cache_bytes(groups, info.dtype))
+
+
+def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[DraftSource, str]:
+    """What is built of it, and the words of the command beside those of every draft: layers for
+    multi-token prediction may be fewer than the default S. Raises JspecError."""
+    least = 1 if info.algorithm == "NEXTN" else DEFAULT_STEPS
+    spec = load_model_spec(target)
+    faults: list[JspecError] = []  # the last says what is wrong whatever S is
+    for steps in range(DEFAULT_STEPS, least - 1, -1):
+        args = EngineArgs(
+            model_path=str(target),
+            speculative_algorithm=info.algorithm,
+            speculative_draft_model_path=str(path),
+            speculative_num_steps=None if steps == DEFAULT_STEPS else steps,
+        )
+        request = DraftRequest(
+            args=args,
+            path=path,
+            target=spec,
+            target_path=target,
+            tokenizer=target,
+            shards=1,
+            families=FAMILIES,
+        )
+        try:
+            source = DRAFTERS[args.algorithm](request)
+        except JspecError as error:
+            faults.append(error)
+            continue
+        return source, "" if not faults else f" --speculative-num-steps {steps}"
+    raise faults[-1]
+
+
+def _shapes(spec: ModelSpec) -> dict[str, Any]:
+    heads = [layer.attention for layer in spec.layers]
+    experts = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    found: dict[str, Any] = {
+        "family": spec.family,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "context_length": spec.max_position,
+        "num_heads": sorted({a.num_heads for a in heads}),
+        "num_kv_heads": sorted({a.num_kv_heads for a in heads}),
+        "head_dim": sorted({a.head_dim for a in heads}),
+        "windows": sorted({a.window for a in heads if a.window is not None}),
+        "eos_token_ids": list(spec.eos_token_ids),
+    }
+    if experts:
+        found["num_experts"] = sorted({ffn.num_experts for ffn in experts})
+    return found
+
+
+def _cache_bytes(groups: tuple[CacheGroup, ...], dtype: str) -> int:
+    return kv_bytes_per_token(groups, shards=1, dtype=dtype, ops=Ops())
+
+
+def _with_memory(
+    info: CheckpointInfo, memory: int, *, beside: CheckpointInfo | None
+) -> CheckpointInfo:
+    """beside: the target of a draft, which has its place there, too."""
+    both = (info,) if beside is None else (info, beside)
+    weights = sum(each.weight_bytes for each in both)
+    of_token = sum(each.cache_bytes_per_token for each in both)
+    left = max(memory * 9 // 10 - weights, 0)
+    fit = MemoryFit(
+        device_bytes=memory,
+        weight_bytes=weights,
+        cache_bytes=left,
+        tokens=left // of_token if of_token else 0,
+    )
+    return replace(info, memory=fit)
+
+
+def _with_problem(info: CheckpointInfo, error: JspecError) -> CheckpointInfo:
+    said = str(error)
+    known = info.problems if said in info.problems else (*info.problems, said)
+    return replace(info, problems=known, serve="")
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2

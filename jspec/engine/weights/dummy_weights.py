@@ -1,0 +1,117 @@
+"""Random weights made where they live: no file is read, and nothing passes through the host.
+
+For measurements: the shapes are a real model's, the text means nothing. It knows no model, only
+its parameter table.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from jspec.device.noise import mix32
+from jspec.device.sharding import TENSOR_AXIS
+from jspec.models.files.stored import value_at
+from jspec.models.params import Init, ParamSpec
+from jspec.models.placement import SMALL_SCALE, Tables, abstract_params, nested, param_places
+
+# Small enough that the residual stream of a deep model stays far inside bfloat16's range.
+STD = 0.02
+
+
+def dummy_params(
+    tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, by_columns: bool = False
+) -> dict[str, Any]:
+    """Arrays for {"target": table, "draft": table}, placed as the tables say.
+
+    Matrices and tables are normal with a standard deviation of 0.02, norms are 1, biases 0;
+    draft_ids ascend evenly over the target's vocabulary. The same table gives the same weights,
+    whatever the number of devices. by_columns: as placement.param_places takes it.
+    """
+    shards = mesh.shape[TENSOR_AXIS]
+    abstract = {
+        model: abstract_params(table, dtype=dtype, shards=shards) for model, table in tables.items()
+    }
+    places = param_places(mesh, tables, abstract, by_columns=by_columns)
+    maker = _Maker(vocab_size)
+    made = {
+        model: nested(
+            (
+                spec.path,
+                maker.make(
+                    spec,
+                    value_at(abstract[model], spec.path),
+                    value_at(places[model], spec.path),
+                    name=jax.tree_util.keystr(
+                        tuple(jax.tree_util.DictKey(key) for key in (model, *spec.path))
+                    ),
+                ),
+            )
+            for spec in table
+        )
+        for model, table in tables.items()
+    }
+    return jax.block_until_ready(made)
+
+
+class _Maker:
+    """Makes one array after the other; keeps one compiled program a shape and sharding."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._programs: dict[Any, Any] = {}
+
+    def make(
+        self,
+        spec: ParamSpec,
+        like: jax.ShapeDtypeStruct,
+        place: NamedSharding | Format,
+        *,
+        name: str,
+    ) -> jax.Array:
+        """The array of `spec`; its name alone decides its seed."""
+        if spec.init is Init.IDS:
+            # Strictly ascending, since U <= V; the product needs 64 bits.
+            ids = np.arange(like.shape[0], dtype=np.int64) * self._vocab_size // like.shape[0]
+            return jax.device_put(ids.astype(np.int32), place)
+        if spec.init in (Init.ONES, Init.ZEROS):
+            value = 1.0 if spec.init is Init.ONES else 0.0
+            return jnp.full(like.shape, value, like.dtype, device=place)
+        if spec.init is Init.SCALES:
+            return jnp.full(like.shape, SMALL_SCALE, like.dtype, device=place)
+        key = (like.shape, like.dtype, place)
+        if key not in self._programs:
+            made_of = hashed_bits if spec.init is Init.BITS else hashed_normal
+            draw = partial(made_of, shape=like.shape, dtype=like.dtype)
+            self._programs[key] = jax.jit(draw, out_shardings=place)
+        made: jax.Array = self._programs[key](np.uint32(zlib.crc32(name.encode())))
+        return made
+
+
+def hashed_normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """N(0, STD) by a hash of (seed, row, column): elementwise, so nothing larger is ever stored.
+
+    jax.random would do, but keeps its bits in 32-bit arrays beside the result on some backends.
+    """
+    bits = hashed_bits(seed, shape=shape, dtype=jnp.uint32)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)  # in (0, 1)
+    drawn = jnp.sqrt(jnp.float32(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
+    return (STD * drawn).astype(dtype)
+
+
+def hashed_bits(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Random unsigned integers, made in the same way."""
+    rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
+    for axis in range(len(shape) - 2):  # a stack: its index counts as more rows
+        stack = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        rows = rows + stack * jnp.uint32(shape[axis + 1])
+    columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+    return mix32(columns + mix32(mix32(rows + seed) ^ seed)).astype(dtype)

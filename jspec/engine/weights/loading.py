@@ -1,0 +1,284 @@
+"""Checkpoints onto devices: configs, weights, and the static models that go with them.
+
+With `load_format` "dummy" only the configs are read, and random weights are made on the devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jspec.config.engine_args import EngineArgs
+from jspec.config.limits import Algorithm
+from jspec.config.resolved_config import ResolvedConfig
+from jspec.device import sharding
+from jspec.engine.memory.device_memory import check_weights_fit
+from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
+from jspec.engine.weights.dummy_weights import dummy_params
+from jspec.engine.weights.remote_checkpoints import local_directories
+from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.errors import ConfigError
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder, Params
+from jspec.models.family import Family
+from jspec.models.files.checkpoint import (
+    check_target,
+    load_model_spec,
+    load_target,
+    packed_spec,
+    warn_of_ends,
+)
+from jspec.models.files.stored import on_host
+from jspec.models.params import ParamTable
+from jspec.models.placement import Tables, abstract_params, param_places
+from jspec.models.registry import FAMILIES, declared_by
+from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.speculative.drafter import Drafter
+from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
+from jspec.text.tokenizer.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPaths:
+    """Directories of the target, the tokenizer, and the draft if there is one."""
+
+    target: Path
+    tokenizer: Path
+    draft: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModels:
+    """What was resolved; static target and drafter, and their params on the mesh; the draft model,
+    if any; and what the drafter was built from, for other weights of it."""
+
+    config: ResolvedConfig
+    target: Decoder
+    drafter: Drafter
+    params: dict[str, Any]
+    source: DraftSource
+    request: DraftRequest
+    read_source: ReadSource
+    draft_layer: ModelSpec | None = None
+
+
+def resolve_paths(args: EngineArgs) -> ModelPaths:
+    """Where the checkpoints are, fetched if they are elsewhere (remote_checkpoints).
+
+    Raises CheckpointError for what is no checkpoint's place.
+    """
+    drafting, bundled = args.algorithm.drafting, args.bundled_draft
+    asked = {"model_path": args.model_path, "tokenizer_path": args.tokenizer_path}
+    if drafting.has_model and bundled is None:
+        asked["speculative_draft_model_path"] = args.speculative_draft_model_path
+    found = local_directories({name: os.fspath(value) for name, value in asked.items() if value})
+    target = found.get("model_path", BUNDLED / "target")
+    draft = found.get("speculative_draft_model_path")
+    if bundled is not None:
+        draft = BUNDLED / bundled
+    elif drafting.in_target:
+        draft = draft or target
+    return ModelPaths(
+        target=target,
+        tokenizer=found.get("tokenizer_path", target),
+        draft=draft if drafting.has_model else None,
+    )
+
+
+def load_models(
+    args: EngineArgs,
+    paths: ModelPaths,
+    *,
+    mesh: Mesh,
+    families: tuple[Family, ...] = FAMILIES,
+    drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
+) -> LoadedModels:
+    """Reads the configs, resolves, and places target and draft.
+
+    families, drafters: those that are served. Raises CheckpointError or ConfigError naming the
+    tensor, file or number that does not fit.
+    """
+    spec = load_model_spec(paths.target, families)
+    warn_of_ends(paths.target, spec)
+    check_divisible(spec, shards=mesh.size)
+    if args.load_format != "dummy":
+        check_target(paths.target, spec, families)  # before anything is built a layer at a time
+    request = DraftRequest(
+        args=args,
+        path=paths.draft,
+        target=spec,
+        target_path=paths.target,
+        tokenizer=paths.tokenizer,
+        shards=mesh.size,
+        families=families,
+    )
+    source = drafters[args.algorithm](request)
+    for draft_spec in source.specs:
+        check_divisible(draft_spec, shards=mesh.size)
+    checkpoint = CheckpointFacts(
+        model_path=str(paths.target),
+        tokenizer_path=str(paths.tokenizer),
+        draft_path=None if paths.draft is None else str(paths.draft),
+        max_position=spec.max_position,
+        head_dims=head_dims_of((spec, *source.specs)),
+        algorithm=source.algorithm,
+    )
+    config = resolve(args, checkpoint, DeviceFacts.of(list(mesh.devices.flat)))
+    return _place_models(config, source, request, drafters[args.algorithm], mesh=mesh)
+
+
+def _place_models(
+    config: ResolvedConfig,
+    source: DraftSource,
+    request: DraftRequest,
+    read_source: ReadSource,
+    *,
+    mesh: Mesh,
+) -> LoadedModels:
+    """Target and draft as `config` says, their weights read or made."""
+    spec, families = request.target, request.families
+    shard = Shard(mesh.size, sharding.TENSOR_AXIS)
+    ops = ops_of(config)
+    if ops.reads_packed and mesh.size == 1 and jnp.dtype(config.dtype) == jnp.bfloat16:
+        has_files = config.load_format != "dummy"
+        path = Path(config.model_path)
+        spec = packed_spec(path, spec, families, has_files=has_files) or spec
+    target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
+    placed = _target_params(config, target, mesh=mesh, families=families)
+    try:
+        drafter = source.make(ops, shard)
+        draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
+    except BaseException:
+        for array in jax.tree.leaves(placed):
+            array.delete()  # whoever keeps the error should not keep the memory of a whole target
+        raise
+    return LoadedModels(
+        config=config,
+        target=target,
+        drafter=drafter,
+        params={"target": placed, "draft": draft},
+        source=source,
+        request=request,
+        read_source=read_source,
+        draft_layer=source.specs[0] if source.specs else None,
+    )
+
+
+def _target_params(
+    config: ResolvedConfig, target: Decoder, *, mesh: Mesh, families: tuple[Family, ...]
+) -> Params:
+    """The target's params on the mesh: read, or made."""
+    path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
+    _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
+    if config.load_format == "dummy":
+        return dummy_params(
+            {"target": target.table},
+            mesh=mesh,
+            vocab_size=target.spec.vocab_size,
+            dtype=dtype,
+            by_columns=target.ops.by_columns,
+        )["target"]
+    put = put_on(mesh, by_columns=target.ops.by_columns)
+    return load_target(
+        path,
+        target.spec,
+        dtype=dtype,
+        shards=mesh.size,
+        families=families,
+        place=lambda reads: stream(reads, put),
+    )
+
+
+def _draft_params(
+    config: ResolvedConfig,
+    source: DraftSource,
+    drafter: Drafter,
+    target: Decoder,
+    target_params: Params,
+    *,
+    mesh: Mesh,
+) -> Params:
+    """The drafter's params on the mesh: read, or made but for what it shares with the target."""
+    path, dtype = config.speculative_draft_model_path, jnp.dtype(config.dtype)
+    if not drafter.table:  # the same on every device
+        weights = source.read(target_params, dtype, on_host)
+        return place(mesh, {}, {"draft": weights})["draft"]
+    own = tuple(spec for spec in drafter.table if spec.path[0] not in source.shares)
+    if path is not None:
+        _check_fits("speculative_draft_model_path", Path(path), own, mesh=mesh, dtype=dtype)
+    if config.load_format == "dummy":
+        made = dummy_params(
+            {"draft": own},
+            mesh=mesh,
+            vocab_size=target.vocab_size,
+            dtype=dtype,
+            by_columns=target.ops.by_columns,
+        )["draft"]
+        return {**made, **{name: target_params[name] for name in source.shares}}
+    put = put_on(mesh, by_columns=target.ops.by_columns)
+    return source.read(target_params, dtype, lambda reads: stream(reads, put))
+
+
+def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:
+    """Raises ConfigError if the declared weights are more than the devices' free memory."""
+    abstract = abstract_params(table, dtype=dtype, shards=mesh.size)
+    check_weights_fit(
+        list(mesh.devices.flat),
+        sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract)),
+        f"{name} {str(path)!r}",
+    )
+
+
+def place(
+    mesh: Mesh, tables: Tables, params: dict[str, Any], *, by_columns: bool = False
+) -> dict[str, Any]:
+    """Puts each array where its table says."""
+    places = param_places(mesh, tables, params, by_columns=by_columns)
+    # Waits: what another order in memory takes meanwhile is gone before the pool is sized.
+    placed: dict[str, Any] = jax.block_until_ready(jax.device_put(params, places))
+    return placed
+
+
+def check_divisible(spec: ModelSpec, *, shards: int) -> None:
+    """Raises ConfigError naming the first size that `shards` does not divide."""
+    for layer in dict.fromkeys(spec.layers):
+        sizes = {
+            "num_attention_heads": layer.attention.num_heads,
+            "vocab_size": spec.vocab_size,
+        }
+        if isinstance(layer.ffn, DenseSpec):
+            sizes["intermediate_size"] = layer.ffn.inner
+        if isinstance(layer.ffn, MoESpec):
+            sizes["moe_intermediate_size"] = layer.ffn.inner
+            if layer.ffn.shared is not None:
+                sizes["the shared expert's width"] = layer.ffn.shared.inner
+        _check_divides(sizes, layer.attention.num_kv_heads, shards=shards)
+
+
+def _check_divides(sizes: dict[str, int], groups: int, *, shards: int) -> None:
+    for name in sorted(sizes):
+        if sizes[name] % shards:
+            raise ConfigError(f"tp_size is {shards}; expected a divisor of {name} {sizes[name]}")
+    if groups % shards and shards % groups:
+        raise ConfigError(
+            f"tp_size is {shards}; expected a divisor or a multiple of num_key_value_heads {groups}"
+        )
+
+
+def end_of_sequence_ids(target: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's files, then those that only the tokenizer's
+    name, which may lie elsewhere and name none."""
+    named = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys((*load_model_spec(target).eos_token_ids, *named)))

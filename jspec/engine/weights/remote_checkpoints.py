@@ -1,0 +1,153 @@
+"""Checkpoints that are not a directory here: gs://bucket/path, and org/name of Hugging Face's hub.
+
+Each becomes a directory, by the library that its owner keeps (gcsfs, huggingface_hub); neither is
+needed for anything else, and a name that needs one that is not installed is an error that says so,
+before anything is read. A directory of that name wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jspec.errors import CheckpointError, NoCheckpointError
+from jspec.models.files.checkpoint import LAYOUT, check_directory
+
+log = logging.getLogger(__name__)
+GS = "gs://"
+A_REPOSITORY = "a repository of Hugging Face's hub"
+LISTING = ".listing.json"  # written last: what it lists is there
+_REPOSITORY = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+# Of a repository: what a checkpoint is read from; torch's files where it has no others.
+_FILES = ("*.json", "*.jinja", "*.safetensors", "*.txt", "*.model")
+_TORCH_FILES = ("*.bin", "*.pt")
+
+
+def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
+    """The directory of each value, by the argument that has it. Raises CheckpointError.
+
+    All are looked at before the first is fetched. What is fetched is fetched once in a process;
+    Hugging Face's own cache, or ~/.cache/jspec/models for a bucket, keeps it for the next.
+    """
+    ways = {name: _way(name, value) for name, value in named.items()}
+    return {name: way(name, named[name]) for name, way in ways.items()}
+
+
+def _way(name: str, value: str) -> Callable[[str, str], Path]:
+    """How `value` becomes a directory."""
+    if Path(value).is_dir():
+        return _from_here
+    if value.startswith(GS):
+        _library("gcsfs", name, value, extra="gs", what="a bucket")
+        return _from_bucket
+    if _REPOSITORY.fullmatch(value):
+        _library("huggingface_hub", name, value, extra="hub", what=A_REPOSITORY)
+        return _from_hub
+    raise NoCheckpointError(f"{name} is {value!r}; expected a directory with {LAYOUT}")
+
+
+def _library(module: str, name: str, value: str, *, extra: str, what: str) -> Any:
+    """The module, or the error that says what is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise NoCheckpointError(
+            f"{name} is {value!r}: there is no such directory here, and {what} is read by "
+            f"{module}, which is not installed; expected a directory with {LAYOUT}, or "
+            f"pip install 'jspec[{extra}]'"
+        ) from None
+
+
+def _from_here(name: str, value: str) -> Path:
+    path = Path(value)
+    if name != "tokenizer_path":
+        check_directory(name, path)
+    return path
+
+
+@functools.cache
+def _from_hub(name: str, value: str) -> Path:
+    hub = importlib.import_module("huggingface_hub")
+    found = _REPOSITORY.fullmatch(value)
+    assert found is not None
+    log.info("fetching %s of Hugging Face's hub", value)
+
+    def fetch(patterns: tuple[str, ...]) -> Path:
+        return Path(
+            hub.snapshot_download(
+                found["id"],
+                revision=found["revision"],
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],  # a checkpoint's files lie at the top
+            )
+        )
+
+    try:
+        directory = fetch(_FILES)
+        if not any(directory.glob("*.safetensors")):
+            directory = fetch((*_FILES, *_TORCH_FILES))
+    except Exception as error:  # the library has many, and those of what it is built on
+        raise CheckpointError(
+            f"{name} is {value!r}: there is no such directory here, and {A_REPOSITORY} could not "
+            f"be fetched by that name ({type(error).__name__}: {_first_line(error)}); expected a "
+            f"directory with {LAYOUT}, or org/name, or org/name@revision"
+        ) from error
+    return directory
+
+
+@functools.cache
+def _from_bucket(name: str, value: str) -> Path:
+    gcsfs = importlib.import_module("gcsfs")
+    try:
+        bucket = gcsfs.GCSFileSystem()
+        files = bucket.find(value.removeprefix(GS).rstrip("/"), detail=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} is {value!r}, which could not be listed ({type(error).__name__}: "
+            f"{_first_line(error)}); expected {GS}BUCKET/PATH of {LAYOUT}"
+        ) from error
+    if not files:
+        raise CheckpointError(f"{name} is {value!r}, which holds no file; expected {LAYOUT}")
+    return _copied(name, value, bucket, files)
+
+
+def _copied(name: str, value: str, bucket: Any, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    """A directory with the bucket's files: the last copy, if nothing was written there since."""
+    base = value.removeprefix(GS).rstrip("/")
+    digest = hashlib.sha256(base.encode()).hexdigest()[:12]
+    last = base.rsplit("/", 1)[-1]
+    directory = Path.home() / ".cache" / "jspec" / "models" / f"{last}-{digest}"
+    listing = json.dumps(
+        {path: [entry["size"], str(entry.get("generation", ""))] for path, entry in files.items()},
+        sort_keys=True,
+    )
+    kept = directory / LISTING
+    if kept.is_file() and kept.read_text(encoding="utf-8") == listing:
+        return directory
+    gib = sum(entry["size"] for entry in files.values()) / 2**30
+    log.info("copying %.1f GiB of %s to %s", gib, value, directory)
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        for path in files:
+            to = directory / path.removeprefix(base).lstrip("/")
+            to.parent.mkdir(parents=True, exist_ok=True)
+            bucket.get_file(path, str(to))
+        kept.write_text(listing, encoding="utf-8")
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} is {value!r}, which could not be copied to {str(directory)!r} "
+            f"({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    return directory
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

@@ -1,0 +1,369 @@
+"""The weights that serve: read by their published names, and replaced by others of their kind.
+
+Everything is read, checked and counted before the switch: from files or from arrays, onto the
+devices where the new weights fit beside the old, else onto the host. Compiled programs take weights
+as arguments and stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jspec.engine.memory.device_memory import least_memory
+from jspec.engine.weights.loading import LoadedModels
+from jspec.engine.weights.weight_checks import Finite, as_host, differences
+from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.engine.weights.weight_switch import (
+    Leaf,
+    SameAs,
+    SwitchError,
+    flat_leaves,
+    switch_leaves,
+)
+from jspec.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    JspecError,
+    RequestError,
+    clear_frames,
+    shown,
+)
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
+from jspec.models.files.array_tensors import LazyTensor, held
+from jspec.models.files.checkpoint import (
+    check_directory,
+    check_target,
+    load_model_spec,
+    load_target,
+)
+from jspec.models.files.published import changed_reads, layouts_by_name, published_tensor
+from jspec.models.files.stored import ParamRead
+from jspec.models.files.tensor_files import HostArray
+from jspec.models.params import ParamSpec, ParamTable
+from jspec.models.params import Path as ParamPath
+from jspec.models.placement import nested
+from jspec.speculative.drafters.source import DraftSource
+
+
+class HoldsParams(Protocol):
+    """What is asked of a runner."""
+
+    @property
+    def params(self) -> Any: ...
+
+    def replace_params(self, params: Any) -> None: ...
+
+
+HasRoom = Callable[[int], bool]
+GIVEN = "the given tensors"
+TARGET, DRAFT = Model.TARGET, Model.DRAFT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedWeights:
+    """What `switch` needs, all of it read and checked. leaves: every weight, changed or not."""
+
+    leaves: dict[ParamPath, Leaf]
+    source: DraftSource
+
+
+class ServedWeights:
+    """Implements `messages.protocols.Weights` for a runner's params.
+
+    models: what it was built from, without their params. has_room: whether the devices have room
+    for so many bytes more, of all shards; by default, if that is half of what is free there.
+    """
+
+    def __init__(
+        self,
+        models: LoadedModels,
+        runner: HoldsParams,
+        *,
+        mesh: Mesh,
+        has_room: HasRoom | None = None,
+    ) -> None:
+        self._models = models
+        self._runner = runner
+        self._mesh = mesh
+        self._has_room = has_room or self._is_half_of_free
+        self._source = models.source
+        self._dtype = np.dtype(jnp.dtype(models.config.dtype))
+        self._put = put_on(mesh, by_columns=models.target.ops.by_columns)
+        self._tables: dict[Model, ParamTable] = {
+            TARGET: models.target.table,
+            DRAFT: models.drafter.table,
+        }
+
+    @property
+    def models(self) -> LoadedModels:
+        """What they were built from, without params."""
+        return self._models
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def params(self) -> Any:
+        """As they lie on the devices now, {"target": ..., "draft": ...}."""
+        return self._runner.params
+
+    @property
+    def has_draft(self) -> bool:
+        return self._models.request.path is not None
+
+    @property
+    def draft_is_in_target(self) -> bool:
+        request = self._models.request
+        return request.path is not None and request.path == request.target_path
+
+    # Reading.
+
+    def tensor(self, name: str, model: Model | None) -> HostArray:
+        """One tensor under its published name, as a checkpoint of the served dtype has it."""
+        for each in (TARGET, DRAFT) if model is None else (model,):
+            stored = self._source.canonical(name) if each is DRAFT else name
+            found = layouts_by_name(self._published(each)).get(stored)
+            if found is not None:
+                return published_tensor(*found, stored, self._held(each), shards=self._mesh.size)
+        whose = "target or draft" if model is None else f"the {model.value}"
+        raise RequestError(f"name is {shown(name)}; expected a tensor of {whose}")
+
+    def _held(self, model: Model) -> Callable[[ParamPath], Any]:
+        leaves = flat_leaves(self._runner.params)
+        return lambda path: leaves[(model.value, *path)]
+
+    def _published(self, model: Model) -> ParamTable:
+        """Weights of a model that have a stored form, without those that are the other's."""
+        table = tuple(spec for spec in self._tables[model] if spec.layouts)
+        if model is TARGET:
+            return table
+        leaves = flat_leaves(self._runner.params)
+        shared = {id(leaf) for path, leaf in leaves.items() if path[0] == TARGET.value}
+        return tuple(
+            spec
+            for spec in (*table, *self._source.published)
+            if id(leaves[(DRAFT.value, *spec.path)]) not in shared
+        )
+
+    # Changing.
+
+    def prepare(self, update: WeightUpdate) -> PreparedWeights:
+        """Reads and checks all of it; what serves stays as it is.
+
+        Raises CheckpointError, one that names all that is wrong, ConfigError for what no weights
+        could mend.
+        """
+        try:
+            found = Finite()
+            if isinstance(update, DiskUpdate):
+                new, source = self._from_disk(update, found)
+            else:
+                new, source = self._from_arrays(update, found), self._source
+            found.check()
+        except BaseException as error:
+            clear_frames(error)  # they hold what was read
+            raise
+        old = flat_leaves(self._runner.params)
+        targets = {id(leaf): path for path, leaf in old.items() if path[0] == TARGET.value}
+        leaves: dict[ParamPath, Leaf] = {}
+        # A draft that is read anew may have other weights of its own than the former.
+        whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
+        for path, leaf in {**{p: x for p, x in old.items() if p[0] not in whole}, **new}.items():
+            shared = targets.get(id(leaf)) if path[0] == DRAFT.value else None
+            leaves[path] = leaf if shared is None else SameAs(shared)
+        return PreparedWeights(leaves, source)
+
+    def switch(self, prepared: PreparedWeights) -> None:
+        """Serves them. On the runner's thread, no step being in flight. If it raises, what served
+        before does still, but for EngineClosedError."""
+        old = flat_leaves(self._runner.params)
+        derive = prepared.source.with_target
+        try:
+            params = _tree(switch_leaves(old, prepared.leaves, self._put_at))
+        except SwitchError as error:
+            self._runner.replace_params(_tree(error.restored))
+            raise error.cause from None
+        try:
+            if derive is not None:
+                params["draft"] = derive(params["target"], params["draft"])
+        except Exception as error:
+            if any(leaf.is_deleted() for leaf in old.values()):
+                raise EngineClosedError(f"the weights were switched in part: {error!r}") from error
+            raise
+        self._runner.replace_params(params)
+        self._source = prepared.source
+
+    def _put_at(self, path: ParamPath, value: HostArray) -> jax.Array:
+        spec = next(x for x in self._tables[Model(path[0])] if x.path == path[1:])
+        return self._put(spec, value)
+
+    def _is_half_of_free(self, num_bytes: int) -> bool:
+        """The other half is for what the steps compute meanwhile. A CPU does not say."""
+        devices = list(self._mesh.devices.flat)
+        memory = least_memory(devices)
+        return memory is None or 2 * math.ceil(num_bytes / len(devices)) <= memory.free
+
+    def _place(self, reads: Sequence[ParamRead], found: Finite) -> Mapping[ParamPath, Any]:
+        shards = self._mesh.size
+        num_bytes = sum(
+            math.prod(spec.physical_shape(shards)) * self._dtype.itemsize
+            for each in reads
+            for spec in (each.spec, each.tied)
+            if spec is not None
+        )
+        put = self._put if self._has_room(num_bytes) else _on_host
+        return stream(reads, found.checking(put))
+
+    # From disk.
+
+    def _from_disk(
+        self, update: DiskUpdate, found: Finite
+    ) -> tuple[dict[ParamPath, Any], DraftSource]:
+        models, faults, source = self._models, [], self._source
+        if update.target is not None:
+            faults += _fault(lambda: self._check_target(Path(update.target or "")))
+        if update.draft is not None:
+            path = Path(update.draft)
+            source, more = self._draft_source(path)
+            faults += more
+        if faults:
+            raise CheckpointError("\n".join(faults))
+        new: dict[ParamPath, Any] = {}
+
+        def place(reads: Sequence[ParamRead]) -> Mapping[ParamPath, Any]:
+            return self._place(reads, found)
+
+        if update.target is not None:
+            read = load_target(
+                Path(update.target),
+                models.target.spec,
+                dtype=self._dtype,
+                shards=self._mesh.size,
+                families=models.request.families,
+                place=place,
+            )
+            new |= flat_leaves({TARGET.value: read})
+        if update.draft is not None:
+            read = dict(source.read(self._runner.params["target"], self._dtype, place))
+            new |= flat_leaves({DRAFT.value: read})
+        return new, source
+
+    def _check_target(self, path: Path) -> None:
+        """CheckpointError for config and headers that are not the served target's."""
+        check_directory("model_path", path)
+        served, families = self._models.target.spec, self._models.request.families
+        spec = load_model_spec(path, families)
+        ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
+        other = differences(served, dataclasses.replace(spec, **ends))
+        lines = [f"config.json: {line}" for line in other]
+        lines += _fault(lambda: check_target(path, served, families))
+        if lines:
+            raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))
+
+    def _draft_source(self, path: Path) -> tuple[DraftSource, list[str]]:
+        """What a directory brings, and what is wrong with it."""
+        models = self._models
+        if not self.has_draft:
+            algorithm = models.config.algorithm.value
+            raise ConfigError(
+                f"the draft's weights are to be updated, but speculative_algorithm {algorithm} has "
+                "none; expected a target's alone"
+            )
+        found: list[DraftSource] = []
+
+        def read() -> None:
+            check_directory("speculative_draft_model_path", path)
+            args = dataclasses.replace(models.request.args, load_format="auto")
+            found.append(
+                models.read_source(dataclasses.replace(models.request, args=args, path=path))
+            )
+            ops, shard = models.target.ops, models.target.shard
+            lines = differences(models.drafter, found[0].make(ops, shard))
+            if lines:
+                raise CheckpointError(
+                    "\n  ".join((f"{path}: not weights of the draft that is served", *lines))
+                )
+
+        faults = _fault(read)
+        return (found[0] if found else self._source), faults
+
+    # From arrays.
+
+    def _from_arrays(self, update: ArrayUpdate, found: Finite) -> dict[ParamPath, Any]:
+        if not update.arrays:
+            raise CheckpointError(f"{GIVEN}: there are none; expected at least one")
+        new: dict[ParamPath, Any] = {}
+        faults: list[str] = []
+        reads: dict[Model, list[ParamRead]] = {}
+        for model, given in self._by_model(update).items():
+
+            def read(model: Model = model, given: dict[str, LazyTensor] = given) -> None:
+                reads[model] = changed_reads(
+                    f"{GIVEN} ({model.value})",
+                    given,
+                    self._published(model),
+                    self._held(model),
+                    dtype=self._dtype,
+                    shards=self._mesh.size,
+                )
+
+            faults += _fault(read)
+        if faults:
+            raise CheckpointError("\n".join(faults))
+        for model, changed in reads.items():
+            placed = self._place(changed, found)
+            new |= {(model.value, *path): leaf for path, leaf in placed.items()}
+        return new
+
+    def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
+        """What is whose. A name that neither has is the target's, where it is an error. What the
+        draft's files have of the target's is left out, as it is where they are read."""
+        known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
+        whose: dict[Model, dict[str, LazyTensor]] = {}
+        both: list[str] = []
+        for name, array in update.arrays.items():
+            stored = self._source.canonical(name)
+            is_drafts = name not in known[TARGET] and stored in known[DRAFT]
+            model = update.model or (DRAFT if is_drafts else TARGET)
+            if update.model is DRAFT and name in self._source.copies:
+                continue
+            both += [name] * (name in known[TARGET] and name in known[DRAFT])
+            named = stored if model is DRAFT else name
+            given = whose.setdefault(model, {})
+            if named in given:
+                raise CheckpointError(f"{GIVEN}: {name} is a second {named}")
+            given[named] = held(as_host(name, array))
+        if update.model is None and both and DRAFT in whose:
+            raise CheckpointError(
+                f"{GIVEN}: {both[0]} is a tensor of the target and of the draft, and "
+                f"{next(iter(whose[DRAFT]))} one of the draft alone; expected a selector"
+            )
+        return whose
+
+
+def _on_host(_: ParamSpec, value: HostArray) -> HostArray:
+    return value
+
+
+def _tree(leaves: Mapping[ParamPath, Any]) -> dict[str, Any]:
+    return {TARGET.value: {}, DRAFT.value: {}} | nested(leaves.items())
+
+
+def _fault(run: Callable[[], object]) -> list[str]:
+    """What it raises on purpose, as text."""
+    try:
+        run()
+    except JspecError as error:
+        return [str(error)]
+    return []

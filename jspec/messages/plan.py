@@ -1,0 +1,219 @@
+"""The messages between the scheduler and the runner: frozen, picklable, host only.
+
+A plan names rows by (slot, epoch). The device knows slots only; the epoch stays on the host, so
+that a result that arrives for a former tenant of a slot is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.config.shared_prefixes import SharedPrefix
+from jspec.messages.features import StepFeatures
+from jspec.messages.grammar import Constraint
+from jspec.messages.request import Request, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RowRef:
+    """A tenancy of a slot. Slot 0 is the dummy and never appears here."""
+
+    slot: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A whole new row: written to the device's state before the step that carries it runs.
+
+    fill_ids: prompt and, after a retraction, what was already emitted. prompt_len counts the
+    prompt alone. page_ids[i] holds positions [i * page_size, (i + 1) * page_size) of the full
+    space; in every other one the row owns what is granted to it, and nothing before.
+    cached_len: tokens of the fill whose KV is in the first pages already, a multiple of the page
+    size: those pages are shared and only read, and the first chunk starts after them.
+    """
+
+    row: RowRef
+    request: Request
+    prompt_len: int
+    fill_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]
+    cached_len: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Tokens fill_ids[start : start + len(token_ids)] of one row.
+
+    next_id: the fill token right after the chunk, or None when the chunk is the last one, in
+    which case the device samples it: it becomes the root and the row's first emitted token.
+    """
+
+    row: RowRef
+    start: int
+    token_ids: tuple[int, ...]
+    next_id: int | None
+
+    @property
+    def is_final(self) -> bool:
+        return self.next_id is None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PageGrant:
+    """page_table[slot, index] = page, applied before the step runs.
+
+    space: whose table. 0 is the full space, i is that of `ServeLimits.windows[i - 1]`.
+    """
+
+    slot: int
+    index: int
+    page: int
+    space: int = 0
+
+
+class StepKind(enum.Enum):
+    """The last five are no plan's. The runner puts RECALL before a prefill whose rows need it,
+    CATCH_UP before a decode that says so, and runs PROPOSE, SCORE and SETTLE for a decode in which
+    a row follows a grammar."""
+
+    __hash__ = object.__hash__  # as Feature's
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RECALL = "recall"
+    PROPOSE = "propose"
+    SCORE = "score"
+    SETTLE = "settle"
+    CATCH_UP = "catch up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One device step. PREFILL uses `admissions` and `chunks`; DECODE uses `rows`.
+
+    features: what the rows need, all of them together. grants: of all spaces in a decode; of the
+    window spaces in a prefill, whose admissions bring the pages of the full space. constraints: of
+    `row_refs`, or empty where no row follows a grammar; such rows have nothing unread.
+    shape: of a decode, one of the engine's; None: its own, `ServeLimits.spec`. owed: tokens of each
+    row that its drafter is told of right before this decode, because plain steps left that out;
+    empty: nothing is told now. shared: of each row of a decode, the prefix that it shares; empty:
+    none does, or too little to gain.
+    """
+
+    step: int
+    kind: StepKind
+    features: StepFeatures
+    admissions: tuple[Admission, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    rows: tuple[RowRef, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    constraints: tuple[Constraint | None, ...] = ()
+    shape: SpeculativeConfig | None = None
+    owed: tuple[int, ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
+
+    def spec(self, limits: ServeLimits) -> SpeculativeConfig:
+        """S/K/N of a decode."""
+        return limits.spec if self.shape is None else self.shape
+
+    def decode_rounds(self, limits: ServeLimits) -> tuple[int, int]:
+        """Verifications of a decode, and tokens that a row can emit in all of them; no others."""
+        if self.kind is StepKind.PREFILL:
+            return 0, 0
+        num_rounds = self.num_rounds(limits)
+        return num_rounds, num_rounds * self.spec(limits).max_emitted
+
+    def num_rounds(self, limits: ServeLimits) -> int:
+        """Verifications of a decode: one where the host must look at every tree. A prefill is 1."""
+        is_one = self.kind is StepKind.PREFILL or self.constraints
+        return 1 if is_one else limits.num_rounds
+
+    @property
+    def row_refs(self) -> tuple[RowRef, ...]:
+        """Rows in the order of the result: one per chunk in a prefill, `rows` in a decode."""
+        if self.kind is StepKind.PREFILL:
+            return tuple(chunk.row for chunk in self.chunks)
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """What a step says of tokens, as it came from the device: arrays [rows, M, .], of which a row's
+    first ones count. `messages.layout.output_columns` has their shapes."""
+
+    logprobs: np.ndarray  # f32
+    top_logprobs: np.ndarray  # f32
+    top_ids: np.ndarray  # i32
+    watched_logprobs: np.ndarray  # f32
+
+    def of_row(self, row: int, count: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
+        """Of the first `count` tokens of a row, what its request asked for."""
+        return self._tokens((row, slice(count)), sampling)
+
+    def of_rows(self, first: int, end: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
+        """Of the first token of each of some rows."""
+        return self._tokens((slice(first, end), 0), sampling)
+
+    def _tokens(
+        self, at: tuple[int | slice, int | slice], sampling: SamplingParams
+    ) -> tuple[TokenLogprob, ...]:
+        num_top, num_watched = sampling.top_logprobs_num, len(sampling.token_ids_logprob)
+        tops = self.top_logprobs[at][:, :num_top].tolist()
+        ids = self.top_ids[at][:, :num_top].tolist()
+        watched = self.watched_logprobs[at][:, :num_watched].tolist()
+        return tuple(
+            TokenLogprob(logprob, tuple(zip(tops[i], ids[i], strict=True)), tuple(watched[i]))
+            for i, logprob in enumerate(self.logprobs[at].tolist())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundResult:
+    """What the device hands back of one round, rows in the order of `StepPlan.row_refs`.
+
+    num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
+    num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
+    num_proposed[i]: drafts of row i that a decode verified, 0: it was a plain row; None where that
+    is N - 1 of each.
+    logprobs: of those ids, [rows, M, .]; prompt_logprobs: of the prompt ids that follow each token
+    of the chunks, [tokens of all chunks, 1, .]. hidden: what chose those ids, f32[rows, M, E];
+    prompt_hidden: of each token of the chunks, f32[tokens, E]. None in a plan whose features lack
+    them.
+    """
+
+    num_emitted: np.ndarray  # i32[rows]
+    ids: np.ndarray  # i32[rows, M]
+    num_proposed: np.ndarray | None = None  # i32[rows]
+    logprobs: StepLogprobs | None = None
+    prompt_logprobs: StepLogprobs | None = None
+    hidden: np.ndarray | None = None
+    prompt_hidden: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:
+        """From each row's ids."""
+        counts = [len(ids) for ids in emitted_ids]
+        table = np.zeros((len(counts), max(counts, default=0)), np.int32)
+        for row, ids in zip(table, emitted_ids, strict=True):
+            row[: len(ids)] = ids
+        return cls(num_emitted=np.array(counts, np.int32), ids=table)
+
+    @property
+    def emitted_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Each row's ids."""
+        rows = zip(self.num_emitted.tolist(), self.ids.tolist(), strict=True)
+        return tuple(tuple(ids[:count]) for count, ids in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step's rounds: as many as `StepPlan.num_rounds` says."""
+
+    step: int
+    rounds: tuple[RoundResult, ...]

@@ -1,0 +1,248 @@
+"""What a client gets back, as SGLang's JSON: text, output_ids and meta_info.
+
+All counters derive from committed chunks. Field names and formulas are SGLang's (0.5.10, 0.5.13
+and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jspec.messages.request import (
+    DEFAULT_VERSION,
+    FinishReason,
+    PromptToken,
+    Request,
+    SamplingParams,
+    SpecCounters,
+    StreamChunk,
+    TokenLogprob,
+)
+
+LOGPROB_LISTS = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+TokenText = Callable[[int], str]
+# Lists of meta_info that say more with every token.
+GROWING = frozenset(
+    {
+        *(f"{of}_{which}" for of in ("output", "input") for which in LOGPROB_LISTS),
+        "draft_trees",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How much of a sequence was told before: ids of the output, draft trees, ids of the prompt."""
+
+    ids: int = 0
+    trees: int = 0
+    prompt_ids: int = 0
+
+
+NOTHING_TOLD = Told()
+
+
+class LogprobForm:
+    """Log-probabilities in SGLang's form: [log-probability, id, text or null] for each token.
+
+    token_text: the text of one id; None leaves it out.
+    """
+
+    def __init__(self, sampling: SamplingParams, *, token_text: TokenText | None = None) -> None:
+        self._sampling = sampling
+        self._token_text = token_text
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, *, token_text: TokenText | None) -> LogprobForm | None:
+        """None for a request that asks for none."""
+        return cls(sampling, token_text=token_text) if sampling.return_logprob else None
+
+    def fields(
+        self,
+        output_ids: Sequence[int],
+        of_output: Sequence[TokenLogprob],
+        of_prompt: Sequence[PromptToken],
+    ) -> dict[str, Any]:
+        """Those of meta_info."""
+        sampling = self._sampling
+        outputs = list(zip(output_ids, of_output, strict=False))
+        found: dict[str, Any] = {"output_token_logprobs": self._chosen(outputs)}
+        found["output_token_logprobs_length"] = len(outputs)
+        if sampling.top_logprobs_num:
+            found["output_top_logprobs"] = self._tops(outputs)
+        if sampling.token_ids_logprob:
+            found["output_token_ids_logprobs"] = self._watched(outputs)
+        found["input_token_logprobs"] = self._chosen(of_prompt)
+        if sampling.top_logprobs_num:
+            found["input_top_logprobs"] = self._tops(of_prompt)
+        if sampling.token_ids_logprob:
+            found["input_token_ids_logprobs"] = self._watched(of_prompt)
+        return found
+
+    def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = None if self._token_text is None else self._token_text(token_id)
+        return [logprob, token_id, text]
+
+    def _chosen(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        return [
+            self._entry(None if known is None else known.logprob, token_id)
+            for token_id, known in tokens
+        ]
+
+    def _tops(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        return [
+            None if known is None else [self._entry(*pair) for pair in known.top]
+            for _, known in tokens
+        ]
+
+    def _watched(self, tokens: Sequence[PromptToken]) -> list[Any]:
+        ids = self._sampling.token_ids_logprob
+        return [
+            None if known is None else list(map(self._entry, known.watched, ids))
+            for _, known in tokens
+        ]
+
+
+class Completion:
+    """One sequence so far: all chunks up to now, folded. Adding one costs what the chunk holds.
+
+    logprobs: how the sequence's log-probabilities are told, if it was asked for any.
+    seed: the final one, with which the same text comes again. token_text: what draft trees call
+    their nodes, if anything. reasoning_tokens: set by a door that tells reasoning apart.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        logprobs: LogprobForm | None = None,
+        seed: int | None = None,
+        token_text: TokenText | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.draft_trees: list[dict[str, Any]] = []
+        self._token_text = token_text
+        self.seed = seed
+        self.logprob_form = logprobs
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[PromptToken] = []
+        self.hidden_states: list[np.ndarray] = []
+        self.output_ids: list[int] = []
+        self.finish: FinishReason | None = None
+        self.prompt_tokens = self.reasoning_tokens = 0
+        self.num_retractions = 0
+        self.cached_tokens = 0
+        self.weight_version = DEFAULT_VERSION
+        self.counters = SpecCounters()
+        self.texts: list[str] = []
+
+    @classmethod
+    def of(cls, request: Request, *, token_text: TokenText | None = None) -> Completion:
+        """token_text: what log-probabilities call a token, if anything."""
+        form = LogprobForm.of(request.sampling, token_text=token_text)
+        return cls(request.request_id, logprobs=form, seed=request.seed, token_text=token_text)
+
+    def add(self, chunk: StreamChunk) -> None:
+        self.texts.append(chunk.text)
+        if chunk.draft_tree is not None:
+            self._add_tree(chunk)
+        self.output_ids += chunk.new_ids
+        self.finish = chunk.finish
+        self.prompt_tokens = chunk.prompt_tokens
+        self.num_retractions = chunk.num_retractions
+        self.cached_tokens = chunk.cached_tokens
+        self.weight_version = chunk.weight_version
+        self.counters = chunk.counters
+        self.logprobs += chunk.logprobs
+        self.prompt_logprobs += chunk.prompt_logprobs
+        self.hidden_states += chunk.hidden_states
+
+    def _add_tree(self, chunk: StreamChunk) -> None:
+        tree = chunk.draft_tree
+        assert tree is not None
+        told: dict[str, Any] = {"step": chunk.counters.verify_ct, "first": len(self.output_ids)}
+        told |= {"ids": list(tree.ids), "parents": list(tree.parents)}
+        told["accepted"] = list(tree.accepted)
+        if self._token_text is not None:
+            told["texts"] = list(map(self._token_text, tree.ids))
+        self.draft_trees.append(told)
+
+    @property
+    def text(self) -> str:
+        """All of it, joined where it is asked for."""
+        if len(self.texts) != 1:
+            self.texts[:] = ["".join(self.texts)]
+        return self.texts[0]
+
+    def to_json(self, *, e2e_latency: float | None = None) -> dict[str, Any]:
+        """SGLang's response object; speculation fields only once finished and verified."""
+        return {
+            "text": self.text,
+            "output_ids": list(self.output_ids),
+            "meta_info": self.meta_info(e2e_latency=e2e_latency),
+        }
+
+    @property
+    def so_far(self) -> Told:
+        """All that there is to tell now."""
+        return Told(len(self.output_ids), len(self.draft_trees), len(self.prompt_logprobs))
+
+    def meta_info(
+        self, *, e2e_latency: float | None = None, told: Told = NOTHING_TOLD
+    ) -> dict[str, Any]:
+        """What `to_json` says beside text and ids; the lists named in GROWING without what was
+        told before."""
+        meta: dict[str, Any] = {
+            "id": self.request_id,
+            "finish_reason": None if self.finish is None else self.finish.to_json(),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(self.output_ids),
+            "cached_tokens": self.cached_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+            "weight_version": self.weight_version,
+            "num_retractions": self.num_retractions,
+        }
+        if self.seed is not None:
+            meta["sampling_seed"] = self.seed
+        if e2e_latency is not None:
+            meta["e2e_latency"] = e2e_latency
+        if self.logprob_form is not None:
+            ids, known = self.output_ids[told.ids :], self.logprobs[told.ids :]
+            of_prompt = self.prompt_logprobs[told.prompt_ids :]
+            meta |= self.logprob_form.fields(ids, known, of_prompt)
+        if self.finish is not None and self.hidden_states:  # of a stream its last event has them
+            meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
+        if self.draft_trees:
+            meta["draft_trees"] = self.draft_trees[told.trees :]
+        if self.finish is not None and self.counters.verify_ct > 0:
+            meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))
+        return meta
+
+
+def spec_fields(counters: SpecCounters, *, completion_tokens: int) -> dict[str, Any]:
+    """SGLang's speculation fields under all the names its clients read.
+
+    spec_accept_length is completion tokens over verifications, without those that plain steps
+    emitted. A verification that was not cut emitted its accepted drafts and one more.
+    """
+    of_verifications = min(completion_tokens, 1 + counters.num_accepted + counters.full_verify_ct)
+    rate = counters.num_accepted / counters.num_proposed if counters.num_proposed else 0.0
+    histogram = list(counters.accept_histogram)
+    return {
+        "spec_verify_ct": counters.verify_ct,
+        "spec_accept_length": of_verifications / counters.verify_ct,
+        "spec_accept_rate": rate,
+        "spec_num_correct_drafts": counters.num_accepted,
+        "spec_num_proposed_drafts": counters.num_proposed,
+        "spec_correct_drafts_histogram": histogram,
+        "spec_accepted_drafts": counters.num_accepted,
+        "spec_proposed_drafts": counters.num_proposed,
+        "spec_accept_histogram": histogram,
+        "spec_accept_token_num": counters.num_accepted,
+        "spec_draft_token_num": counters.num_proposed,
+        "acceptance_length": counters.acceptance_length,
+    }

@@ -1,0 +1,376 @@
+"""How a sampling parameter is declared, once: what it accepts, and what of it the device gets.
+
+`SamplingParams` in messages/request.py declares its fields by `sampled(...)`; `table_of` reads them
+back as the table SAMPLING_FIELDS. From the table derive the checks of a request, the names that the
+HTTP doors read, the packed layout, packing here and unpacking on the device (device/batch.py), and
+the neutral rows (device/state.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jspec.errors import RequestError, shown
+from jspec.messages.features import Feature, StepFeatures
+from jspec.messages.plain_values import listed, plain, plain_items
+
+# What a packed layout calls the device's rows: PREFIX and the row's name.
+PREFIX = "sampling."
+MAX_ID_CHARS = 10  # of a token id as text: no int() of what is long
+_KEY = "sampling_field"  # of a dataclass field's metadata
+
+
+class HasSampling(Protocol):
+    """A request (messages/request.py), as far as this module reads it."""
+
+    @property
+    def sampling(self) -> Any: ...
+
+
+class Accepts(Protocol):
+    """What values a parameter takes."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises RequestError naming the field, its value and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """From low to high, but for `but_not`. expected: what an error says, if not the bounds."""
+
+    low: int
+    high: int | None = None
+    but_not: tuple[int, ...] = ()
+    expected: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        limit = "" if self.high is None else f" and at most {self.high}"
+        expected = self.expected or f"an integer of at least {self.low}{limit}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+        is_high = self.high is not None and value > self.high
+        if value < self.low or is_high or value in self.but_not:
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """From low to high; low itself only if `with_low`."""
+
+    low: float
+    high: float
+    with_low: bool = True
+
+    def check(self, name: str, value: Any) -> None:
+        expected = f"a number in ({self.low:g}, {self.high:g}]"
+        if self.with_low:
+            expected = f"a number from {self.low:g} to {self.high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"{name} is {shown(value)}; expected {expected}")
+        is_inside = self.low <= value <= self.high  # NaN is not
+        if not is_inside or (value == self.low and not self.with_low):
+            raise RequestError(f"{name} is {str(value).removesuffix('.0')}; expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}; expected true or false")
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Flag):
+    """True or false, or as words: on and off."""
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}; expected true, false, 'on' or 'off'")
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """A word as what it means; anything else as it is."""
+        return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A tuple of texts, none empty, all of Unicode: at most `most`, of `most_chars` together."""
+
+    most: int
+    most_chars: int
+
+    def check(self, name: str, value: Any) -> None:
+        _check_len(name, value, most=self.most)
+        for text in value:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"{name} holds {shown(text)}; expected non-empty strings")
+            try:
+                text.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
+            except UnicodeEncodeError:
+                raise RequestError(
+                    f"{name} holds a lone surrogate; expected Unicode text"
+                ) from None
+        num_chars = sum(map(len, value))
+        if num_chars > self.most_chars:
+            raise RequestError(
+                f"{name} has {num_chars} characters; expected at most {self.most_chars} in all "
+                "strings"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One text, not empty, of at most `most_chars`. as_json: JSON's names of the types whose text
+    is taken for a value of theirs, as a schema's may be."""
+
+    most_chars: int
+    as_json: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            also = "".join(f", or JSON's {kind}" for kind in self.as_json)
+            raise RequestError(f"{name} is {shown(value)}; expected a text that is not empty{also}")
+        if len(value) > self.most_chars:
+            raise RequestError(
+                f"{name} has {len(value)} characters; expected at most {self.most_chars}"
+            )
+
+    def read(self, name: str, value: Any) -> Any:
+        """A value of `as_json` as its text. Raises RequestError for what no JSON text can hold."""
+        kind = "boolean" if isinstance(value, bool) else "object"
+        if not isinstance(value, Mapping | bool) or kind not in self.as_json:
+            return value
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{name} is no JSON object: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """A tuple of integers, each within `each`, at most `most` of them."""
+
+    each: Integer
+    most: int
+
+    def check(self, name: str, value: Any) -> None:
+        _check_len(name, value, most=self.most)
+        for item in value:
+            self.each.check(name, item)
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """A tuple of (token id, number) pairs: ids as in `ids`, each once; at most `most` of them."""
+
+    ids: Integer
+    bias: Number
+    most: int
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in value
+        ):
+            raise RequestError(f"{name} is {shown(value)}; expected (token id, number) pairs")
+        _check_len(name, value, most=self.most)
+        for token_id, bias in value:
+            self.ids.check(f"a token id of {name}", token_id)
+            self.bias.check(f"{name} of token {token_id}", bias)
+        if len({token_id for token_id, _ in value}) < len(value):
+            raise RequestError(f"{name} names a token id twice; expected each once")
+
+    def read(self, name: str, value: Any) -> Any:
+        """A JSON object, whose names are texts, as pairs; pairs, a tuple, as they are. Raises
+        RequestError."""
+        if isinstance(value, tuple):
+            return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
+        if not isinstance(value, Mapping):
+            raise RequestError(
+                f"{name} is {shown(value)}; expected an object of token ids and numbers"
+            )
+        return tuple((_token_id(name, key), plain(bias)) for key, bias in value.items())
+
+
+def _token_id(name: str, key: Any) -> int:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= MAX_ID_CHARS:
+        return int(key)
+    if type(number := plain(key)) is int:
+        return number
+    raise RequestError(f"{name} names {shown(key)}; expected a token id")
+
+
+def _check_len(name: str, values: Any, *, most: int) -> None:
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values)} items; expected at most {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row of the device's SamplingRows holds of a parameter.
+
+    dtype, shape: of one row; 32 bits wide, since all travels as i32 bits.
+    neutral: in a row that asks for nothing; a function if it depends on V.
+    encode: (request, V) -> the request's value, or values, of which there may be fewer than the
+    row holds (the others stay neutral). None takes the parameter as it is.
+    name: of SamplingRows' field, if not the parameter's own.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    neutral: float | Callable[[int], int] = 0
+    encode: Callable[[Any, int], Any] | None = None
+    name: str = ""
+
+    def neutral_value(self, vocab_size: int) -> float:
+        return self.neutral(vocab_size) if callable(self.neutral) else self.neutral
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # its table is hashed once a prefill
+class SamplingField:
+    """One line of the table: a parameter of a request, by SGLang's name.
+
+    default: what a request that does not name it has; None also allows None.
+    openai: OpenAI's name, where it is another. needs: the feature that a request's step must have
+    where the value is not the default. row: None for what the host alone looks at.
+    """
+
+    name: str
+    default: Any
+    accepts: Accepts
+    openai: str
+    needs: Feature | None
+    row: Row | None
+
+    def read(self, value: Any) -> Any:
+        """A value of JSON or Python as the parameter's own: a list or an array as a tuple, one text
+        as a list of it, null as none of either, a number of another library as Python's.
+
+        Raises RequestError for what is no list where one is expected.
+        """
+        if isinstance(self.accepts, Source):
+            return self.accepts.read(self.name, value)
+        value = plain(listed(value))
+        if not isinstance(self.default, tuple):
+            return self.accepts.read(value) if isinstance(self.accepts, Switch) else value
+        if isinstance(self.accepts, Biases):
+            return self.accepts.read(self.name, value)
+        if isinstance(value, str) and isinstance(self.accepts, Texts):
+            return (value,)
+        if value is None:
+            return self.default
+        if not isinstance(value, list | tuple):
+            of_texts = isinstance(self.accepts, Texts)
+            expected = "a string or a list of strings" if of_texts else "a list of integers"
+            raise RequestError(f"{self.name} is {shown(value)}; expected {expected}")
+        return plain_items(value)
+
+    def check(self, value: Any) -> None:
+        """Raises RequestError naming the field, its value and what was expected."""
+        if value is not None or self.default is not None:
+            self.accepts.check(self.name, value)
+
+
+SamplingTable = tuple[SamplingField, ...]
+
+
+def sampled(
+    default: Any,
+    accepts: Accepts,
+    *,
+    openai: str = "",
+    needs: Feature | None = None,
+    row: Row | None = None,
+) -> Any:
+    """The dataclass field that declares a sampling parameter; see `SamplingField`."""
+    declared = {
+        "default": default,
+        "accepts": accepts,
+        "openai": openai,
+        "needs": needs,
+        "row": row,
+    }
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+def table_of(params: type) -> SamplingTable:
+    """The parameters that a dataclass declares by `sampled`, in its order."""
+    return _table_of(params)
+
+
+@functools.cache
+def _table_of(params: type) -> SamplingTable:
+    return tuple(
+        SamplingField(
+            name=field.name,
+            **{**field.metadata[_KEY], "openai": field.metadata[_KEY]["openai"] or field.name},
+        )
+        for field in dataclasses.fields(params)
+        if _KEY in field.metadata
+    )
+
+
+def features_of(params: Any, table: SamplingTable) -> StepFeatures:
+    """What a step must have for a row that is sampled so."""
+    return StepFeatures(
+        frozenset(
+            parameter.needs
+            for parameter in table
+            if parameter.needs is not None and getattr(params, parameter.name) != parameter.default
+        )
+    )
+
+
+def rows_of(table: SamplingTable) -> dict[str, Row]:
+    """What the device gets, by the name of SamplingRows' field."""
+    return {f.row.name or f.name: f.row for f in table if f.row is not None}
+
+
+def packed_fields(table: SamplingTable, num_rows: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of a PackedLayout's fields for `num_rows` rows."""
+    return tuple((PREFIX + name, (num_rows, *row.shape)) for name, row in rows_of(table).items())
+
+
+def write_neutral(fields: dict[str, np.ndarray], table: SamplingTable, *, vocab_size: int) -> None:
+    """Makes every row of the packed fields one that asks for nothing: greedy, stopping nowhere."""
+    for name, row in rows_of(table).items():
+        fields[PREFIX + name][:] = _bits(row, row.neutral_value(vocab_size))
+
+
+def write_request(
+    fields: dict[str, np.ndarray],
+    r: int,
+    request: HasSampling,
+    table: SamplingTable,
+    *,
+    vocab_size: int,
+) -> None:
+    """Row r of the packed fields as `request` asks; the row must be neutral before."""
+    for parameter in table:
+        row = parameter.row
+        if row is None:
+            continue
+        value = getattr(request.sampling, parameter.name)
+        if row.encode is not None:
+            value = row.encode(request, vocab_size)
+        to = fields[PREFIX + (row.name or parameter.name)].view(row.dtype)
+        if row.shape:
+            values = np.asarray(value, row.dtype).reshape(-1)
+            to.reshape(len(to), -1)[r, : values.size] = values
+        else:
+            to[r] = value
+
+
+def _bits(row: Row, value: float | Iterable[float]) -> np.ndarray:
+    return np.asarray(value, row.dtype).view(np.int32)

@@ -1,0 +1,126 @@
+"""Tensors that are in memory, or made when they are read, seen as those of a checkpoint's file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from jspec.errors import CheckpointError
+
+HostArray = npt.NDArray[Any]
+Shape = tuple[int, ...]
+FP8 = "F8_E4M3"
+
+# safetensors' spelling of numpy's types.
+DTYPE_NAMES: Mapping[np.dtype[np.generic], str] = MappingProxyType(
+    {
+        np.dtype(np.float16): "F16",
+        np.dtype(ml_dtypes.bfloat16): "BF16",
+        np.dtype(ml_dtypes.float8_e4m3fn): FP8,
+        np.dtype(np.float32): "F32",
+        np.dtype(np.float64): "F64",
+        np.dtype(np.bool_): "BOOL",
+        **{np.dtype(f"i{n}"): f"I{8 * n}" for n in (1, 2, 4, 8)},
+        **{np.dtype(f"u{n}"): f"U{8 * n}" for n in (1, 2, 4, 8)},
+    }
+)
+
+
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor whose numbers are asked for when they are read, each time anew."""
+
+    shape: Shape
+    dtype: str  # in safetensors' spelling
+    fetch: Callable[[], HostArray]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, index: int) -> HostArray:
+        return np.asarray(self.fetch()[index])
+
+
+@dataclass(frozen=True, slots=True)
+class LazyHeader:
+    tensors: Mapping[str, LazyTensor]
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def get_slice(self, name: str) -> LazyTensor:
+        return self.tensors[name]
+
+    def get_tensor(self, name: str) -> HostArray:
+        return self.tensors[name].fetch()
+
+
+@dataclass(frozen=True, slots=True)
+class LazyFile:
+    """A TensorFile of lazy tensors. Reads of one tensor, block by block, fetch it once.
+
+    At most `NUM_KEPT` fetched tensors are kept, as many as threads read at once.
+    """
+
+    path: Path
+    header: LazyHeader
+    _kept: dict[str, HostArray] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    NUM_KEPT = 4
+
+    def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
+        with self._lock:
+            found = self._kept.get(name)
+        if found is None:
+            found = np.ascontiguousarray(self.header.get_tensor(name))
+            with self._lock:
+                self._kept[name] = found
+                while len(self._kept) > self.NUM_KEPT:
+                    del self._kept[next(iter(self._kept))]
+        data = found.reshape(-1).view(np.uint8)
+        wanted = out.reshape(-1).view(np.uint8)
+        if offset + wanted.size > data.size:
+            raise CheckpointError(
+                f"{self.path}: {name} has {data.size} bytes; expected at least "
+                f"{offset + wanted.size}"
+            )
+        wanted[...] = data[offset : offset + wanted.size]
+
+
+def held(array: HostArray) -> LazyTensor:
+    """An array that is there."""
+    return LazyTensor(array.shape, dtype_name(array.dtype), lambda: array)
+
+
+def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
+    """The tensors of a safetensors file's bytes, by name. Raises CheckpointError."""
+    types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    arrays: dict[str, HostArray] = {}
+    try:
+        for name, tensor in safetensors.deserialize(data):  # type: ignore[no-untyped-call]
+            if tensor["dtype"] not in types:
+                raise CheckpointError(
+                    f"{name} has dtype {tensor['dtype']}; expected one of {', '.join(types)}"
+                )
+            numbers = np.frombuffer(tensor["data"], types[tensor["dtype"]])
+            arrays[name] = numbers.reshape(tensor["shape"])
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"is no safetensors file: {error}") from None
+    return arrays

@@ -1,0 +1,213 @@
+"""A target's checkpoint: its ModelSpec from config.json, its weights, and both written again.
+
+ConfigError: a well-formed setting that jspec does not serve. CheckpointError: a file that is
+missing, unreadable, or does not fit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.errors import CheckpointError, NoCheckpointError, RequestError
+from jspec.messages.request import SamplingParams
+from jspec.models.family import Family, eos_ids
+from jspec.models.files.fp8 import coded_bytes, open_tensors
+from jspec.models.files.stored import (
+    Place,
+    check_names,
+    on_host,
+    packed_bytes,
+    param_reads,
+    stored_tensors,
+)
+from jspec.models.files.tensor_files import write_checkpoint
+from jspec.models.placement import nested
+from jspec.models.registry import FAMILIES, family_named, family_of, table_of
+from jspec.spec.json_files import in_file, read_fields
+from jspec.spec.model_spec import ModelSpec, MoESpec
+
+GIB = 1 << 30
+LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
+MOST_EXPERTS = 1 << 17  # of all layers together: above every model there is
+log = logging.getLogger(__name__)
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Raises NoCheckpointError for what is no directory of one. name: of what says that it is."""
+    if not path.is_dir():
+        raise NoCheckpointError(f"{name} is {str(path)!r}; expected a directory with {LAYOUT}")
+    if not (path / "config.json").exists():
+        raise NoCheckpointError(
+            f"{name} is {str(path)!r}, a directory without config.json; expected one with {LAYOUT}"
+        )
+
+
+def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> ModelSpec:
+    """The target's spec from `path`/config.json, in the layout of transformers 4 or 5.
+
+    families: those that are served.
+    End-of-sequence ids come from generation_config.json where it names some, else from
+    config.json; a checkpoint that names none has none.
+    Raises ConfigError (architecture, rope type, activation, ... not served), CheckpointError.
+    """
+    fields = read_fields(path / "config.json")
+    with in_file(fields.path):
+        spec = family_of(fields.architecture(), fields.path, families).read(fields)
+    _check_experts(spec, fields.path)
+    generation = path / "generation_config.json"
+    if generation.exists():
+        overrides = read_fields(generation)
+        if overrides.get("eos_token_id") is not None:
+            spec = replace(spec, eos_token_ids=eos_ids(overrides))
+    return spec
+
+
+def _check_experts(spec: ModelSpec, path: Path) -> None:
+    """CheckpointError for more experts than can be named, each in its layer, within seconds."""
+    count = sum(x.ffn.num_experts for x in spec.layers if isinstance(x.ffn, MoESpec))
+    if count > MOST_EXPERTS:
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {spec.num_layers} and the layers have {count} experts; "
+            f"expected at most {MOST_EXPERTS} in all"
+        )
+
+
+def warn_of_ends(path: Path, spec: ModelSpec) -> None:
+    """Logs the end-of-sequence ids that are none of the model's."""
+    beyond = [token_id for token_id in spec.eos_token_ids if token_id >= spec.vocab_size]
+    if beyond:
+        log.warning(
+            "%s: eos_token_id %s is beyond vocab_size %d: no text will end by it",
+            *(path, ", ".join(map(str, beyond)), spec.vocab_size),
+        )
+
+
+def packed_spec(
+    path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES, *, has_files: bool
+) -> ModelSpec | None:
+    """The spec that holds the experts as `path` packs them, or None: it packs none.
+
+    has_files: config.json alone does not decide. A published name and unpacked experts go together
+    once somebody has saved the model anew.
+    """
+    read = family_named(spec.family, families).stays_packed
+    found = None if read is None else read(read_fields(path / "config.json"), spec)
+    if found is None or not has_files:
+        return found
+    with open_tensors(path) as tensors:
+        packed, _ = packed_bytes(tensors, table_of(spec, families), dtype=np.float32)
+    return found if packed else None
+
+
+def load_sampling_defaults(path: Path) -> dict[str, Any]:
+    """What `path`/generation_config.json says about sampling, by SamplingParams' names.
+
+    Without filters at temperature 0 if it does not sample; empty if it is silent. Raises
+    CheckpointError.
+    """
+    generation = path / "generation_config.json"
+    if not generation.exists():
+        return {}
+    fields = read_fields(generation)
+    named: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    is_greedy = fields.get("do_sample") is False or fields.get("temperature") == 0
+    if is_greedy:
+        named = ("repetition_penalty",)
+    found = {name: fields.get(name) for name in named if fields.get(name) is not None}
+    if is_greedy:
+        found["temperature"] = 0.0
+    if found.get("top_k") == 0:  # transformers' word for all
+        del found["top_k"]
+    try:
+        SamplingParams.from_mapping(found)
+    except RequestError as error:
+        raise CheckpointError(f"{generation}: {error}") from error
+    return found
+
+
+def load_target(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    families: tuple[Family, ...] = FAMILIES,
+    place: Place = on_host,
+) -> dict[str, Any]:
+    """Params (`dtype`) of a checkpoint, dealt to `shards` tensor shards, where `place` puts them.
+
+    On the host they are numpy arrays. The names, shapes and types of all tensors are checked
+    before the first is read.
+
+    Raises CheckpointError for a file that is unreadable or does not fit `spec`, ConfigError where
+    `shards` does not divide the heads or the MLP.
+    """
+    table = table_of(spec, families)
+    with open_tensors(path) as tensors:
+        check_names(tensors, table, is_stray=_stray_of(spec, families))
+        packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
+        if packed and any(layer.is_mixture_packed for layer in spec.layers):
+            log.info("%s: packed weights of %.2f GiB stay packed", path, packed / GIB)
+        elif packed:
+            log.info(
+                "%s: packed weights of %.2f GiB are unpacked to %s and take %.2f GiB",
+                path,
+                packed / GIB,
+                np.dtype(dtype).name,
+                unpacked / GIB,
+            )
+        if coded := coded_bytes(tensors):
+            log.info(
+                "%s: weights in fp8 of %.2f GiB are unpacked to %s and take %.2f GiB",
+                path,
+                coded / GIB,
+                np.dtype(dtype).name,
+                coded * np.dtype(dtype).itemsize / GIB,
+            )
+        placed = place(param_reads(tensors, table, dtype=dtype, shards=shards))
+        return nested(placed.items())
+
+
+def check_target(path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES) -> None:
+    """Reads the headers alone: CheckpointError for tensors that do not fit `spec`, all of them.
+
+    For a caller that would build something as large as `spec` says before it loads.
+    """
+    with open_tensors(path) as tensors:
+        check_names(tensors, table_of(spec, families), is_stray=_stray_of(spec, families))
+
+
+def save_target(
+    path: Path,
+    spec: ModelSpec,
+    params: dict[str, Any],
+    *,
+    dtype: npt.DTypeLike,
+    families: tuple[Family, ...] = FAMILIES,
+) -> None:
+    """Writes unsharded params as the family's architecture: config.json and model.safetensors.
+
+    lm_head is left out when embeddings are tied; CheckpointError if it then is not the table.
+    """
+    family = family_named(spec.family, families)
+    tensors = stored_tensors(family.table(spec), params, dtype=dtype)
+    config = family.to_json(spec) | {"torch_dtype": np.dtype(dtype).name}
+    write_checkpoint(path, config, tensors)
+
+
+def _stray_of(spec: ModelSpec, families: tuple[Family, ...]) -> Callable[[str], bool]:
+    """What is no weight of the target: RoPE tables, and the draft that its checkpoint brings."""
+    family = family_named(spec.family, families)
+    return lambda name: is_inv_freq(name) or family.is_draft(spec, name)
+
+
+def is_inv_freq(name: str) -> bool:
+    """Old exports store the RoPE table; jspec computes it."""
+    return name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,128 @@
+"""One directory of weights into another: safetensors or torch's files to orbax, and back.
+
+Tensors keep names, shapes and types. All else that a checkpoint has (configs, tokenizer) is copied.
+Which mesh it will be served on is nobody's concern here: engines deal tensors as they read them.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jspec.errors import ConfigError, NoCheckpointError
+from jspec.models.files.tensor_files import FILES, NAMES, ORBAX, HostArray, Tensors, open_tensors
+
+MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+SINGLE, INDEX = FILES[0]
+
+
+class Format(enum.Enum):
+    SAFETENSORS = "safetensors"
+    ORBAX = "orbax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+
+
+def convert(
+    source: Path, out: Path, to: Format, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Converted:
+    """Writes the checkpoint of `source` into `out`, which must not exist or be empty.
+
+    The weights come from what `open_tensors` finds first: safetensors, torch's files, orbax. For
+    orbax the host holds all tensors at once, for safetensors those of one file.
+    Raises ConfigError for an `out` that cannot be it, else CheckpointError; `out` is then as it
+    was.
+    """
+    if not source.is_dir():
+        raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; expected a new or an empty directory")
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ConfigError(f"{out} lies in {source}; expected a directory elsewhere")
+    is_new = not out.exists()
+    with open_tensors(source) as tensors:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            _copy_rest(source, out)
+            groups = _groups(tensors, max_file_bytes if to is Format.SAFETENSORS else None)
+            if to is Format.ORBAX:
+                from jspec.models.files.orbax_files import save_orbax
+
+                save_orbax(out / ORBAX, _held(tensors, tuple(tensors.sources)))
+            else:
+                _write_safetensors(out, tensors, groups)
+        except BaseException:
+            shutil.rmtree(out)
+            if not is_new:
+                out.mkdir()
+            raise
+        sizes = [_num_bytes(tensors, name) for name in tensors.sources]
+    return Converted(num_tensors=len(sizes), num_bytes=sum(sizes), num_files=len(groups))
+
+
+def _held(tensors: Tensors, names: tuple[str, ...]) -> dict[str, HostArray]:
+    return {name: np.asarray(tensors.read(name), order="C") for name in names}
+
+
+def _num_bytes(tensors: Tensors, name: str) -> int:
+    bits = int("".join(c for c in tensors.dtype(name).split("_")[0] if c.isdigit()) or 8)
+    return int(np.prod(tensors.shape(name), dtype=np.int64)) * bits // 8
+
+
+def _groups(tensors: Tensors, max_bytes: int | None) -> list[tuple[str, ...]]:
+    """The tensors of each file, in the order of their names; one larger than a file has its own."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(tensors.sources):
+        num_bytes = _num_bytes(tensors, name)
+        if max_bytes is not None and groups[-1] and size + num_bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    return [tuple(group) for group in groups]
+
+
+def _write_safetensors(out: Path, tensors: Tensors, groups: list[tuple[str, ...]]) -> None:
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(groups):
+        file = SINGLE
+        if len(groups) > 1:
+            file = f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
+        save_file(_held(tensors, names), out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        total = sum(_num_bytes(tensors, name) for name in weight_map)
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_rest(source: Path, out: Path) -> None:
+    """Every plain file that holds no weights."""
+    for path in _rest(source):
+        shutil.copyfile(path, out / path.name)
+
+
+def _rest(source: Path) -> Iterator[Path]:
+    for path in sorted(source.iterdir()):
+        if path.name in NAMES or path.suffix in WEIGHT_SUFFIXES or not path.is_file():
+            continue
+        yield path

@@ -1,0 +1,59 @@
+"""mxfp4 on the host: blocks of 32 four-bit floats (e2m1) that share one power of two (e8m0).
+
+A byte holds two numbers, the low nibble first; a scale s stands for 2 ** (s - 127). Every number
+of a usual scale is exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.errors import CheckpointError
+from jspec.models.files.tensor_files import HostArray
+from jspec.pallas_kernels.experts.packed import pack, padded_scales
+
+BLOCK = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same, negative
+_NOT_A_NUMBER = 255
+
+
+def pair_table(dtype: npt.DTypeLike) -> HostArray:
+    """[65536, 2] in `dtype`: the two numbers of scale s and byte b, in row 256 s + b."""
+    values = np.array((*E2M1, *(-x for x in E2M1)))
+    byte = np.arange(256)
+    pairs = np.stack((values[byte & 15], values[byte >> 4]), axis=-1)
+    table = np.ldexp(pairs, np.arange(256)[:, None, None] - 127)
+    with np.errstate(over="ignore"):
+        return table.reshape(-1, 2).astype(dtype)
+
+
+def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str) -> HostArray:
+    """u8 blocks [R, C, 16] and scales [R, C] as [R, 32 C] in the dtype of `table`.
+
+    Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
+    """
+    _check_scales(scales, name)
+    rows = (scales.astype(np.intp)[..., None] << 8) | blocks
+    return table[rows].reshape(scales.shape[0], -1)
+
+
+def codes_of(blocks: HostArray, *, name: str) -> HostArray:
+    """u8 blocks [R, C, 16] as the kernels' codes, u16[R, 32 G] (pallas_kernels.experts.packed)."""
+    del name
+    nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
+    return pack(nibbles.reshape(blocks.shape[0], -1))
+
+
+def scales_of(scales: HostArray, *, name: str) -> HostArray:
+    """u8 scales [R, C] as the kernels have them, [R, 4 G].
+
+    Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
+    """
+    _check_scales(scales, name)
+    return padded_scales(scales)
+
+
+def _check_scales(scales: HostArray, name: str) -> None:
+    if (scales == _NOT_A_NUMBER).any():
+        raise CheckpointError(f"{name} has a scale of 255, which is no number; expected 0 to 254")

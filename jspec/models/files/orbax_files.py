@@ -1,0 +1,63 @@
+"""Checkpoints of orbax: a flat tree of tensors under their published names, in their own types.
+
+Names and shapes are those of the file that it was made from, so nothing in it knows a mesh: each
+engine deals the tensors to its own shards as it reads them, as from any other file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jspec.errors import CheckpointError
+from jspec.models.files.array_tensors import HostArray, LazyFile, LazyHeader, LazyTensor, dtype_name
+
+
+def open_orbax(path: Path) -> LazyFile:
+    """The tensors of a directory that orbax wrote; shapes alone are read. Raises CheckpointError"""
+    checkpointer = ocp.PyTreeCheckpointer()
+    try:
+        metadata = checkpointer.metadata(path.resolve()).item_metadata
+        tree: Mapping[str, Any] = metadata.tree
+        described = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
+    except Exception as error:  # orbax and its storage raise what they like
+        raise CheckpointError(
+            f"{path}: cannot be read: {error}; expected a checkpoint that jspec convert wrote"
+        ) from error
+    lock = threading.Lock()  # a checkpointer is one thread's
+    tensors = {
+        name: LazyTensor(
+            shape, dtype_name(dtype), partial(_restore, checkpointer, lock, path, name, shape)
+        )
+        for name, (shape, dtype) in described.items()
+    }
+    return LazyFile(path, LazyHeader(tensors))
+
+
+def _restore(
+    checkpointer: Any, lock: threading.Lock, path: Path, name: str, shape: tuple[int, ...]
+) -> HostArray:
+    asked = ocp.args.PyTreeRestore(
+        item={name: 0},
+        restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+        partial_restore=True,
+    )
+    try:
+        with lock:
+            found = np.asarray(checkpointer.restore(path.resolve(), args=asked)[name])
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot read {name}: {error}") from error
+    if found.shape != shape:
+        raise CheckpointError(f"{path}: {name} has shape {found.shape}; expected {shape}")
+    return found
+
+
+def save_orbax(path: Path, tensors: Mapping[str, HostArray]) -> None:
+    """Writes a checkpoint of orbax, which must not exist."""
+    ocp.PyTreeCheckpointer().save(path.resolve(), dict(tensors))

@@ -1,0 +1,131 @@
+"""Weights that are served, under the names that checkpoints give them.
+
+What lies fused, dealt to shards or repeated is taken apart again; and some tensors of a checkpoint
+become the weights that they are part of, the rest of those being taken from what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.errors import CheckpointError
+from jspec.models.files.array_tensors import LazyTensor, dtype_name
+from jspec.models.files.stored import ParamRead, in_stored, param_reads, pieces
+from jspec.models.files.tensor_files import HostArray, Shape, lazy_tensors
+from jspec.models.params import ParamSpec, ParamTable, Part, Split, deal
+from jspec.models.params import Path as ParamPath
+
+Held = Callable[[ParamPath], Any]  # the array of a weight, as its shards hold it
+Layout = tuple[Part, ...]
+
+
+def undealt(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
+    """A weight as one shard would hold it. held: as `shards` shards do, repeats included."""
+    if spec.split is not Split.OUT or not spec.layouts or shards == 1:
+        return held
+    parts = spec.layouts[0]
+    starts = np.cumsum([0, *(part.size for part in parts)])
+    out = np.empty(spec.shape, held.dtype)
+    column = 0
+    for i, first, count in deal(parts, shards):
+        start = starts[i] + first
+        out[..., start : start + count] = held[..., column : column + count]
+        column += count
+    return out
+
+
+def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
+    """By the name of each tensor that may be stored (packed ones apart), the weight it belongs to,
+    and in which layout."""
+    found: dict[str, tuple[ParamSpec, Layout]] = {}
+    for spec in table:
+        for layout in spec.layouts:
+            for part in layout if all(part.codec is None for part in layout) else ():
+                for name in part.names:
+                    found.setdefault(name, (spec, layout))
+    return found
+
+
+def published_tensor(
+    spec: ParamSpec, layout: Layout, name: str, held: Held, *, shards: int
+) -> HostArray:
+    """One tensor as a checkpoint would store it, in the served dtype."""
+    host = undealt(spec, np.asarray(held(spec.path)), shards=shards)
+    if spec.is_integer:  # a vocabulary's map, which is stored as offsets
+        host = host.astype(np.int64) - np.arange(len(host))
+    whole: HostArray | None = None
+    for found, part, piece in pieces(layout, host):
+        if found == name and piece.shape == part.shape:
+            return np.ascontiguousarray(piece, dtype=host.dtype)
+        if found == name:
+            whole = np.empty(part.shape, host.dtype) if whole is None else whole
+            whole[in_stored(part)] = piece
+    assert whole is not None
+    return whole
+
+
+def changed_reads(
+    where: str,
+    given: Mapping[str, LazyTensor],
+    table: ParamTable,
+    held: Held,
+    *,
+    dtype: npt.DTypeLike,
+    shards: int,
+) -> list[ParamRead]:
+    """The weights that `given` changes, to be read; the rest of a fused one is what is held.
+
+    where: what errors call the tensors. Raises CheckpointError, one for all that does not fit.
+    """
+    known = layouts_by_name(table)
+    tensors = lazy_tensors(Path(where), given)
+    fixed = [name for name in given if name in known and known[name][0].is_integer]
+    if fixed:
+        raise CheckpointError(
+            f"{where}: {fixed[0]} says which ids are drafted; expected it to stay as it is, or an "
+            "update of the draft from disk"
+        )
+    shapes = {name: _shape(name, known[name][1]) for name in given if name in known}
+    tensors.check({}, optional=shapes, is_stray=lambda _: False)
+    layouts = _layouts(where, given, known)
+    specs = tuple(spec for spec in table if spec.path in layouts or spec.tied_to in layouts)
+    all_tensors = dict(given)
+    for spec in specs:
+        layout = layouts.get(spec.path, ())
+        for name in (name for part in layout for name in part.names if name not in given):
+            all_tensors[name] = LazyTensor(
+                _shape(name, layout),
+                dtype_name(np.dtype(held(spec.path).dtype)),
+                partial(published_tensor, spec, layout, name, held, shards=shards),
+            )
+    return param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
+
+
+def _shape(name: str, layout: Layout) -> Shape:
+    return next(part.shape for part in layout if name in part.names)
+
+
+def _layouts(
+    where: str, given: Mapping[str, LazyTensor], known: dict[str, tuple[ParamSpec, Layout]]
+) -> dict[ParamPath, Layout]:
+    """The layout in which each weight is given; of a tied one, of the weight that it is."""
+    by_path = {spec.path: (spec, layout) for spec, layout in reversed(known.values())}
+    layouts: dict[ParamPath, Layout] = {}
+    for name in given:
+        spec, layout = known[name]
+        if spec.tied_to is not None:
+            layouts.setdefault(spec.tied_to, by_path[spec.tied_to][1])
+            continue
+        before = layouts.setdefault(spec.path, layout)
+        if before != layout:
+            raise CheckpointError(
+                f"{where}: has {name} and {before[0].name}, which are stored forms of one weight; "
+                "expected one of them"
+            )
+    return layouts

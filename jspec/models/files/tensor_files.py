@@ -1,0 +1,386 @@
+"""Checkpoints on the host: the tensors of a directory by name, and a new one written.
+
+Everything here is numpy. It knows no model: `stored` reads what a parameter table declares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import ml_dtypes  # importing it also teaches numpy bfloat16, which safetensors asks for
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jspec.errors import CheckpointError
+from jspec.models.files.array_tensors import FP8 as FP8
+from jspec.models.files.array_tensors import HostArray as HostArray
+from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
+from jspec.models.files.array_tensors import Shape as Shape
+from jspec.models.files.torch_files import open_torch_file
+from jspec.spec.json_files import MIB, check_regular, read_object, shown
+
+# By safetensors' spelling; files are little-endian.
+WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+PACKED_DTYPE = "U8"
+LISTED = 20  # tensors of a kind that an error names
+# One file or the index of several, safetensors before torch's.
+FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+ORBAX = "orbax"  # a directory: a checkpoint of orbax, which `jspec convert` writes
+NAMES = (*(name for names in FILES for name in names), ORBAX)
+MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
+BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
+_TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
+
+
+class TensorFile(Protocol):
+    """Where tensors are read from, by any thread; what `Tensors` asks of it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def header(self) -> Any:
+        """get_slice(name).get_shape() and .get_dtype() (safetensors' spelling), get_tensor(name)"""
+        ...
+
+    def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
+        """Fills `out` (contiguous) from `offset` bytes after the tensor's first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """An open weights' file: its header as safetensors reads one, and its bytes.
+
+    Weights are read from the file, not through safetensors' map of it: reading lets other threads
+    run meanwhile, maps nothing into the process, and a file cut short is an error, no signal.
+    """
+
+    path: Path
+    header: Any  # safetensors' handle, or a TorchFile
+    file: BinaryIO
+    spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one after it
+
+    def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
+        """Fills `out` (contiguous) from `offset` bytes after the tensor's first; thread-safe.
+
+        Raises CheckpointError naming the tensor where the file cannot be read or is too short.
+        """
+        data = out.reshape(-1).view(np.uint8).data
+        first, end = self.spans[name]
+        at = first + offset
+        if at + len(data) > end:
+            raise CheckpointError(
+                f"{self.path}: {name} has {end - first} bytes; expected at least "
+                f"{offset + len(data)}"
+            )
+        while data:  # a system call returns at most 2 GiB
+            try:
+                count = os.preadv(self.file.fileno(), [data], at)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: cannot read {name}: the file ends at byte {at}; expected "
+                    f"{len(data)} more"
+                )
+            data, at = data[count:], at + count
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of an open checkpoint by canonical name; each read copies from the file.
+
+    Several threads may read at once.
+    """
+
+    path: Path
+    sources: Mapping[str, tuple[TensorFile, str]]  # name: (open file, the name in that file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sources
+
+    def file_of(self, name: str) -> Path:
+        """Which file the tensor lies in."""
+        return self.sources[name][0].path
+
+    def shape(self, name: str) -> Shape:
+        file, stored = self.sources[name]
+        return tuple(file.header.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """In safetensors' spelling."""
+        file, stored = self.sources[name]
+        return str(file.header.get_slice(stored).get_dtype())
+
+    def read(self, name: str) -> HostArray:
+        """A tensor of any type, as it is stored. Raises CheckpointError."""
+        file, stored = self.sources[name]
+        if self.dtype(name) == FP8:  # safetensors asks numpy for it, in vain
+            out = np.empty(self.shape(name), ml_dtypes.float8_e4m3fn)
+            file.read_into(out, stored)
+            return out
+        try:
+            return np.asarray(file.header.get_tensor(stored))
+        except (SafetensorError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
+
+    def weight_dtype(self, name: str) -> np.dtype[Any]:
+        """numpy's type of a tensor that must hold floating-point numbers; else CheckpointError."""
+        dtype = self.dtype(name)
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {dtype}; expected one of "
+                f"{', '.join(WEIGHT_DTYPES)} (quantized weights are not served)"
+            )
+        return WEIGHT_DTYPES[dtype]
+
+    def weight(self, name: str) -> HostArray:
+        """A tensor of floating-point numbers, whole, in its own type. Raises CheckpointError."""
+        out = np.empty(self.shape(name), self.weight_dtype(name))
+        file, stored = self.sources[name]
+        file.read_into(out, stored)
+        return out
+
+    def row_blocks(self, name: str, rows: range) -> Iterator[tuple[int, HostArray]]:
+        """`rows` of a weight [.., in] seen as [rows, in], block by block: (first row, block).
+
+        A block is overwritten by the next and holds 1 MiB, or one row. Raises CheckpointError.
+        """
+        width = self.shape(name)[-1]
+        dtype = self.weight_dtype(name)
+        per_block = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
+        buffer = np.empty((min(per_block, len(rows)), width), dtype)
+        file, stored = self.sources[name]
+        for first in range(rows.start, rows.stop, per_block):
+            block = buffer[: rows.stop - first]
+            file.read_into(block, stored, offset=first * width * dtype.itemsize)
+            yield first, block
+
+    def packed(self, name: str, index: int) -> HostArray:
+        """Entry `index` of the first axis of a tensor of bytes; no more of it is read."""
+        file, stored = self.sources[name]
+        if self.dtype(name) != PACKED_DTYPE:
+            raise CheckpointError(
+                f"{self.path}: {name} has dtype {self.dtype(name)}; expected {PACKED_DTYPE}"
+            )
+        try:
+            return np.asarray(file.header.get_slice(stored)[index])
+        except (SafetensorError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
+
+    def check(
+        self,
+        expected: Mapping[str, Shape],
+        *,
+        optional: Mapping[str, Shape],
+        is_stray: Callable[[str], bool],
+        integers: Collection[str] = (),
+        packed: Collection[str] = (),
+    ) -> None:
+        """CheckpointError unless the file holds exactly `expected`, give or take the others.
+
+        One error names all that does not fit, and its file where there are several: tensors that
+        are missing, unknown, of another shape or of a type that no weight has (those in `integers`
+        are no weights, those in `packed` are bytes). Reads headers only.
+        """
+        known = {**expected, **optional}
+        found = [name for name in self.sources if name in known or not is_stray(name)]
+        shapes = {name: self.shape(name) for name in found}
+        types = {name: self.dtype(name) for name in found if name in known}
+        served = ", ".join(WEIGHT_DTYPES)
+        is_divided = len({file.path for file, _ in self.sources.values()}) > 1
+
+        def place(name: str) -> str:
+            return f", in {self.file_of(name).name}" if is_divided else ""
+
+        kinds = {
+            "missing": [
+                f"no tensor {name}; expected shape {shape}"
+                for name, shape in expected.items()
+                if name not in self
+            ],
+            "unknown": [
+                f"unknown tensor {name} of shape {shape}; expected only names of this architecture"
+                f"{place(name)}"
+                for name, shape in shapes.items()
+                if name not in known
+            ],
+            "of another shape": [
+                f"{name} has shape {shape}; expected {known[name]}{place(name)}"
+                for name, shape in shapes.items()
+                if name in known and shape != known[name]
+            ],
+            "of another type": [
+                f"{name} has dtype {dtype}; expected one of {served} (quantized weights are not "
+                f"served){place(name)}"
+                for name, dtype in types.items()
+                if dtype not in WEIGHT_DTYPES and name not in integers and name not in packed
+            ]
+            + [
+                f"{name} has dtype {dtype}; expected {PACKED_DTYPE} (packed weights){place(name)}"
+                for name, dtype in types.items()
+                if dtype != PACKED_DTYPE and name in packed
+            ],
+        }
+        if any(kinds.values()):
+            raise CheckpointError(f"{self.path}: {listed(kinds)}")
+
+
+def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fit") -> str:
+    """All lines of all kinds, of each the first 20 and how many more there are."""
+    total = sum(map(len, kinds.values()))
+    lines = [f"{total} {what}"] if total > 1 else []
+    for kind, found in kinds.items():
+        lines += found[:LISTED]
+        if len(found) > LISTED:
+            lines.append(f"{len(found) - LISTED} more are {kind}, {len(found)} in all")
+    return "\n  ".join(lines)
+
+
+def lazy_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> Tensors:
+    """path: what errors name them by."""
+    file = LazyFile(path, LazyHeader(tensors))
+    return Tensors(path, {name: (file, name) for name in tensors})
+
+
+def has_tensors(path: Path) -> bool:
+    """Whether there is something in the directory that `open_tensors` would open."""
+    return any((path / name).exists() for name in NAMES)
+
+
+@contextmanager
+def open_tensors(
+    path: Path, *, canonical: Callable[[str], str] = lambda name: name
+) -> Iterator[Tensors]:
+    """Opens `path`/model.safetensors, or the files of `path`/model.safetensors.index.json.
+
+    Where there is neither, pytorch_model.bin and its index: torch's files (models.torch_files);
+    else a directory `path`/orbax (models.orbax_files).
+    `canonical` maps a stored name to the one that the caller uses.
+    Raises CheckpointError, naming the file, where one is missing, truncated or corrupt.
+    """
+    with ExitStack() as stack:
+        sources: dict[str, tuple[TensorFile, str]] = {}
+        for file_path, (file, stored_names) in _open_all(stack, _files(path)).items():
+            for stored in sorted(stored_names):
+                name = canonical(stored)
+                if name in sources:
+                    raise CheckpointError(f"{file_path}: {stored} is a second {name}")
+                sources[name] = (file, stored)
+        yield Tensors(path, sources)
+
+
+def _open_all(
+    stack: ExitStack, files: Mapping[Path, set[str]]
+) -> dict[Path, tuple[TensorFile, set[str]]]:
+    """Each file and the names that it holds. files: the tensors that the index promises of each.
+
+    Raises CheckpointError for all files and names that are not there at once.
+    """
+    opened: dict[Path, tuple[TensorFile, set[str]]] = {}
+    unreadable: list[str] = []
+    missing: list[str] = []
+    for path, promised in files.items():
+        try:
+            file = _open(stack, path)
+        except CheckpointError as error:
+            unreadable.append(str(error))
+            continue
+        names = set(file.header.keys())
+        opened[path] = file, names
+        missing += [
+            f"{path}: no tensor {name}, which the index names" for name in sorted(promised - names)
+        ]
+    if unreadable or missing:
+        kinds = {"unreadable": unreadable, "not in their files": missing}
+        raise CheckpointError(listed(kinds, what="faults in the files that the index names"))
+    return opened
+
+
+def _open(stack: ExitStack, path: Path) -> TensorFile:
+    """Opens one file until `stack` ends. safetensors checks the header, so its spans are sound."""
+    if path.name == ORBAX:
+        from jspec.models.files.orbax_files import (
+            open_orbax,  # seconds of imports, for whom has one
+        )
+
+        return open_orbax(path)
+    check_regular(path)
+    if path.suffix == ".bin":
+        torch_file = open_torch_file(path)
+        opened = stack.enter_context(path.open("rb", buffering=0))
+        return StoredFile(path, torch_file, opened, torch_file.spans)
+    try:
+        header = stack.enter_context(safe_open(path, framework="np"))
+        file = stack.enter_context(path.open("rb", buffering=0))
+        size = int.from_bytes(file.read(8), "little")
+        fields = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    spans: dict[str, tuple[int, int]] = {}
+    for name in header.keys():  # noqa: SIM118  (a handle, no dict)
+        first, end = fields[name]["data_offsets"]
+        spans[name] = (8 + size + first, 8 + size + end)
+    return StoredFile(path, header, file, spans)
+
+
+def _files(path: Path) -> dict[Path, set[str]]:
+    """Each weights' file of a checkpoint, with the tensors that its index promises."""
+    found = [path / name for name in NAMES if (path / name).exists()]
+    if not found:
+        single, parted = FILES[0]
+        raise CheckpointError(f"{path}: expected {single} or {parted}, {FILES[1][0]}, or {ORBAX}/")
+    index = found[0]
+    if index.suffix != ".json":
+        return {index: set()}
+    weight_map = read_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(
+            f"{index}: weight_map is {shown(weight_map)}; expected an object of tensor and file"
+        )
+    files: dict[Path, set[str]] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or file_name in ("", "..") or "\0" in file_name:
+            raise CheckpointError(
+                f"{index}: weight_map has {shown(file_name)} for {name}; expected a file's name"
+            )
+        if Path(file_name).name != file_name:
+            raise CheckpointError(
+                f"{index}: weight_map has {shown(file_name)} for {name}, outside this directory; "
+                "expected a file's name"
+            )
+        files.setdefault(path / file_name, set()).add(name)
+    return files
+
+
+def write_checkpoint(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, HostArray]
+) -> None:
+    """Writes `path`/model.safetensors and config.json; holds one copy of the tensors meanwhile."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def transpose_into(out: HostArray, source: HostArray) -> None:
+    """out[...] = source.T, cast; plain integers move 16-bit floats several times faster."""
+    moved = out.view(np.uint16) if out.dtype.itemsize == 2 else out
+    for start in range(0, source.shape[0], _TURNED):
+        rows = source[start : start + _TURNED].astype(out.dtype, copy=False)
+        moved[:, start : start + _TURNED] = rows.view(moved.dtype).T

@@ -1,0 +1,357 @@
+"""An EAGLE-3 head's config.json: its variants, read against its target, and written again.
+
+ConfigError: a variant that jspec does not serve. CheckpointError: a file that is missing,
+unreadable, or belongs to another target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
+from jspec.models.files.fp8 import check_quantization
+from jspec.models.heads.head_files import (
+    LAYER,
+    check_target,
+    num_stored_layers,
+    refuse_unknown,
+    stored_names,
+)
+from jspec.models.registry import family_named
+from jspec.spec.json_files import Fields, in_file, read_fields, shown
+from jspec.spec.model_spec import Eagle3Config, FeatureNorm, ModelSpec
+
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_STYLES = ("llama", "qwen3")
+# What is read, by the table that it is read from; the rest is refused if it speaks of the forward
+# (head_files.refuse_unknown). A config without a nested table has the first two in one.
+OF_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias"))
+OF_HEAD = frozenset(
+    (
+        *("bias", "logit_scale", "norm_before_residual", "norm_before_fc", "fc_norm"),
+        *("norm_output", "use_last_layernorm", "use_input_layernorm_in_first_layer"),
+        *("draft_vocab_size", "truncated_vocab_size", "eagle_config", AUX_IDS),
+        *("use_aux_hidden_state", "num_aux_hidden_states", "use_mtp_layernorm"),
+        *("parallel_drafting", "parallel_draft_step"),
+    )
+)
+OF_EAGLE_CONFIG = frozenset(
+    (
+        *("norm_before_residual", "norm_before_fc", "fc_norm"),
+        *("use_last_layernorm", "use_input_layernorm_in_first_layer"),
+        *("use_aux_hidden_state", "num_aux_hidden_states", AUX_IDS),
+        *("use_mtp_layernorm", "parallel_draft_step", "parallel_draft_heads_num_layers"),
+    )
+)
+# Of these it is false that says something.
+USUALLY_TRUE = frozenset(
+    (
+        *("norm_before_residual", "use_last_layernorm", "use_aux_hidden_state"),
+        "use_input_layernorm_in_first_layer",
+    )
+)
+
+
+def load_eagle3_config(
+    path: Path,
+    *,
+    target: ModelSpec,
+    draft_rope_theta: float | None = None,
+    reads_names: bool = True,
+) -> Eagle3Config:
+    """An EAGLE-3 head's shape from `path`/config.json, checked against its target.
+
+    Two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt: the layers' fields at the top
+    level) and speculators' (the layers under `transformer_layer_config`, norm_before_residual true
+    unless it says otherwise). RoPE comes from the draft's own config, theta 10000 where it has
+    none: heads are trained without their target's theta and scaling. draft_rope_theta overrides
+    theta. The target's tying of embeddings does not reach the head, which owns its lm_head.
+    What config.json leaves open the names of the tensors beside it decide, if there are any and
+    reads_names: how many layers a head of `midlayer` has, what `bias` is of, and whether a plain
+    head whose norm_output is false has a norm before lm_head.
+    Raises ConfigError for variants that are not served, CheckpointError for a head of another
+    target.
+    """
+    fields = read_fields(path / "config.json")
+    names = stored_names(path) if reads_names else {}
+    with in_file(fields.path):
+        return _read_config(fields, names, target=target, draft_rope_theta=draft_rope_theta)
+
+
+def _read_config(
+    fields: Fields,
+    names: Mapping[str, str],
+    *,
+    target: ModelSpec,
+    draft_rope_theta: float | None,
+) -> Eagle3Config:
+    nested = fields.get("transformer_layer_config") is not None
+    speculators = nested or fields.get("speculators_model_type") is not None
+    layer_fields = fields.table("transformer_layer_config") if nested else fields
+    _check_eagle3_variant(fields, layer_fields, names, speculators=speculators)
+    layer = _read_layers(
+        layer_fields,
+        names,
+        target=target,
+        draft_rope_theta=draft_rope_theta,
+        speculators=speculators,
+        has_own_bias=nested,
+    )
+    aux_layer_ids = _aux_layer_ids(fields, target.num_layers, speculators=speculators)
+    hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
+    check_target(fields, layer, target, hidden_size=hidden_size)
+    draft_vocab_size = _draft_vocab_size(fields, layer)
+    has_norm = speculators or _norms_before_head(fields, names)
+    feeds_back_normed = fields.flag("norm_output", False)
+    if feeds_back_normed and not has_norm:
+        raise ConfigError(
+            f"{fields.path}: norm_output is True, but the head has no norm before lm_head "
+            "(use_last_layernorm is False); expected one of them"
+        )
+    return Eagle3Config(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=hidden_size,
+        aux_layer_ids=aux_layer_ids,
+        norm_before_residual=_stated(fields, "norm_before_residual", speculators),
+        feature_norm=_feature_norm(fields),
+        fc_bias=_bias_of(fields, names, "fc.bias", default=bool(aux_layer_ids)),
+        norm_before_head=has_norm,
+        feeds_back_normed=feeds_back_normed,
+        logit_scale=fields.number("logit_scale", 1.0),
+    )
+
+
+def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
+    """config.json of a head in the plain layout, as SGLang and vLLM read it.
+
+    Aux ids are written twice: at the top level, where vLLM looks, as inputs of layers, and in
+    eagle_config, where SGLang looks, as outputs of layers, one less: -1 is the embeddings.
+    """
+    layer = replace(config.layer, tie_word_embeddings=False)
+    attention = layer.one_layer.attention
+    written = family_named("llama").to_json(layer) | {
+        "torch_dtype": dtype,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "attention_bias": attention.out_bias,
+        AUX_IDS: list(config.aux_layer_ids),
+        "eagle_config": {
+            AUX_IDS: [each - 1 for each in config.aux_layer_ids],
+            "use_aux_hidden_state": bool(config.aux_layer_ids),
+        },
+    }
+    unusual = {
+        "model_type": "qwen3" if attention.qk_norm else "llama",
+        "qkv_bias": attention.qkv_bias and not attention.out_bias,
+        "norm_before_fc": config.feature_norm is FeatureNorm.WHOLE,
+        "fc_norm": config.feature_norm is FeatureNorm.EACH,
+        "norm_output": config.feeds_back_normed,
+        "bias": config.fc_bias,
+        "logit_scale": None if config.logit_scale == 1.0 else config.logit_scale,
+    }
+    if not config.norm_before_head:
+        written["use_last_layernorm"] = False
+    return written | {name: value for name, value in unusual.items() if value}
+
+
+def _draft_vocab_size(fields: Fields, layer: ModelSpec) -> int:
+    """U, under either of its two names, which must agree; V without them."""
+    older = fields.integer("truncated_vocab_size", layer.vocab_size)
+    size = fields.integer("draft_vocab_size", older)
+    if fields.get("truncated_vocab_size") is not None and older != size:
+        raise CheckpointError(
+            f"{fields.path}: draft_vocab_size is {size} and truncated_vocab_size is {older}; "
+            f"expected one number"
+        )
+    if size > layer.vocab_size:
+        raise CheckpointError(
+            f"{fields.path}: draft_vocab_size is {size}; "
+            f"expected at most the target's {layer.vocab_size}"
+        )
+    return size
+
+
+def _read_layers(
+    fields: Fields,
+    names: Mapping[str, str],
+    *,
+    target: ModelSpec,
+    draft_rope_theta: float | None,
+    speculators: bool,
+    has_own_bias: bool,
+) -> ModelSpec:
+    """The head's layers, all alike. has_own_bias: a table of their own, whose bias is not fc's."""
+    check_quantization(fields)
+    refuse_windows(fields)
+    qk_norm = fields.get("model_type") == "qwen3" and (
+        speculators or f"{LAYER}self_attn.q_norm.weight" in names
+    )
+    bias = fields.flag("attention_bias", False)
+    only_qkv = fields.flag("qkv_bias", False) or _bias_of(
+        fields, names, f"{LAYER}self_attn.q_proj.bias", default=has_own_bias
+    )
+    attention = read_attention(fields, qk_norm=qk_norm, qkv_bias=bias or only_qkv, out_bias=bias)
+    if draft_rope_theta is not None:
+        attention = replace(attention, rope=replace(attention.rope, theta=draft_rope_theta))
+    dense = read_dense(fields, bias=fields.flag("mlp_bias", False))
+    count = num_stored_layers(fields, names, target=target)
+    layer = read_decoder(
+        fields, family="llama", attention=attention, ffn=lambda _: dense, windows=(None,) * count
+    )
+    return replace(layer, tie_word_embeddings=False)
+
+
+def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
+    """Whether `bias`, which SGLang reads for fc and vLLM for q, k and v, is of the tensor `name`.
+
+    The names of the tensors tell; without any it is `default`.
+    """
+    if not fields.flag("bias", False):
+        return False
+    if not names:
+        return default
+    biases = ("fc.bias", f"{LAYER}self_attn.q_proj.bias")
+    if not any(found in names for found in biases):
+        raise CheckpointError(
+            f"{fields.path}: bias is True, but the weights beside it have none; expected "
+            f"{' or '.join(biases)}"
+        )
+    return name in names
+
+
+def _stated(fields: Fields, name: str, default: bool) -> bool:
+    """A flag that stands at the top level or in eagle_config."""
+    return fields.table("eagle_config").flag(name, fields.flag(name, default))
+
+
+def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
+    """Of a plain head. norm_output false says that the normed output is not fed back (SGLang);
+    before SpecForge's pull request 879 it meant a head without this norm: believed of one that
+    stores none."""
+    is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
+    return _stated(fields, "use_last_layernorm", True) and not is_older
+
+
+def _feature_norm(fields: Fields) -> FeatureNorm:
+    """ConfigError for both kinds at once."""
+    whole, each = _stated(fields, "norm_before_fc", False), _stated(fields, "fc_norm", False)
+    if whole and each:
+        raise ConfigError(
+            f"{fields.path}: norm_before_fc is True and fc_norm is True; expected one of them"
+        )
+    return FeatureNorm.WHOLE if whole else FeatureNorm.EACH if each else FeatureNorm.NONE
+
+
+def _check_eagle3_variant(
+    fields: Fields, layer: Fields, names: Mapping[str, str], *, speculators: bool
+) -> None:
+    """Refuses every variant whose arithmetic models/eagle3 does not do."""
+    if speculators:
+        fields.refuse("speculators_model_type", allowed=("eagle3",), why="another draft model")
+        if layer is not fields:
+            layer.refuse("model_type", allowed=LAYER_STYLES, why="another kind of decoder layer")
+    else:
+        _check_plain_architecture(fields, names)
+    aux = fields.table("eagle_config")
+    for table in (fields, aux):
+        table.refuse(
+            "use_input_layernorm_in_first_layer", allowed=(True,), why="embeddings are normed here"
+        )
+        table.refuse("use_mtp_layernorm", allowed=(False,), why="MTP's norms are not served")
+        table.refuse("next_layer_regular", allowed=(True,), why="later layers are a decoder's")
+        table.refuse("parallel_draft_step", allowed=(1,), why="parallel drafting is not served")
+    fields.refuse("parallel_drafting", allowed=(False,), why="P-EAGLE heads are not served")
+    if speculators:
+        for table in (fields, aux):
+            why = "a head of speculators has a norm before lm_head"
+            table.refuse("use_last_layernorm", allowed=(True,), why=why)
+    _refuse_unread(aux, known=OF_EAGLE_CONFIG, where="eagle_config")
+    if layer is fields:
+        refuse_unknown(fields, known=OF_HEAD | OF_LAYERS)
+        return
+    copied = {name for name, value in fields.values.items() if layer.get(name) == value}
+    _refuse_unread(fields, known=OF_HEAD | (OF_LAYERS & copied), where="the top level")
+    _refuse_unread(layer, known=OF_LAYERS | (OF_HEAD & copied), where="transformer_layer_config")
+
+
+def _refuse_unread(table: Fields, *, known: frozenset[str], where: str) -> None:
+    """ConfigError for a setting that is read, but not from this table; then as refuse_unknown."""
+    for name in sorted((OF_HEAD | OF_LAYERS | OF_EAGLE_CONFIG) - known):
+        value = table.get(name)
+        if value or (value is False and name in USUALLY_TRUE):
+            raise ConfigError(
+                f"{table.path}: {name} is {shown(value)} in {where}; expected no such key there, "
+                "since it is not read from there"
+            )
+    refuse_unknown(table, known=known)
+
+
+def _check_plain_architecture(fields: Fields, names: Mapping[str, str]) -> None:
+    architecture = fields.architecture()
+    if architecture not in EAGLE3_ARCHITECTURES:
+        raise ConfigError(
+            f"{fields.path}: draft architecture is {architecture!r}; expected one of "
+            f"{', '.join(EAGLE3_ARCHITECTURES)}, or speculators' transformer_layer_config"
+        )
+    is_named = f"{LAYER}hidden_norm.weight" in names or "draft_vocab_size" in fields.values
+    if architecture == "LlamaForCausalLM" and not is_named:
+        raise ConfigError(
+            f"{fields.path}: draft_vocab_size is absent; an EAGLE-3 head of architecture "
+            "'LlamaForCausalLM' has it; expected --speculative-algorithm EAGLE for an EAGLE-1 or "
+            "EAGLE-2 head, STANDALONE for a language model"
+        )
+
+
+def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tuple[int, ...]:
+    """Input-of-layer ids; none where the head reads the target's last hidden.
+
+    For L = 32, [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures. speculators'
+    are inputs, those of eagle_config outputs, and at the top level of a plain config, where SGLang
+    does not look, they are outputs if the first is 1.
+    """
+    nested, above = fields.table("eagle_config").get(AUX_IDS), fields.get(AUX_IDS)
+    if not _stated(fields, "use_aux_hidden_state", True):
+        return ()
+    value = above if nested is None or nested == [] else nested
+    named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
+    if value is None:  # an empty list in eagle_config is ModelOpt's for the usual ones
+        ids = Eagle3Config.default_aux_layer_ids(num_layers)
+        return _counted(fields, ids, named=named)
+    if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
+        raise CheckpointError(f"{named}; expected a list of layers")
+    plus_one = [item + 1 for item in value]
+    if speculators:
+        are_outputs = False
+    elif value is nested:
+        are_outputs = above == plus_one or _are_outputs(value, num_layers)
+    else:
+        are_outputs = value[0] == 1
+    ids = tuple(plus_one if are_outputs else value)
+    if min(ids) < 0 or max(ids) > num_layers:
+        raise CheckpointError(f"{named}; expected layers of a target of {num_layers}")
+    return _counted(fields, ids, named=named)
+
+
+def _are_outputs(ids: list[int], num_layers: int) -> bool:
+    """Whether ids of eagle_config are outputs of layers, as SGLang reads them: all but those with
+    the last residual, which is nobody's input, and the usual inputs, for which nobody trains a
+    head one layer further on."""
+    is_usual = tuple(ids) == (2, num_layers // 2, num_layers - 3)
+    return max(ids) != num_layers and not is_usual
+
+
+def _counted(fields: Fields, ids: tuple[int, ...], *, named: str) -> tuple[int, ...]:
+    """ids, which are as many as is stated."""
+    stated = fields.integer("num_aux_hidden_states", len(ids))
+    count = fields.table("eagle_config").integer("num_aux_hidden_states", stated)
+    if count != len(ids):
+        raise CheckpointError(f"{named}; expected num_aux_hidden_states {count} of them")
+    return ids

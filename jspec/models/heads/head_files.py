@@ -1,0 +1,181 @@
+"""What the files of all EAGLE heads have in common: names, what is the target's, unknown settings.
+
+Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` mean the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.files.checkpoint import is_inv_freq
+from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
+from jspec.models.layer_params import attention_params, ffn_params, norm
+from jspec.models.params import Form, ParamSpec, ParamTable, Part, Split, or_fused, prefixed
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.model_spec import LayerSpec, ModelSpec
+
+LAYER = "layers.0."
+Params = Mapping[str, Any]
+_NUMBER = re.compile(r"layers\.(\d+)\.")
+# A key that names one of these says something about the forward.
+_WORDS = re.compile(
+    r"norm|fc|aux|bias|scale|residual|draft|parallel|eagle|multiplier|softcap|gate|sink|mask"
+)
+# Bookkeeping whose names only sound like arithmetic.
+_NEUTRAL = frozenset(
+    (
+        "embed_requires_grad",
+        "router_aux_loss_coef",  # a target's, copied
+        "norm_topk_prob",
+    )
+)
+
+
+def canonical_name(name: str) -> str:
+    """model.midlayer.x, midlayer.x, model.layers.0.x and layers.0.x are all layers.0.x."""
+    name = name.removeprefix("model.")
+    return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def stored_names(path: Path) -> dict[str, str]:
+    """The name in the file of each tensor by its canonical one; {} for a directory without weights.
+
+    Reads headers alone. Raises CheckpointError for files that cannot be read.
+    """
+    if not has_tensors(path):
+        return {}
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        return {name: stored for name, (_, stored) in tensors.sources.items()}
+
+
+def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
+    """Layers of a head: what the names of its tensors say; without any, what config.json says.
+
+    A head stored as `midlayer` has one, and its config.json says so, or has its target's number
+    there, as some do. Otherwise the two must agree: CheckpointError.
+    """
+    stated = fields.integer("num_hidden_layers", 1)
+    found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
+    if not found:
+        return stated
+    if found == {0} and any("midlayer." in stored for stored in names.values()):
+        if stated not in (1, target.num_layers):
+            raise CheckpointError(
+                f"{fields.path}: num_hidden_layers is {stated}, but the weights beside it have one "
+                f"layer (midlayer); expected 1, or its target's {target.num_layers}"
+            )
+        return 1
+    if found != set(range(stated)):
+        raise CheckpointError(
+            f"{fields.path}: num_hidden_layers is {stated}, but the weights beside it have "
+            f"{len(found)}: {shown(sorted(found))}; expected layers 0 to {stated - 1}"
+        )
+    return stated
+
+
+def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:
+    """ConfigError, naming key and value, for a key that says something about the forward unread.
+
+    known: the keys that the reader knows. null, false and empty values say nothing.
+    """
+    for name, value in fields.values.items():
+        if name in known or name in _NEUTRAL or not value or not _WORDS.search(name):
+            continue
+        raise ConfigError(
+            f"{fields.path}: {name} is {shown(value)}; expected no such key: what it would change "
+            "in the head's forward is not known here"
+        )
+
+
+def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_size: int) -> None:
+    """CheckpointError for a head of another target. hidden_size: of the features that it reads."""
+    for name, ours, theirs in (
+        ("vocab_size", layer.vocab_size, target.vocab_size),
+        ("target_hidden_size (or hidden_size)", hidden_size, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise CheckpointError(
+                f"{fields.path}: {name} is {ours}; expected the target's {theirs}"
+            )
+
+
+def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> ParamTable:
+    """A decoder layer of a head, under Hugging Face's names without what stands before them."""
+    before = (norm("input_norm", "input_layernorm", size),) if input_norm else ()
+    return (
+        *before,
+        *attention_params(layer.attention, in_size=size, out_size=size),
+        norm("post_norm", "post_attention_layernorm", size),
+        *ffn_params(layer.ffn, size=size),
+    )
+
+
+def further_layers(model: ModelSpec) -> ParamTable:
+    """`layers` 1, 2, ...: those after a head's first are a decoder's."""
+    return tuple(
+        spec
+        for i in range(1, model.num_layers)
+        for spec in prefixed(
+            plain_layer(model.one_layer, size=model.hidden_size),
+            path=("layers", i),
+            stored=f"layers.{i}.",
+        )
+    )
+
+
+def head_layers(table: ParamTable) -> ParamTable:
+    """The layers' table, whose products may also be stored as serving engines hold them."""
+    return or_fused(table, {"qkv": "qkv_proj", "gate_up": "gate_up_proj"})
+
+
+def is_stray(name: str) -> bool:
+    """RoPE tables, and speculators' copies of the verifier's own norm and lm_head."""
+    return is_inv_freq(name) or name.startswith("verifier_")
+
+
+def stored_embed(spec: ParamSpec) -> ParamSpec:
+    """The embedding as a weight that the head's own file stores."""
+    part = Part(
+        name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
+    )
+    return replace(spec, layouts=((part,),))
+
+
+def published_specs(table: ParamTable) -> ParamTable:
+    """A head's embedding and map of ids, as their file stores them."""
+    found = {spec.path: spec for spec in table}
+    ids = found["draft_ids",]
+    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
+    return (
+        stored_embed(found["embed", "table"]),
+        replace(ids, layouts=((part,),), split=Split.NONE),
+    )
+
+
+def shared_embed(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
+    """The target's table, for a head without one. CheckpointError where it has another shape."""
+    table = target_params["embed"]["table"]
+    expected = (layer.vocab_size, layer.hidden_size)
+    if tuple(table.shape) != expected:
+        raise CheckpointError(
+            f"{tensors.path}: no tensor embed_tokens.weight; expected shape {expected}, and the "
+            f"target's table of shape {tuple(table.shape)} cannot stand in for it"
+        )
+    return table
+
+
+def shared_head(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
+    """The target's lm_head, for a head without one. CheckpointError where it has another shape."""
+    shared = target_params["lm_head"]["kernel"]
+    expected = (layer.hidden_size, layer.vocab_size)
+    if tuple(shared.shape) != expected:
+        raise CheckpointError(
+            f"{tensors.path}: no tensor lm_head.weight; expected shape {expected[::-1]}, and the "
+            f"target's kernel of shape {tuple(shared.shape)} cannot stand in for it"
+        )
+    return shared

@@ -1,0 +1,232 @@
+"""EAGLE-3 heads in the layouts of EAGLE, SpecForge, SGLang and speculators, to and from params.
+
+The vocabulary map is stored as an offset: target id = draft id + d2t[draft id]. t2d is the mask of
+target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5:
+d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.errors import CheckpointError
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import (
+    ParamRead,
+    Place,
+    check_names,
+    on_host,
+    param_reads,
+    stored_tensors,
+)
+from jspec.models.files.tensor_files import (
+    HostArray,
+    Shape,
+    Tensors,
+    listed,
+    write_checkpoint,
+)
+from jspec.models.heads.eagle3 import eagle3_params
+from jspec.models.heads.eagle3_config import eagle3_config_json
+from jspec.models.heads.head_files import (
+    LAYER,
+    canonical_name,
+    is_stray,
+    shared_embed,
+    shared_head,
+    stored_embed,
+)
+from jspec.models.params import ParamTable
+from jspec.models.params import Path as ParamPath
+from jspec.models.placement import nested
+from jspec.spec.model_spec import Eagle3Config
+
+Params = dict[str, Any]
+EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
+# Tensors of variants, and what in config.json declares them; the last are not served at all.
+VARIANTS = {
+    "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
+    "input_norm.": "an RMSNorm of all aux features before fc; expected norm_before_fc true in "
+    "config.json",
+    "fc.bias": "a bias in fc; expected bias true in config.json",
+    "layers.0.self_attn.q_norm.": "a norm of q; expected model_type 'qwen3' in config.json",
+    "layers.0.self_attn.k_norm.": "a norm of k; expected model_type 'qwen3' in config.json",
+    "additional_layers.": "further layers of an earlier SGLang, whose forward drops the first "
+    "layer's residual; expected layers.1 and so on, as its 0.5.23 reads them",
+    "mask_hidden": "parallel drafting, which is not served; expected a plain EAGLE-3 head",
+}
+
+
+def load_eagle3(
+    path: Path,
+    config: Eagle3Config,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Params (`dtype`; draft_ids int32[U], absolute target ids) of a head, where `place` puts them.
+
+    Where the file has no embedding, `embed.table` is the target's very array. Where it has no
+    lm_head and U = V, `lm_head.kernel` is the target's likewise. On the host, all others are numpy.
+    Raises CheckpointError for a file that is unreadable, does not fit `config`, is a variant that
+    is not served, or whose d2t and t2d contradict each other.
+    """
+    specs = {spec.path: spec for spec in eagle3_params(config)}
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        required = _check(tensors, config)
+        own = [spec for spec in specs.values() if spec in required]
+        shared: dict[ParamPath, Any] = {}
+        if specs[HEAD] not in required and "lm_head.weight" in tensors:
+            own.append(specs[HEAD])
+        elif specs[HEAD] not in required:
+            shared[HEAD] = shared_head(tensors, config.layer, target_params)
+        if "embed_tokens.weight" in tensors:
+            own.append(stored_embed(specs[EMBED]))
+        else:
+            shared[EMBED] = shared_embed(tensors, config.layer, target_params)
+        ids = _draft_ids(tensors, config)
+        reads = param_reads(tensors, tuple(own), dtype=dtype, shards=shards)
+        reads.append(ParamRead(spec=specs["draft_ids",], host_bytes=ids.nbytes, read=lambda: ids))
+        return nested({**place(reads), **shared}.items())
+
+
+def check_eagle3(path: Path, config: Eagle3Config) -> None:
+    """Reads the headers alone: CheckpointError for a head that `load_eagle3` would refuse by them.
+
+    For a caller that would load the target first.
+    """
+    with open_tensors(path, canonical=canonical_name) as tensors:
+        _check(tensors, config)
+
+
+def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:
+    """What the file must hold, which it does: all of a head, or all but lm_head, where U = V."""
+    _refuse_variants(tensors, config)
+    required = _own_table(config)
+    if config.draft_vocab_size == config.layer.vocab_size:  # it may be the target's
+        required = tuple(spec for spec in required if spec.path != HEAD)
+    check_names(
+        tensors,
+        required,
+        optional=_optional_shapes(config),
+        is_stray=lambda name: is_stray(name) or _is_unread(name, config),
+        integers=("d2t", "t2d"),
+    )
+    return required
+
+
+def save_eagle3(
+    path: Path,
+    config: Eagle3Config,
+    params: Params,
+    *,
+    dtype: npt.DTypeLike,
+    include_embed: bool = False,
+) -> None:
+    """Writes unsharded params as a LlamaForCausalLMEagle3 (names with `midlayer.`, or `layers.0.`
+    where there are more layers).
+
+    d2t and t2d are left out when U = V, where the map is the identity.
+    Raises CheckpointError for draft_ids that do not ascend within [0, V).
+    """
+    own = stored_tensors(_own_table(config), params, dtype=dtype)
+    first = "midlayer." if config.layer.num_layers == 1 else LAYER
+    tensors = {
+        first + name.removeprefix(LAYER) if name.startswith(LAYER) else name: value
+        for name, value in own.items()
+    }
+    if include_embed:
+        table = np.asarray(params["embed"]["table"])
+        tensors["embed_tokens.weight"] = np.ascontiguousarray(table, dtype=dtype)
+    tensors |= _stored_vocabulary(np.asarray(params["draft_ids"]), config)
+    write_checkpoint(path, eagle3_config_json(config, dtype=np.dtype(dtype).name), tensors)
+
+
+def _own_table(config: Eagle3Config) -> ParamTable:
+    """The weights that a head's own file stores."""
+    return tuple(spec for spec in eagle3_params(config) if spec.layouts)
+
+
+def _optional_shapes(config: Eagle3Config) -> dict[str, Shape]:
+    """Tensors that may be there beside the table's."""
+    V, U, E = config.layer.vocab_size, config.draft_vocab_size, config.layer.hidden_size
+    shapes: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
+    if U == V:
+        shapes["lm_head.weight"] = (U, E)
+    return shapes
+
+
+def _refuse_variants(tensors: Tensors, config: Eagle3Config) -> None:
+    """CheckpointError that names every tensor of a variant that config.json does not declare."""
+    declared = {
+        name
+        for spec in eagle3_params(config)
+        for layout in spec.layouts
+        for part in layout
+        for name in part.names
+    }
+    lines = [
+        f"tensor {name} of shape {tensors.shape(name)} means {reason}"
+        for name in tensors.sources
+        if name not in declared and (reason := _variant(name)) is not None
+    ]
+    if lines:
+        raise CheckpointError(f"{tensors.path}: {listed({'of such a head': lines})}")
+
+
+def _variant(name: str) -> str | None:
+    return next((reason for start, reason in VARIANTS.items() if name.startswith(start)), None)
+
+
+def _is_unread(name: str, config: Eagle3Config) -> bool:
+    """fc of a head that reads the last hidden, and a norm that config.json turns off."""
+    is_fc = name == "fc.weight" and not config.aux_layer_ids
+    return is_fc or (name == "norm.weight" and not config.norm_before_head)
+
+
+def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:
+    """i32[U] absolute target ids, each in [0, V) and only once."""
+    V, U = config.layer.vocab_size, config.draft_vocab_size
+    ids = np.arange(U, dtype=np.int64)
+    if U != V and "d2t" not in tensors:
+        raise CheckpointError(f"{tensors.path}: no tensor d2t; expected shape {(U,)}")
+    if "d2t" in tensors:
+        offsets = tensors.read("d2t")
+        if offsets.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{tensors.file_of('d2t')}: d2t has dtype {offsets.dtype}; expected integers"
+            )
+        ids = ids + offsets
+    if ids.min() < 0 or ids.max() >= V or np.unique(ids).size != U:
+        raise CheckpointError(
+            f"{tensors.file_of('d2t')}: d2t gives target ids from {ids.min()} to {ids.max()}, "
+            f"{np.unique(ids).size} of them distinct; expected {U} distinct ids in [0, {V})"
+        )
+    if "t2d" in tensors:
+        mask = tensors.read("t2d").astype(bool)
+        if mask.sum() != U or not np.array_equal(np.flatnonzero(mask), ids):
+            raise CheckpointError(
+                f"{tensors.file_of('t2d')}: t2d marks {mask.sum()} target ids that are not the "
+                f"{U} of d2t; expected where(t2d) == d2t + arange"
+            )
+    return ids.astype(np.int32)
+
+
+def _stored_vocabulary(ids: HostArray, config: Eagle3Config) -> dict[str, HostArray]:
+    V, U = config.layer.vocab_size, config.draft_vocab_size
+    if ids.shape != (U,) or ids[0] < 0 or ids[-1] >= V or np.any(np.diff(ids) <= 0):
+        raise CheckpointError(
+            f"draft_ids has shape {ids.shape} and runs from {ids[:1]} to {ids[-1:]}; expected "
+            f"{U} ascending target ids in [0, {V})"
+        )
+    if U == V:
+        return {}
+    mask = np.zeros(V, dtype=bool)
+    mask[ids] = True
+    return {"d2t": ids.astype(np.int64) - np.arange(U), "t2d": mask}

@@ -1,0 +1,295 @@
+"""Layers for multi-token prediction out of a checkpoint, most often the target's own.
+
+Embedding and, unless a layer has its own, lm_head are the target's very arrays; copies of them that
+a file holds are left where they are. So are the tensors of a target beside the layers. Every other
+tensor that is not read is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jspec.errors import CheckpointError, ConfigError
+from jspec.models.family import Family, MtpFamily
+from jspec.models.files.checkpoint import is_inv_freq
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import (
+    ParamRead,
+    Place,
+    check_names,
+    on_host,
+    param_reads,
+    stored_tensors,
+)
+from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.heads.head_files import refuse_unknown
+from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
+from jspec.models.params import Form, ParamSpec, ParamTable, Part
+from jspec.models.placement import nested
+from jspec.models.registry import DRAFTS, family_named
+from jspec.spec.json_files import Fields, in_file, read_fields
+from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+
+Params = dict[str, Any]
+HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
+COUNT = "num_nextn_predict_layers"
+_OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
+_EMBED = "embed_tokens.weight"
+_HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
+WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
+# The number of a written chain's first layer, whatever its target's: SGLang's class takes the
+# published one for every layer.
+CHAIN_FIRST = 45
+
+
+def load_mtp_config(
+    path: Path, *, target: ModelSpec, families: tuple[Family, ...], num_layers: int
+) -> tuple[MtpConfig, MtpNames]:
+    """The first num_layers layers that `path`/config.json has for its target, or the one that is
+    run again for every level; and their names.
+
+    Raises ConfigError for a family without such layers, for fewer of them, or for a variant that is
+    not served, CheckpointError for a file that is unreadable or belongs to another target.
+    """
+    fields = read_fields(path / "config.json")
+    family = _family(fields, target, families)
+    mtp = DRAFTS.get(fields.architecture(), family.mtp)
+    if mtp is None:
+        known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
+        raise ConfigError(
+            f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
+            f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
+            f"of such a layer alone ({', '.join(DRAFTS)})"
+        )
+    own = fields.table("text_config") if fields.get("text_config") else fields
+    own.integer("num_hidden_layers", target.num_layers)  # whoever reads it: within bounds
+    with in_file(fields.path):
+        config = mtp.read(fields, target)
+        for each in (fields, own):
+            refuse_unknown(each, known=mtp.known)
+            each.refuse(HIDDEN_FIRST, allowed=(config.hidden_first,), why="the family's order")
+    ours = own.integer("vocab_size"), own.integer("hidden_size")
+    theirs = target.vocab_size, target.hidden_size
+    if ours != theirs:
+        raise CheckpointError(
+            f"{fields.path}: vocab_size and hidden_size are {ours}; expected the target's {theirs}"
+        )
+    names = mtp.names(target)
+    if names.is_after_own:
+        names = replace(names, first=fields.integer("num_hidden_layers", names.first))
+    if config.recurrent:
+        is_after_target = fields.architecture() in DRAFTS and names.around is None
+        also = fields.integer("num_hidden_layers", target.num_layers) if is_after_target else None
+        return config, replace(names, also=also)
+    if num_layers > config.num_layers:
+        raise ConfigError(
+            f"speculative_num_steps is {num_layers}; expected at most {config.num_layers}, the "
+            f"layers that {fields.path} has for it: one a step, none of which this family "
+            f"({family.name}) runs again"
+        )
+    used, further = config.model.layers[:num_layers], config.model.layers[num_layers:]
+    model = replace(config.model, layers=used)
+    is_counted = fields.get(COUNT) is not None
+    return (
+        replace(config, model=model),
+        replace(names, further=further, is_counted=is_counted),
+    )
+
+
+def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> Family:
+    """Whose layers these are: those of the directory's own architecture, which may stand beside a
+    target of any family, if it brings some; else the target's."""
+    own = fields.architecture()
+    bringing = (each for each in families if each.mtp is not None and own in each.architectures)
+    return next(bringing, None) or family_named(target.family, families)
+
+
+def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
+    """Reads the headers alone: CheckpointError for layers that do not fit `config`."""
+    with open_tensors(path) as tensors:
+        _check(tensors, config, names)
+
+
+def load_mtp(
+    path: Path,
+    config: MtpConfig,
+    names: MtpNames,
+    *,
+    target_params: Params,
+    dtype: npt.DTypeLike,
+    shards: int = 1,
+    place: Place = on_host,
+) -> Params:
+    """Params (`dtype`) of the layers, where `place` puts them, beside what is the target's.
+
+    Raises CheckpointError for a file that is unreadable or does not fit `config`.
+    """
+    with open_tensors(path) as tensors:
+        table = _check(tensors, config, names)
+        reads = param_reads(tensors, table, dtype=dtype, shards=shards)
+        if config.recurrent:
+            ids = np.arange(config.model.vocab_size, dtype=np.int32)
+            all_ids = draft_ids(config.model.vocab_size)
+            reads.append(ParamRead(spec=all_ids, host_bytes=ids.nbytes, read=lambda: ids))
+        own = nested(place(reads).items())
+    return own | {name: target_params[name] for name in shared(config)}
+
+
+def written_config(
+    target: ModelSpec, layer: LayerSpec, *, num_layers: int, chained: bool = False
+) -> MtpConfig:
+    """Layers as `save_mtp` can write them for a target of any family. The first reads its hidden
+    before its final norm; so do the others, or, chained, each reads what the one before it made.
+
+    layer: plain, with heads of one width; its window is not read: peers give such layers pools with
+    one, so theirs is the whole context. In a chain heads of q and k are normed and every head's
+    output is gated, as that layout has it.
+    """
+    own, window = layer.attention, target.max_position
+    if chained:
+        attention = replace(own, window=window, qk_norm=True, gate=HeadGate.OF_HEADS)
+        target = replace(target, tie_word_embeddings=False, family=WRITTEN_CHAIN)
+    else:
+        attention = replace(own, v_dim=own.head_dim, rotary_dim=own.head_dim, window=window)
+    layers = (replace(layer, attention=attention),) * num_layers
+    return MtpConfig(
+        model=replace(target, layers=layers),
+        target_num_layers=target.num_layers,
+        chained=chained,
+        reads_normed=False,
+        own_heads=chained,
+    )
+
+
+def save_mtp(
+    path: Path,
+    config: MtpConfig,
+    params: Params,
+    *,
+    target: ModelSpec,
+    dtype: npt.DTypeLike,
+) -> None:
+    """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain,
+    with a copy of the target's embedding (`params` has it), which peers' classes for that read.
+
+    Raises ConfigError as mtp_config_json does.
+    """
+    written = mtp_config_json(config, target=target, dtype=np.dtype(dtype).name)
+    _, family = _written_family(config)
+    names = family.names(target)
+    if config.chained:
+        table = (_embedding(config), *_own_table(config, replace(names, first=CHAIN_FIRST)))
+    else:
+        table = _own_table(config, names)
+    write_checkpoint(path, written, stored_tensors(table, params, dtype=dtype))
+
+
+def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
+    """config.json of layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+
+    Raises ConfigError for layers that it would not say again.
+    """
+    name, family = _written_family(config)
+    model = replace(config.model, tie_word_embeddings=False)
+    if config.chained:  # whose layers come after others, in every list of the config
+        before = config.model.layers[:1] * CHAIN_FIRST
+        model = replace(model, layers=(*before, *config.model.layers))
+    written = family_named(name).to_json(model) | {
+        "num_nextn_predict_layers": config.num_layers,
+        "torch_dtype": dtype,
+    }
+    if config.chained:
+        written["num_hidden_layers"] = CHAIN_FIRST
+    read = family.read(Fields(Path("config.json"), written), target)
+    if read != config:
+        raise ConfigError(
+            f"the layers are {config}, which the layout of {name!r} reads as {read}; "
+            "expected them equal"
+        )
+    return written
+
+
+def _written_family(config: MtpConfig) -> tuple[str, MtpFamily]:
+    """Name of the family whose layout is written, and how that has its layers."""
+    name = WRITTEN_CHAIN if config.chained else WRITTEN
+    mtp = family_named(name).mtp
+    if mtp is None:
+        raise ConfigError(f"family is {name!r}; expected one with layers of its own")
+    return name, mtp
+
+
+def shared(config: MtpConfig) -> tuple[str, ...]:
+    """Names of params that are the target's."""
+    return ("embed",) if config.own_heads else ("embed", "lm_head")
+
+
+def _embedding(config: MtpConfig) -> ParamSpec:
+    """The target's table as a file with a target has it."""
+    shape = (config.model.vocab_size, config.model.hidden_size)
+    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    return ParamSpec(path=("embed", "table"), shape=shape, layouts=((part,),))
+
+
+def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:
+    return tuple(spec for spec in mtp_params(config, names) if spec.layouts)
+
+
+def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
+    """What is read of the file, which has it, and holds nothing else that belongs to the layers.
+
+    Further layers that config.json has are held whole, or not at all if it does not count them
+    (MiMo-V2-Flash's does not, and how many that stores was not seen). Where a target's layers are
+    in the file, what is not of these is the target's; else nobody would read it.
+    """
+    names = _numbered(tensors, names)
+    numbers = {names.number(name) for name in tensors.sources} - {None}
+    layers = config.model.layers
+    used, stated = set(range(len(layers))), set(range(len(layers) + len(names.further)))
+    if names.is_counted and used <= numbers and not stated <= numbers:
+        raise CheckpointError(
+            f"{tensors.path / 'config.json'}: {COUNT} is {len(stated)}, but the weights beside it "
+            f"have {len(stated & numbers)} such layers; expected that number"
+        )
+    for layer in names.further:
+        if len(layers) not in numbers:
+            break
+        layers = (*layers, layer)
+    whole = replace(config, model=replace(config.model, layers=layers))
+    has_target = names.also is None and any(
+        _OF_TARGET.match(x) and not names.is_layers(x) for x in tensors.sources
+    )
+    copies = copies_of_target(whole, names)
+    check_names(
+        tensors,
+        _own_table(whole, names),
+        is_stray=lambda name: (
+            is_inv_freq(name) or name in copies or (has_target and not names.is_layers(name))
+        ),
+    )
+    return _own_table(config, names)
+
+
+def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
+    """The names with the number that the file has. Exports of DeepSeek's layer begin at 0, or keep
+    the number that it has after the target's."""
+    if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
+        return names
+    other = replace(names, first=names.also)
+    return other if any(other.number(name) == 0 for name in tensors.sources) else names
+
+
+def copies_of_target(config: MtpConfig, names: MtpNames) -> frozenset[str]:
+    """What files hold of the target's embedding and lm_head, beside the layers and among them."""
+    among = (_EMBED,) if config.own_heads else (_EMBED, *_HEADS)
+    numbers, infixes = range(config.num_layers), {"", names.infix}
+    places = {names.of_layer(i) + infix for i in numbers for infix in infixes}
+    if names.around is not None:
+        places.add(names.around)
+    outer = {f"model.{_EMBED}", _EMBED, "lm_head.weight"}
+    return frozenset(outer | {place + name for place in places for name in among})

@@ -1,1 +1,0 @@
-"""Many requests from a file, without a server."""

@@ -1,0 +1,177 @@
+"""How many pages a sequence needs, and how long it may become: arithmetic over `spec.indexing`.
+
+It knows the static limits of the engine and nothing of the current state of the pool or queue.
+
+    worked example: S/K/N = 3/1/4, so M = 4 and scratch = 4; page_size 4, num_pages 6
+    max_total_tokens   (6 - 1) * 4 = 20: one page is for the 3 rows of scratch after the last token
+    prompt of 10       fill 10 → first decode needs 10 + 4 = 14 positions = 4 pages
+    one unread decode  10 + 1 * 4 + 4 = 18 positions = 5 pages
+    longest output     the last token's KV is not written: max_new_tokens <= 20 - 10 + 1 = 11, and
+                       the last decode, at L = 10 + 11 - 2 with nothing unread, needs 19 + 4 <= 24
+    3 rounds a step    the last round starts at 10 + 2 * 4 = 18 at most: 18 + 4 positions, 6 pages;
+                       with max_new_tokens 5 the last useful one at 13: 13 + 4 positions, 5 pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jspec.config.limits import PriorityOrder, ServeLimits
+from jspec.errors import QueueFullError, RequestError
+from jspec.messages.request import DEFAULT_NEW_TOKENS, Request
+from jspec.spec import indexing
+
+# A newcomer beside running rows must leave them pages for this many more rounds, else the next
+# few would retract it again and its prefill would be wasted.
+HEADROOM_ROUNDS = 8
+
+
+def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int, last: int) -> int:
+    """Pages that a row must own before a decode step, whatever its shape.
+
+    unread_tokens: what its unread rounds can have emitted, the sum of their M.
+
+    For the first round of the step, and for those after it that can start at `last`
+    (`last_committed`) or before. A round that starts after `last` emits nothing that is kept: it
+    gets no pages, and what it writes is written to page 0.
+    """
+    first = committed + unread_tokens
+    final = first + (limits.num_rounds - 1) * limits.spec.max_emitted
+    start = max(first, min(final, last))
+    positions = limits.spec.reserved_tokens(start, unread_rounds=0)
+    return indexing.num_pages(positions, limits.page_size)
+
+
+def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
+    """Pages that a row gets with its first chunk: the fill and the scratch of its first decode.
+
+    With one token left the prefill emits it, nothing is decoded, and no scratch is needed.
+    """
+    if num_tokens_left <= 1:
+        return indexing.num_pages(fill_len, limits.page_size)
+    last = fill_len + num_tokens_left - 2
+    return pages_for_decode(limits, fill_len, unread_tokens=0, last=last)
+
+
+def last_committed(prompt_len: int, max_new_tokens: int) -> int:
+    """Largest L at which a decode with nothing unread can start; at least the prompt itself.
+
+    At L the sequence has L + 1 tokens (the root's KV is not written), so L - prompt_len + 1 are
+    emitted; a decode needs at least one token still to come.
+    """
+    return max(prompt_len + max_new_tokens - 2, prompt_len)
+
+
+def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
+    """Pages with which a row at `committed` runs HEADROOM_ROUNDS more rounds, or to its end."""
+    rounds = HEADROOM_ROUNDS + (limits.overlap_depth + 1) * limits.num_rounds - 1
+    goal = min(committed + rounds * limits.spec.max_emitted, max(last, committed))
+    positions = limits.spec.reserved_tokens(goal, unread_rounds=0)
+    return indexing.num_pages(positions, limits.page_size)
+
+
+def check_batch(
+    limits: ServeLimits, requests: Sequence[Request], *, in_use: Iterable[str], num_queued: int
+) -> None:
+    """Raises for requests that come together, and of which submit would refuse any.
+
+    in_use: names of the unfinished ones. Raises RequestError and QueueFullError.
+    """
+    names = set(in_use)
+    for request in requests:
+        if request.request_id in names:
+            raise RequestError(
+                f"request_id is {request.request_id!r}; expected one that is not in use"
+            )
+        names.add(request.request_id)
+        _check_priority(limits, request)
+        check_request(limits, request)
+    check_number(limits, len(requests))
+    if num_queued + len(requests) > limits.max_queued_requests:
+        raise QueueFullError(
+            f"requests: {num_queued} waiting, {len(requests)} new; expected at most "
+            f"max_queued_requests {limits.max_queued_requests} together"
+        )
+
+
+def check_request(limits: ServeLimits, request: Request) -> int:
+    """Its max_new_tokens, clipped (`clip_max_new_tokens`). Raises RequestError for what can never
+    run here, for its length or because no program does it."""
+    if request.sampling.return_logprob and not limits.logprobs:
+        raise RequestError(
+            "return_logprob is true; expected false, since the engine was started with "
+            "disable_logprobs"
+        )
+    if request.sampling.return_hidden_states and limits.hidden is None:
+        raise RequestError(
+            "return_hidden_states is true; expected false, since this engine has no programs for it"
+        )
+    if request.sampling.grammar is not None and request.grammar is None:
+        kind = request.sampling.grammar.kind.value
+        raise RequestError(f"{kind} is given and was not compiled; expected Request.grammar")
+    return clip_max_new_tokens(limits, len(request.prompt_ids), request.sampling.max_new_tokens)
+
+
+def check_queue(limits: ServeLimits, request: Request, *, num_queued: int) -> None:
+    """Raises QueueFullError where one more may not wait, RequestError for a priority without an
+    order of them."""
+    _check_priority(limits, request)
+    if num_queued >= limits.max_queued_requests:
+        raise QueueFullError(
+            f"requests waiting: {num_queued}; expected fewer than max_queued_requests "
+            f"{limits.max_queued_requests}"
+        )
+
+
+def _check_priority(limits: ServeLimits, request: Request) -> None:
+    if request.priority and limits.priority_order is PriorityOrder.OFF:
+        raise RequestError(
+            f"priority is {request.priority}, but requests run in order of arrival; expected 0, or "
+            f"an engine with enable_priority_scheduling"
+        )
+
+
+def check_number(limits: ServeLimits, num_requests: int) -> None:
+    """Raises RequestError for more requests than may ever wait together."""
+    if num_requests > limits.max_queued_requests:
+        raise RequestError(
+            f"{num_requests} sequences at once; expected at most max_queued_requests "
+            f"{limits.max_queued_requests}"
+        )
+
+
+def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:
+    """max_new_tokens, bounded by what the whole pool can hold; None: the default, bounded by both.
+
+    A sequence that reaches the bound finishes with "length". At least 1, because the prefill
+    alone emits one token and needs no scratch; 0 stays 0. As SGLang does: what was asked for
+    beyond the context is an error, what was not asked for is clipped, and a small pool clips both.
+
+    Raises:
+        RequestError: the prompt is empty, leaves no room for a token or for max_new_tokens in the
+            context, or is longer than the whole pool: what can never run. Everything else runs,
+            if need be alone.
+    """
+    if prompt_len < 1:
+        raise RequestError("the prompt has 0 tokens; expected at least 1")
+    emits_nothing = max_new_tokens == 0
+    if prompt_len >= limits.context_length + emits_nothing:
+        expected = "at most" if emits_nothing else "fewer than"
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens; expected {expected} the context length "
+            f"{limits.context_length}"
+        )
+    if prompt_len > limits.max_total_tokens:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens; expected at most {limits.max_total_tokens}, the "
+            f"size of the whole KV pool (max_total_tokens)"
+        )
+    in_context = limits.context_length - prompt_len
+    if max_new_tokens is not None and max_new_tokens > in_context:
+        raise RequestError(
+            f"max_new_tokens is {max_new_tokens} after a prompt of {prompt_len} tokens; expected "
+            f"at most {in_context}, which is left of the context length {limits.context_length}"
+        )
+    wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    in_pool = limits.max_total_tokens - prompt_len + 1  # the last token's KV is not written
+    return min(wanted, in_context, in_pool)

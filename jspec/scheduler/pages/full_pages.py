@@ -1,0 +1,260 @@
+"""Pages of the full space: lent to rows, kept after them, found again by texts that begin alike.
+
+A row begins after the cached pages of its text, which it shares and never writes: its first write
+is at the first token that it computes, on a page of its own. It gives its pages to the cache
+
+    as soon as the step that completes them is dispatched, while it is prefilled: any later step may
+        read them, because the device runs steps in order
+    when it ends, whichever way, up to what is known to be committed; the rest is freed
+
+Cached pages that no row holds count as free: they are evicted when somebody needs room.
+
+Pages of the window spaces (`windows.py`) are found with those that hold the same tokens. There a
+row gives pages back while it goes on: what it emitted is cached before the first page of it goes.
+
+A newcomer whose text is being written at this moment by another row waits for that one: n siblings
+or a burst compute a long common prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from jspec.config.limits import ServeLimits
+from jspec.errors import InvariantError
+from jspec.messages.plan import PageGrant
+from jspec.messages.request import DEFAULT_VERSION
+from jspec.scheduler.pages.page_pool import PagePool
+from jspec.scheduler.pages.prefix_cache import CachedPage, PrefixCache
+from jspec.scheduler.pages.window_pages import WindowPages
+from jspec.scheduler.sequence import Sequence, Tenancy
+
+# What waiting must save: at least one part in so many of what would be computed without it.
+WORTH_WAITING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached prefix of a text. last: its last page, or None. num_in_use: pages that rows hold,
+    which cost no room. reached: the last page that the text has in the tree; a row begins before it
+    where a window space lacks pages."""
+
+    last: CachedPage | None = None
+    num_in_use: int = 0
+    reached: CachedPage | None = None
+
+    @property
+    def num_pages(self) -> int:
+        return 0 if self.last is None else self.last.depth
+
+
+class FullPages:
+    """The pool of the full space and the prefix cache, to which it also attaches the pages of the
+    window spaces. Without limits.prefix_cache nothing is kept."""
+
+    def __init__(self, limits: ServeLimits, windows: WindowPages) -> None:
+        self._limits = limits
+        self._windows = windows
+        self._pool = PagePool(limits.num_pages)
+        self._cache = PrefixCache(
+            page_size=limits.page_size, lookahead=limits.spec.tokens_ahead, windows=windows.pools
+        )
+        self._is_caching = limits.prefix_cache
+        self._found: tuple[tuple[int, int, int], Hit] | None = None
+        self._weight_version = DEFAULT_VERSION
+        self._num_weights = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be lent: free ones, and cached ones that no row holds."""
+        return self._pool.num_free + self._cache.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Pages in the cache, held by rows or not."""
+        return self._cache.num_pages
+
+    def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
+        """Lent pages that neither a row nor the cache holds; 0 always."""
+        held = sum(len(tenancy.page_ids) - tenancy.num_cached for tenancy in tenancies)
+        return self._pool.num_leaked(held + self._cache.num_pages)
+
+    # A newcomer.
+
+    def find(self, sequence: Sequence) -> Hit:
+        """The cached prefix of its text, as it is at this moment."""
+        if not self._is_caching:
+            return Hit()
+        # Not by name, which the next request may have too.
+        asked = sequence.arrival, sequence.num_tokens, self._cache.version
+        if self._found is None or self._found[0] != asked:
+            reached = self._cache.match(self._namespace(sequence), sequence.sharable_ids)
+            last = self._cache.usable(reached) if reached and self._limits.windows else reached
+            self._found = asked, Hit(last, reached=reached)
+        last, reached = self._found[1].last, self._found[1].reached
+        in_use = 0 if last is None else sum(node.num_users > 0 for node in last.path())
+        return Hit(last, in_use, reached)
+
+    def waits(self, sequence: Sequence, hit: Hit, writers: Iterable[Tenancy]) -> bool:
+        """Whether another row is about to write much more of its prefix than it would hit now.
+
+        writers: rows whose prefill is not all dispatched, those of the plan in the making included.
+        """
+        if not self._is_caching:
+            return False
+        page_size, namespace = self._limits.page_size, self._namespace(sequence)
+        fill_ids, have = sequence.sharable_ids, hit.num_pages
+        most = (len(fill_ids) - 1) // page_size
+        for writer in writers:
+            if writer.namespace != namespace:
+                continue
+            common = self._common_pages(fill_ids, writer.fill_ids, low=have, high=most)
+            gain, rest = (common - have) * page_size, len(fill_ids) - have * page_size
+            if gain > 0 and gain * WORTH_WAITING >= rest:
+                return True
+        return False
+
+    def _common_pages(
+        self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
+    ) -> int:
+        """Pages, from `low` to `high`, that the two texts would share; by halving."""
+        high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * self._limits.page_size + self._limits.spec.tokens_ahead
+            if ids[:end] == other[:end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def admit(self, tenancy: Tenancy, hit: Hit, num_pages: int) -> None:
+        """Gives a new row its first num_pages pages: the cached ones, then its own."""
+        tenancy.sequence.weight_version = self._weight_version
+        if self._is_caching:
+            tenancy.namespace = self._namespace(tenancy.sequence)
+            last = hit.last or self._cache.root(tenancy.namespace)
+            self._cache.lock(last)
+            tenancy.last_cached = last
+            tenancy.page_ids.extend(last.pages)
+            tenancy.num_cached = last.depth
+            if self._limits.windows:
+                for node in (last, hit.reached or last):
+                    self._cache.seek(node)
+        tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
+        tenancy.page_ids.extend(self.allocate(num_pages - hit.num_pages))
+        self._windows.admit(tenancy, hit.last)
+
+    def grow(self, tenancy: Tenancy, num_pages: int) -> list[PageGrant]:
+        """Lends a row num_pages pages more. Raises InvariantError for more than there can be."""
+        first, limits = len(tenancy.page_ids), self._limits
+        if num_pages > limits.grants_per_row or first + num_pages > limits.pages_per_row:
+            raise InvariantError(
+                f"row {tenancy.row} gets {num_pages} pages after {first}; expected at most "
+                f"{limits.grants_per_row} at once and {limits.pages_per_row} in all"
+            )
+        pages = self.allocate(num_pages)
+        tenancy.page_ids.extend(pages)
+        return [PageGrant(tenancy.row.slot, first + i, page) for i, page in enumerate(pages)]
+
+    def allocate(self, num_pages: int) -> tuple[int, ...]:
+        """Lends pages, evicting what it must. Raises InvariantError for more than num_free."""
+        missing = num_pages - self._pool.num_free
+        if missing > 0:
+            self._pool.release(self._cache.evict(min(missing, self._cache.num_evictable)))
+        return self._pool.allocate(num_pages)
+
+    # What a row has written.
+
+    def publish(self, tenancy: Tenancy, *, step: int) -> None:
+        """Caches what the row's chunks up to this step, which is dispatched now, complete."""
+        self._publish(tenancy, tenancy.fill_ids, known=tenancy.num_filled, step=step)
+
+    def trim(self, tenancy: Tenancy, *, step: int) -> None:
+        """Takes back pages of window spaces (`WindowPages.trim`) of a row that has emitted; what it
+        emitted is cached before, so that they can be found. step: the last one dispatched."""
+        if not self._windows.may_trim(tenancy):
+            return
+        last = tenancy.last_cached
+        if last is not None:
+            begin, known = last.depth * self._limits.page_size, tenancy.drafted_len
+            ids = tenancy.ids_from(begin)
+            self._publish(tenancy, ids, known=known, step=step, begin=begin)
+        self._windows.trim(tenancy)
+
+    def _publish(
+        self, tenancy: Tenancy, ids: tuple[int, ...], *, known: int, step: int, begin: int = 0
+    ) -> None:
+        """Caches the first `known` tokens of a row that goes on. ids: its text from `begin` on.
+
+        Where windows give pages back it also goes on after a page of another row with the same
+        text, though the row then holds both: what leaves the window later would be found no more.
+        """
+        before = tenancy.last_cached
+        if before is None or not self._is_current(tenancy):
+            return
+        beside = bool(self._limits.windows)
+        last = self._cache.extend(
+            before, ids, tenancy.page_ids, known=known, writer=step, beside=beside, begin=begin
+        )
+        added = islice(last.path(), last.depth - before.depth)
+        tenancy.num_cached += sum(node.page == tenancy.page_ids[node.depth - 1] for node in added)
+        tenancy.last_cached = last
+        if self._limits.windows:
+            held = self._windows.held(tenancy)
+            reached = self._cache.attach(last, ids, held, known=known, writer=step, begin=begin)
+            if known == len(tenancy.fill_ids):
+                self._cache.seek(reached)
+
+    def keep(self, tenancy: Tenancy, *, step: int) -> None:
+        """Caches what an ending row has committed. It holds its pages until `release`.
+
+        step: the last one dispatched, on all of which what is committed may depend.
+        """
+        last = tenancy.last_cached
+        if last is None or not self._is_current(tenancy):
+            return
+        ids, known = tenancy.sequence.fill_ids, tenancy.drafted_len
+        last = self._cache.extend(
+            last, ids, tenancy.page_ids, known=known, writer=step, beside=True
+        )
+        tenancy.last_cached = last
+        tenancy.num_cached = sum(page in self._cache for page in tenancy.page_ids)
+        if self._limits.windows:
+            held = self._windows.held(tenancy)
+            self._cache.seek(self._cache.attach(last, ids, held, known=known, writer=step))
+
+    def release(self, tenancy: Tenancy) -> None:
+        """Takes back all that an ended row holds: its own pages are free, the cached ones kept."""
+        own = [page for page in tenancy.page_ids if page not in self._cache]
+        if tenancy.last_cached is not None:
+            own += self._cache.unlock(tenancy.last_cached)
+        self._pool.release(own)
+        self._windows.release(tenancy)
+
+    def withdraw(self, step: int) -> None:
+        """What that step or a later one wrote is found no more: the step failed."""
+        self._pool.release(self._cache.withdraw(step))
+
+    def set_weight_version(self, version: str, *, renames: bool = False) -> None:
+        """Other weights are in force: texts are looked for, and added, among those of these alone,
+        also where former ones had the same name. renames: only the name is another."""
+        self._weight_version, self._found = version, None
+        self._num_weights += not renames
+
+    def flush(self) -> None:
+        """Nothing is found any more; what ended rows hold is free once their last step is read."""
+        self._pool.release(self._cache.withdraw(0))
+
+    def _namespace(self, sequence: Sequence) -> Hashable:
+        return self._num_weights, sequence.request.extra_key
+
+    def _is_current(self, tenancy: Tenancy) -> bool:
+        """Whether its KV is all of the weights that are in force."""
+        return tenancy.namespace == self._namespace(tenancy.sequence)

@@ -1,0 +1,319 @@
+"""Which pages hold the KV of which tokens: a tree of pages, shared by all rows that begin alike.
+
+An edge is one page. It is named by the page's own tokens and the `lookahead` tokens after them:
+what a drafter keeps for a token may depend on tokens that follow it (EAGLE's row i is made of
+token i + 1), so a page is right only for a text that goes on as its writer's did. What came before
+the page is the path to it.
+
+    worked example: page_size 2, lookahead 1, a text 5 6 7 8 9 in pages 11, 12 and a part of 13
+    root --(5 6 7)--> page 11 --(7 8 9)--> page 12
+    5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 after it
+
+A page is in use while a row holds it or one after it. Others may be evicted, the least recently
+used first, and never one with pages after it. It hands out numbers: it knows no row, no device and
+of pools only those of windows. Whoever adds a page gives it away; eviction and withdrawal hand it
+back.
+
+Where layers have windows the tree is of the pages of the full space, and beside each lie those of
+the window spaces that hold the same tokens (`window_pool.py`), as long as they last. A row may
+begin after a page if in each window space those pages are there that hold the window before it:
+
+    page_size 2, window 4, a text in pages 11 12 13 14: what is beside them is  -  21 22  -
+    after 12  the first query, at 4, sees 1..4: 11 and 12, and beside 11 there is nothing
+    after 13  the first query, at 6, sees 3..6: 12 and 13, with 21 and 22: here a row may begin
+    after 14  nothing is beside 14
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from itertools import count, islice
+
+from jspec.errors import InvariantError
+from jspec.scheduler.pages.cached_page import CachedPage as CachedPage
+from jspec.scheduler.pages.cached_page import WindowPage
+from jspec.scheduler.pages.window_pool import WindowPool
+
+Ids = tuple[int, ...]
+
+
+class PrefixCache:
+    """Trees of pages, one for each namespace: texts of different namespaces share nothing.
+
+    windows: the pools of the window spaces, in the order of their index.
+    """
+
+    def __init__(
+        self, *, page_size: int, lookahead: int, windows: tuple[WindowPool, ...] = ()
+    ) -> None:
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._windows = windows
+        self._longest_tail = max((pool.tail for pool in windows), default=0)
+        self._roots: dict[Hashable, CachedPage] = {}
+        self._nodes: dict[int, CachedPage] = {}  # by page, the withdrawn ones still in use too
+        self._num_evictable = 0
+        self._clock = 0
+        self._serial = count()  # breaks ties in the heap
+        # Leaves that nobody uses, by last use. An entry is stale once its node was used again.
+        self._leaves: list[tuple[int, int, CachedPage]] = []
+        self._version = 0
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    @property
+    def version(self) -> int:
+        """Of what can be found: changes with each page added or gone."""
+        return self._version + sum(pool.version for pool in self._windows)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that were given to it and not handed back."""
+        return len(self._nodes)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that nobody uses."""
+        return self._num_evictable
+
+    def num_full(self, num_known: int) -> int:
+        """Pages of a text that can be named once num_known tokens of it are known."""
+        return max(num_known - self._lookahead, 0) // self._page_size
+
+    def match(self, namespace: Hashable, ids: Ids) -> CachedPage | None:
+        """The last page of the longest cached prefix, or None. At least one token is left over.
+
+        Whoever reads the pages must `lock` it before anything else is asked of the cache. Windows
+        are not looked at (`usable`).
+        """
+        node = self._roots.get(namespace)
+        if node is None:
+            return None
+        most = min(self.num_full(len(ids)), (len(ids) - 1) // self._page_size)
+        while node.depth < most:
+            child = node.children.get(self._key(ids, node.depth))
+            if child is None:
+                break
+            node = child
+        return node if node.depth else None
+
+    def usable(self, last: CachedPage) -> CachedPage | None:
+        """The last page of the path to `last` after which a row may begin: every window space has
+        what its first query sees. None: it begins at the beginning."""
+        for node in last.path():
+            if all(pool.has_tail(node) for pool in self._windows):
+                return node
+        return None
+
+    def root(self, namespace: Hashable) -> CachedPage:
+        """The root of a tree, made if it is not there; it stays while somebody holds it."""
+        if namespace not in self._roots:
+            self._roots[namespace] = CachedPage(None, namespace, 0, 0)
+        return self._roots[namespace]
+
+    def lock(self, node: CachedPage) -> None:
+        """One more row holds the page and all before it."""
+        self._clock += 1
+        self._use(node)
+        for before in node.path():
+            if before.parent is not None:
+                self._use(before.parent)
+
+    def unlock(self, node: CachedPage) -> list[int]:
+        """A row lets go of it. Returns pages that were withdrawn and that nobody uses now."""
+        self._clock += 1
+        gone: list[int] = []
+        step: CachedPage | None = node
+        while step is not None:
+            if step.num_users < 1:
+                raise InvariantError(f"page {step.page} let go by a row that does not hold it")
+            step.num_users -= 1
+            step.last_used = self._clock
+            if not step.num_users:
+                self._set_unused(step, gone)
+            step = step.parent
+        return gone
+
+    def extend(
+        self,
+        last: CachedPage,
+        ids: Ids,
+        page_ids: Sequence[int],
+        *,
+        known: int,
+        writer: int,
+        beside: bool,
+        begin: int = 0,
+    ) -> CachedPage:
+        """Adds a row's pages after `last`, which it holds, and returns the last one it holds now.
+
+        ids: the row's text from token `begin` on, which is not after `last`. page_ids: all of its
+        pages, of which those that num_full(known) counts are complete. beside: where another row's
+        page is there already, go on after that one (the row's own is not taken); else stop before.
+        """
+        node = last
+        if node.is_withdrawn:
+            return node
+        end = min(self.num_full(known), len(page_ids))
+        while node.depth < end:
+            key, page = self._key(ids, node.depth, begin), page_ids[node.depth]
+            child = node.children.get(key)
+            if child is None:
+                child = self._add(node, key, page, writer)
+            elif child.page != page and not beside:
+                break
+            self._use(child)
+            node = child
+        return node
+
+    def attach(
+        self,
+        last: CachedPage,
+        ids: Ids,
+        held: Sequence[tuple[int, Sequence[WindowPage]]],
+        *,
+        known: int,
+        writer: int,
+        begin: int = 0,
+    ) -> CachedPage:
+        """Attaches a row's pages of the window spaces to the pages with the same tokens, also to
+        those of other rows, and returns the last page of the tree that its text has.
+
+        last, ids, known, begin: as for `extend`. held: of each space, the index of the row's first
+        page there, and its pages.
+        """
+        node = last
+        if node.is_withdrawn:
+            return node
+        while node.depth < self.num_full(known):
+            child = node.children.get(self._key(ids, node.depth, begin))
+            if child is None:
+                break
+            node = child
+        earliest = min(first for first, _ in held)
+        for each in islice(node.path(), max(node.depth - earliest, 0)):
+            for pool, (first, pages) in zip(self._windows, held, strict=True):
+                if first < each.depth <= first + len(pages):
+                    pool.attach(pages[each.depth - 1 - first], each, writer=writer)
+        return node
+
+    def seek(self, last: CachedPage) -> None:
+        """A text ended after this page, or began to differ there from those that are cached: what
+        a row would need to begin here is evicted later than the rest."""
+        for node in islice(last.path(), self._longest_tail):
+            if not node.is_sought:
+                for pool in self._windows:
+                    pool.seek(node)
+                node.is_sought = True
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Hands back pages that nobody uses, the least recently used first.
+
+        Raises InvariantError if there are fewer.
+        """
+        if num_pages > self._num_evictable:
+            raise InvariantError(
+                f"{num_pages} pages to evict; expected at most the {self._num_evictable} unused"
+            )
+        gone: list[int] = []
+        while len(gone) < num_pages:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if not self._is_leaf(node) or node.last_used != last_used:
+                continue
+            parent = node.parent
+            assert parent is not None
+            self._detach(node, parent)
+            self._drop_windows(node)
+            self._num_evictable -= 1
+            del self._nodes[node.page]
+            gone.append(node.page)
+            self._offer(parent)
+        return gone
+
+    def withdraw(self, writer: int) -> list[int]:
+        """No page of that step or of a later one is found any more; returns those in no use.
+
+        The others are handed back by the `unlock` of their last user.
+        """
+        gone: list[int] = []
+        for pool in self._windows:  # what lies beside a page came there later
+            pool.withdraw(writer)
+        for top in [node for node in self._nodes.values() if node.writer >= writer]:
+            if top.is_withdrawn:
+                continue
+            assert top.parent is not None
+            self._detach(top, top.parent)
+            self._offer(top.parent)
+            subtree = [top]
+            while subtree:
+                node = subtree.pop()
+                node.is_withdrawn = True
+                subtree += node.children.values()
+                if not node.num_users:
+                    self._num_evictable -= 1
+                    gone.append(node.page)
+        for page in gone:
+            del self._nodes[page]
+        return gone
+
+    def _key(self, ids: Ids, index: int, begin: int = 0) -> Hashable:
+        start = index * self._page_size - begin
+        return ids[start : start + self._page_size + self._lookahead]
+
+    def _add(self, parent: CachedPage, key: Hashable, page: int, writer: int) -> CachedPage:
+        if page in self._nodes:
+            raise InvariantError(f"page {page} added twice; expected one that is not cached")
+        child = CachedPage(parent, key, page, writer, num_windows=len(self._windows))
+        parent.children[key] = self._nodes[page] = child
+        self._num_evictable += 1  # until its first user
+        self._version += 1
+        return child
+
+    def _use(self, node: CachedPage) -> None:
+        if not node.num_users and node.parent is not None and not node.is_withdrawn:
+            self._num_evictable -= 1
+        node.num_users += 1
+        node.last_used = self._clock
+
+    def _set_unused(self, node: CachedPage, gone: list[int]) -> None:
+        if node.is_withdrawn:
+            del self._nodes[node.page]
+            gone.append(node.page)
+            return
+        if node.parent is not None:
+            self._num_evictable += 1
+        self._offer(node)
+
+    def _offer(self, node: CachedPage) -> None:
+        """Puts a leaf that nobody uses among those to be evicted; forgets an empty root."""
+        if node.parent is None:
+            if not node.num_users and not node.children:
+                self._roots.pop(node.key, None)
+            return
+        if not self._is_leaf(node):
+            return
+        if len(self._leaves) > 2 * len(self._nodes) + 16:  # mostly stale entries
+            self._leaves = [
+                (other.last_used, next(self._serial), other)
+                for other in self._nodes.values()
+                if other is not node and self._is_leaf(other)
+            ]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
+
+    def _is_leaf(self, node: CachedPage) -> bool:
+        """Whether it can be evicted: found, in no use, nothing after it."""
+        is_there = not node.is_withdrawn and self._nodes.get(node.page) is node
+        return is_there and not node.num_users and not node.children
+
+    def _detach(self, node: CachedPage, parent: CachedPage) -> None:
+        del parent.children[node.key]
+        self._version += 1
+
+    def _drop_windows(self, node: CachedPage) -> None:
+        """What lies beside a page that goes is found no more."""
+        for pool, page in zip(self._windows, node.windows, strict=False):
+            if page is not None:
+                pool.detach(page)

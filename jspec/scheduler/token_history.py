@@ -1,0 +1,202 @@
+"""From what the scheduler committed to what a reader is told: text and counters, on the reader's
+side.
+
+The scheduler's turn ends with pieces: ids after the cut, and why the sequence ends, if so. Their
+text is made when somebody reads them, on the reader's thread, so that no step waits for text. Only
+a row that its text may end, and of which ids alone do not tell, gets its text in the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from jspec.config.limits import Algorithm, SpeculativeConfig
+from jspec.messages.protocols import TextStream
+from jspec.messages.request import (
+    DEFAULT_VERSION,
+    FinishReason,
+    PromptToken,
+    Request,
+    SpecCounters,
+    StreamChunk,
+    TokenLogprob,
+)
+from jspec.messages.verified_tree import JudgedTree
+
+
+class Origin(NamedTuple):
+    """What is the same for all that comes of one stay in a slot (`StreamChunk` says what)."""
+
+    num_retractions: int = 0
+    cached_tokens: int = 0
+    weight_version: str = DEFAULT_VERSION
+
+
+class Piece(NamedTuple):
+    """What one round added to one sequence; `chunk` must be called in order, once for each.
+
+    ids: after the cut; of a verification's, past the first num_emitted, anything. num_emitted:
+    before the cut, 0 if this was no verification. num_proposed: drafts that were verified, None:
+    N - 1. text: made already, or None: to be made of the first num_shown ids (None: all) and, if
+    there is a finish, of what was held back.
+    """
+
+    transcript: Transcript
+    ids: Ordered[int]
+    num_emitted: int = 0
+    origin: Origin = Origin()
+    finish: FinishReason | None = None
+    text: str | None = None
+    num_shown: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+    hidden_states: tuple[np.ndarray, ...] = ()
+    num_proposed: int | None = None
+    draft_tree: JudgedTree | None = None
+
+    def chunk(self) -> StreamChunk:
+        return self.transcript.chunk(self)
+
+    @classmethod
+    def of_whole_rows(
+        cls,
+        transcripts: Iterable[Transcript],
+        ids: Iterable[list[int]],
+        counts: Iterable[int],
+        origins: Iterable[Origin],
+    ) -> list[Piece]:
+        """Of rows that go on with the first counts[i] of ids[i].
+
+        A step makes one for each row before the next step is planned: no Python runs for one.
+        """
+        rest = (repeat(default) for default in tuple(cls._field_defaults.values())[2:])
+        rows = zip(transcripts, ids, counts, origins, *rest, strict=False)
+        return list(map(tuple.__new__, repeat(cls), rows))
+
+
+class Transcript:
+    """One sequence as its reader knows it; the reader's own, and it alone calls it.
+
+    stream: None where every piece comes with its text.
+    """
+
+    def __init__(
+        self, request: Request, spec: SpeculativeConfig, *, stream: TextStream | None
+    ) -> None:
+        self.request_id = request.request_id
+        self._prompt_tokens = len(request.prompt_ids)
+        self._stream = stream
+        self._num_ids = 0
+        self._tally = Tally(spec)
+
+    def chunk(self, piece: Piece) -> StreamChunk:
+        """The message about `piece`."""
+        ids = tuple(piece.ids[: piece.num_emitted] if piece.num_emitted else piece.ids)
+        self._num_ids += len(ids)
+        num_accepted = 0
+        if piece.num_emitted:
+            num_accepted = surviving_drafts(piece.num_emitted, len(ids))
+            self._tally.add(
+                num_emitted=piece.num_emitted, num_kept=len(ids), num_proposed=piece.num_proposed
+            )
+        return StreamChunk(
+            request_id=self.request_id,
+            new_ids=ids,
+            num_accepted=num_accepted,
+            text=self._text(piece, ids) if piece.text is None else piece.text,
+            finish=piece.finish,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._num_ids,
+            num_retractions=piece.origin.num_retractions,
+            cached_tokens=piece.origin.cached_tokens,
+            weight_version=piece.origin.weight_version,
+            counters=self._tally.counters,
+            logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
+            hidden_states=piece.hidden_states,
+            draft_tree=piece.draft_tree,
+        )
+
+    def _text(self, piece: Piece, ids: tuple[int, ...]) -> str:
+        if self._stream is None:
+            return ""
+        shown = ids if piece.num_shown is None else ids[: piece.num_shown]
+        text = self._stream.push(shown).text if shown else ""
+        return text if piece.finish is None else text + self._stream.flush()
+
+
+class Tally:
+    """Counts verifications: of one sequence, or of all. Plain decoding verifies nothing.
+
+    Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
+    always a sequence's last) is left out of the two `full_` counters, hence of the acceptance
+    length.
+    """
+
+    def __init__(self, spec: SpeculativeConfig) -> None:
+        self._is_plain = spec.algorithm is Algorithm.NONE
+        self._num_drafts = spec.num_draft_tokens - 1
+        self._histogram = [0] * (spec.num_steps + 1)
+        self._verify_ct = self._num_accepted = self._num_proposed = 0
+        self._full_verify_ct = self._full_num_emitted = 0
+
+    def add(self, *, num_emitted: int, num_kept: int, num_proposed: int | None = None) -> None:
+        """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`.
+
+        num_proposed: drafts that it verified; None: N - 1.
+        """
+        num_accepted = surviving_drafts(num_emitted, num_kept)
+        self._histogram[num_accepted] += 1
+        self._verify_ct += 1
+        self._num_accepted += num_accepted
+        self._num_proposed += self._num_drafts if num_proposed is None else num_proposed
+        if num_kept == num_emitted:
+            self._full_verify_ct += 1
+            self._full_num_emitted += num_emitted
+
+    def add_whole(
+        self, num_verifications: Ordered[int], *, num_proposed: int | None = None
+    ) -> None:
+        """num_verifications[n] that emitted n ids each, none of them cut; n up to M.
+
+        num_proposed: drafts that they verified together; None: N - 1 each.
+        """
+        if num_proposed is None:
+            num_proposed = sum(num_verifications) * self._num_drafts
+        self._num_proposed += num_proposed
+        for num_emitted, count in enumerate(num_verifications):
+            if count:
+                self._histogram[num_emitted - 1] += count
+                self._verify_ct += count
+                self._num_accepted += count * (num_emitted - 1)
+                self._full_verify_ct += count
+                self._full_num_emitted += count * num_emitted
+
+    @property
+    def counters(self) -> SpecCounters:
+        """As of now."""
+        if self._is_plain:
+            return NO_COUNTERS
+        return SpecCounters(
+            verify_ct=self._verify_ct,
+            num_accepted=self._num_accepted,
+            num_proposed=self._num_proposed,
+            accept_histogram=tuple(self._histogram),
+            full_verify_ct=self._full_verify_ct,
+            full_num_emitted=self._full_num_emitted,
+        )
+
+
+NO_COUNTERS = SpecCounters()
+
+
+def surviving_drafts(num_emitted: int, num_kept: int) -> int:
+    """Accepted drafts among the first num_kept of num_emitted ids: all but the bonus, which is
+    the last. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
+    """
+    return min(num_emitted - 1, num_kept)

@@ -1,0 +1,244 @@
+"""Routes that ask for no generation: tokens, readiness, pausing, profiles, the cache.
+
+Names and fields are SGLang's and vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jspec.engine.gc_control import settle_heap
+from jspec.errors import RequestError
+from jspec.server.http.exchange import error_response, read_call, unless_gone
+from jspec.server.http.fields import (
+    JsonObject,
+    as_object,
+    check_ids,
+    check_number_of_prompts,
+    check_text,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.openai.chat_schema import parse_chat
+from jspec.server.service import INLINE_CHARS, Service
+from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.tokenizer.tokenizer import LARGE_CHARS
+
+BODY = "the request body"
+# Of a chat's fields those that its prompt depends on.
+CHAT_PROMPT_FIELDS = frozenset(
+    {
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "tools",
+    }
+)
+PAUSE_MODES = ("abort", "in_place")
+# Of /tokenize in characters and of /detokenize in ids: so much, or what a context may hold.
+MAX_SIZE = 2**22
+MOST_CHARS_A_TOKEN = 8  # on average, over a whole context
+
+
+class ControlEndpoints:
+    """One method an endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._long_calls = ThreadPoolExecutor(1, thread_name_prefix="jspec-tokenize")
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/ready", self.ready, methods=get),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/v1/tokenize", self.tokenize, methods=post),
+            Route("/v1/detokenize", self.detokenize, methods=post),
+            Route("/pause_generation", self.pause_generation, methods=post),
+            Route("/continue_generation", self.continue_generation, methods=post),
+            Route("/start_profile", self.start_profile, methods=["GET", "POST"]),
+            Route("/stop_profile", self.stop_profile, methods=["GET", "POST"]),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/freeze_gc", self.freeze_gc, methods=["GET", "POST"]),
+        ]
+
+    async def ready(self, _: Request) -> Response:
+        """GET /ready: 200 while requests are taken and nothing is paused or shutting down."""
+        why = self.service.unready
+        if why:
+            return error_response(why, HTTPStatus.SERVICE_UNAVAILABLE)
+        return PlainTextResponse("ready\n")
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize {"prompt": text or texts, "add_special_tokens": true}, or {"messages"} and
+        the template's fields of a chat, as vLLM has it."""
+        values = await read_call(request, self.service.args, _tokenize_fields)
+        if values.get("messages") is not None:
+            return await self._tokenize_chat(values)
+        prompt = values["prompt"]
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        num_chars = sum(map(len, texts))
+        self._check_size("prompt", num_chars, "characters")
+        make = partial(self._tokenized, values, texts)
+        return await self._in_turn(request, make, size=num_chars + len(texts))
+
+    def _tokenized(self, values: JsonObject, texts: list[str]) -> Response:
+        adds = values.get("add_special_tokens") is None or get_bool(values, "add_special_tokens")
+        tokenizer = self.service.engine.tokenizer
+        rows = [list(tokenizer.encode(text, add_special_tokens=adds)) for text in texts]
+        is_list = isinstance(values["prompt"], list)
+        return JSONResponse(
+            {
+                "tokens": rows if is_list else rows[0],
+                "count": [len(row) for row in rows] if is_list else len(rows[0]),
+                "max_model_len": self.service.engine.limits.context_length,
+            }
+        )
+
+    def _check_size(self, name: str, size: int, unit: str) -> None:
+        """Raises RequestError for more than anybody's prompt has: memory of a hundred times the
+        size, and seconds for each megabyte."""
+        most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.context_length)
+        if size > most:
+            raise RequestError(f"{name} has {size} {unit}; expected at most {most}")
+
+    async def _in_turn(
+        self, request: Request, make: Callable[[], Response], *, size: int
+    ) -> Response:
+        """What `make` answers; where that takes long, one after the other in a thread of their own:
+        others' bodies are read in those that all share. A client that goes away waits no longer."""
+        if size <= INLINE_CHARS:
+            return make()
+
+        def made() -> Response:
+            try:
+                return make()
+            finally:
+                if size > LARGE_CHARS:
+                    give_back_freed_memory()
+
+        making = asyncio.get_running_loop().run_in_executor(self._long_calls, made)
+        return await unless_gone(request.receive, _awaited(making))
+
+    async def _tokenize_chat(self, values: JsonObject) -> Response:
+        """The prompt that a chat would have."""
+        if values.get("prompt") is not None:
+            raise RequestError("prompt and messages are given; expected one of them")
+        given = {name: values[name] for name in CHAT_PROMPT_FIELDS if name in values}
+        prompt = await self.service.chat_prompt(parse_chat(given))
+        ids = list(prompt.input_ids or ())
+        most = self.service.engine.limits.context_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize {"tokens": ids or lists of ids, "skip_special_tokens": true}.
+
+        The answer has SGLang's `text` and vLLM's `prompt`, which are the same.
+        """
+        rows, is_list, skips = await read_call(request, self.service.args, _detokenize_fields)
+        num_ids = sum(map(len, rows))
+        self._check_size("tokens", num_ids, "ids")
+
+        def made() -> Response:
+            for row in rows:
+                self.service.engine.check_ids("tokens", row)
+            texts = self.service.engine.tokenizer.decode_all(rows, skip_special_tokens=skips)
+            text = texts if is_list else texts[0]
+            return JSONResponse({"text": text, "prompt": text})
+
+        return await self._in_turn(request, made, size=num_ids + len(rows))
+
+    async def pause_generation(self, request: Request) -> Response:
+        """POST /pause_generation {"mode": "abort" or "in_place"}: no step is begun from here on.
+
+        abort (SGLang's default) ends all requests first; in_place keeps them where they are.
+        """
+        body = await read_call(
+            request, self.service.args, partial(as_object, where=BODY), or_empty=True
+        )
+        values = without_neutral(BODY, body, read=frozenset({"mode"}), neutral={})
+        mode = values.get("mode") or "abort"
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode is {shorten(mode)}; expected one of {', '.join(PAUSE_MODES)}")
+        num_aborted = await self.service.engine.pause_generation(abort=mode == "abort")
+        return JSONResponse({"status": "ok", "mode": mode, "num_aborted": num_aborted})
+
+    async def continue_generation(self, _: Request) -> Response:
+        """POST /continue_generation."""
+        await self.service.engine.continue_generation()
+        return JSONResponse({"status": "ok"})
+
+    async def start_profile(self, _: Request) -> Response:
+        """POST /start_profile: a trace of jax's profiler into --profile-dir, nowhere else."""
+        directory = self.service.args.profile_dir
+        if directory is None:
+            raise RequestError("profiles are not taken; expected the server to have --profile-dir")
+        await asyncio.to_thread(self.service.profiler.start, directory)
+        return JSONResponse({"status": "ok", "profile_dir": directory})
+
+    async def stop_profile(self, _: Request) -> Response:
+        """POST /stop_profile: writes the trace."""
+        directory = await asyncio.to_thread(self.service.profiler.stop)
+        return JSONResponse({"status": "ok", "profile_dir": directory})
+
+    async def flush_cache(self, _: Request) -> Response:
+        """GET or POST /flush_cache: empties the prefix cache, if no request is there."""
+        if await self.service.engine.async_flush_cache():
+            return PlainTextResponse("Cache flushed.\n")
+        raise RequestError("requests are running or waiting; expected none while the cache goes")
+
+    async def freeze_gc(self, _: Request) -> Response:
+        """GET or POST /freeze_gc: as at the start, for what has been made since; SGLang's name."""
+        settle_heap()
+        return PlainTextResponse("Garbage collection frozen.\n")
+
+
+def _tokenize_fields(body: object) -> JsonObject:
+    """The fields of /tokenize, checked: "prompt" if there are no "messages"."""
+    values = without_neutral(
+        BODY,
+        as_object(body, BODY),
+        read=frozenset({"prompt", "add_special_tokens", "model"}) | CHAT_PROMPT_FIELDS,
+        neutral={"return_token_strs": (None, False)},
+        hints={"text": "'prompt'"},
+    )
+    if values.get("messages") is None:
+        prompt: Any = values.get("prompt")
+        is_list = isinstance(prompt, list) and prompt != []
+        if is_list:
+            check_number_of_prompts("prompt", prompt)
+        for text in prompt if is_list else [prompt]:
+            check_text("prompt", text)
+    return values
+
+
+def _detokenize_fields(body: object) -> tuple[list[tuple[int, ...]], bool, bool]:
+    """The ids of /detokenize, whether they came as lists, and whether special ones are skipped."""
+    values = without_neutral(
+        BODY,
+        as_object(body, BODY),
+        read=frozenset({"tokens", "skip_special_tokens", "model"}),
+        neutral={},
+    )
+    tokens: Any = values.get("tokens")
+    is_list = isinstance(tokens, list) and tokens != [] and isinstance(tokens[0], list)
+    rows = [check_ids("tokens", row) for row in (tokens if is_list else [tokens])]
+    skips = values.get("skip_special_tokens") is None or get_bool(values, "skip_special_tokens")
+    return rows, is_list, skips
+
+
+async def _awaited(making: asyncio.Future[Response]) -> Response:
+    return await making

@@ -1,0 +1,397 @@
+"""Every metric of /metrics, declared once: name, kind, meaning, and how it is read at a scrape.
+
+The names are SGLang's and vLLM's, so that a dashboard made for either finds what it looks for; one
+value may have several. What neither has is jspec's. `metrics_table` makes docs/metrics.md's table.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from jspec.config.limits import ServeLimits
+from jspec.messages.request import FinishKind
+from jspec.scheduler.stats import SchedulerStats
+from jspec.server.background_checks import CheckCounts
+
+TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+WINDOW_SECONDS = 10.0
+
+
+class MetricKind(enum.Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+class Histogram:
+    """Counts of values. bounds: upper, ascending; what is beyond the last has its own place.
+
+    prometheus_client's own takes a lock and 2 us for each value, of which a step has hundreds.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, *, count: int = 1) -> None:
+        """Counts a value `count` times; it belongs to the first bound that is not below it."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """As of now, for the registry."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family.add_metric(labels, buckets=buckets, sum_value=self._sum)
+
+
+class Observed:
+    """What is collected where answers are written: a value a token or a request, never a step's."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(TTFT_BUCKETS)
+        self.itl = Histogram(ITL_BUCKETS)
+        self.e2e = Histogram(E2E_BUCKETS)
+        self.decode = Histogram(E2E_BUCKETS)
+        self.tpot = Histogram(ITL_BUCKETS)
+        self.prompt_tokens = Histogram(TOKEN_BUCKETS)
+        self.output_tokens = Histogram(TOKEN_BUCKETS)
+        self.num_finished = dict.fromkeys(FinishKind, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a scrape reads. gen_throughput: output tokens a second of the last window."""
+
+    stats: SchedulerStats
+    limits: ServeLimits
+    observed: Observed
+    checks: CheckCounts
+    gen_throughput: float
+
+
+Value = float | Histogram | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """One value and the names under which it is shown, counters' without their _total.
+
+    label: of a value that is a mapping, what its keys are. read: at a scrape.
+    """
+
+    names: tuple[str, ...]
+    kind: MetricKind
+    text: str
+    read: Callable[[Snapshot], Value]
+    label: str = ""
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """As a query names them; a histogram's have _bucket, _sum and _count after them."""
+        end = "_total" if self.kind is MetricKind.COUNTER else ""
+        return tuple(name + end for name in self.names)
+
+    def metrics(self, snapshot: Snapshot, labels: Mapping[str, str]) -> list[Metric]:
+        """One a name, for the registry."""
+        value = self.read(snapshot)
+        return [self._metric(name, value, labels) for name in self.names]
+
+    def _metric(self, name: str, value: Value, labels: Mapping[str, str]) -> Metric:
+        own = [*labels.values()]
+        names = (*labels, self.label) if self.label else tuple(labels)
+        if isinstance(value, Histogram):
+            histogram = HistogramMetricFamily(name, self.text, labels=names)
+            value.add_to(histogram, own)
+            return histogram
+        is_counter = self.kind is MetricKind.COUNTER
+        family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(
+            name, self.text, labels=names
+        )
+        by_label = value if isinstance(value, Mapping) else {"": value}
+        for key, each in by_label.items():
+            family.add_metric([*own, key] if self.label else own, each)
+        return family
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """0 where nothing was counted."""
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def accepted_by_position(histogram: Sequence[int]) -> dict[str, float]:
+    """How often the draft of each depth was accepted, from 0 on, as vLLM counts.
+
+    histogram[i]: verifications that accepted i drafts. In: [2, 1, 4]   Out: {"0": 5, "1": 4}
+    """
+    return {str(depth): float(sum(histogram[depth + 1 :])) for depth in range(len(histogram) - 1)}
+
+
+def _used_tokens(now: Snapshot) -> int:
+    """The pool has pages beyond its tokens, for drafts, which count for neither side."""
+    return min(now.stats.num_used_pages * now.limits.page_size, now.limits.max_total_tokens)
+
+
+def _gauge(*names: str, text: str, read: Callable[[Snapshot], Value]) -> MetricRow:
+    return MetricRow(names=names, kind=MetricKind.GAUGE, text=text, read=read)
+
+
+def _counter(
+    *names: str, text: str, read: Callable[[Snapshot], Value], label: str = ""
+) -> MetricRow:
+    return MetricRow(names=names, kind=MetricKind.COUNTER, text=text, read=read, label=label)
+
+
+def _histogram(*names: str, text: str, read: Callable[[Observed], Histogram]) -> MetricRow:
+    return MetricRow(
+        names=names, kind=MetricKind.HISTOGRAM, text=text, read=lambda s: read(s.observed)
+    )
+
+
+GAUGES = (
+    _gauge(
+        *("sglang:num_running_reqs", "vllm:num_requests_running"),
+        text="Sequences that hold a slot",
+        read=lambda s: s.stats.num_running,
+    ),
+    _gauge(
+        *("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
+        text="Sequences that wait for a slot",
+        read=lambda s: s.stats.num_queued,
+    ),
+    _gauge(
+        *("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        text="Share of the KV pool that sequences hold, from 0 to 1",
+        read=lambda s: s.stats.token_usage,
+    ),
+    _gauge(
+        "sglang:num_used_tokens",
+        text="Tokens that the pages of running sequences have room for",
+        read=_used_tokens,
+    ),
+    _gauge(
+        "sglang:kv_available_tokens",
+        text="Tokens of the KV pool that no running sequence has: of free and of cached pages",
+        read=lambda s: s.limits.max_total_tokens - _used_tokens(s),
+    ),
+    _gauge(
+        "sglang:max_total_num_tokens",
+        text="Tokens that the KV pool holds",
+        read=lambda s: s.limits.max_total_tokens,
+    ),
+    _gauge(
+        "sglang:cache_hit_rate",
+        text="Share of all prompt tokens that were found in the prefix cache, since the start",
+        read=lambda s: s.stats.cache_hit_rate,
+    ),
+    _gauge(
+        "sglang:gen_throughput",
+        text=f"Output tokens a second over the last {WINDOW_SECONDS:g} s in which steps ran",
+        read=lambda s: s.gen_throughput,
+    ),
+    _gauge(
+        "sglang:spec_accept_length",
+        text="Mean tokens a verification emitted, bonus included, since the start",
+        read=lambda s: s.stats.counters.acceptance_length,
+    ),
+    _gauge(
+        "sglang:spec_accept_rate",
+        text="Share of draft tokens that were accepted, since the start",
+        read=lambda s: ratio(s.stats.counters.num_accepted, s.stats.counters.num_proposed),
+    ),
+    _gauge(
+        "sglang:spec_num_steps",
+        text="S: draft levels; with --speculative-adaptive those chosen last",
+        read=lambda s: s.stats.shapes.steps_now(s.limits.spec),
+    ),
+    _gauge(
+        "sglang:spec_num_draft_tokens",
+        text="N: tree nodes, root included",
+        read=lambda s: s.limits.spec.num_draft_tokens,
+    ),
+    _gauge(
+        "jspec:num_leaked_pages",
+        text="Pages that nothing holds and nobody can use: 0, or a bug",
+        read=lambda s: s.stats.num_leaked_pages,
+    ),
+)
+
+
+def _of_shapes(name: str) -> Callable[[Snapshot], Value]:
+    """Reads one of what a chooser of shapes counts."""
+    return lambda snapshot: float(getattr(snapshot.stats.shapes, name))
+
+
+SHAPES = (
+    ("expected_tokens", "Tokens expected of the decodes whose shape --speculative-adaptive chose"),
+    ("emitted_tokens", "Tokens that they emitted"),
+    ("expected_seconds", "Seconds expected of those of known cost"),
+    ("measured_seconds", "Seconds that they took"),
+    ("num_changes", "Changes of the shape that is worth most"),
+    ("num_probes", "Decodes of another shape, to see what it costs or accepts"),
+)
+COUNTERS = (
+    *(_counter(f"jspec:shape_{name}", text=text, read=_of_shapes(name)) for name, text in SHAPES),
+    _counter(
+        *("sglang:prompt_tokens", "vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+        text="Prompt tokens, cached ones included",
+        read=lambda s: s.stats.num_prompt_tokens,
+    ),
+    _counter(
+        *("sglang:cached_tokens", "vllm:prefix_cache_hits"),
+        text="Prompt tokens found in the prefix cache",
+        read=lambda s: s.stats.num_cached_tokens,
+    ),
+    _counter(
+        "jspec:shared_prefix_tokens",
+        text="Keys that rows of decodes need not read, since others begin with them and do",
+        read=lambda s: s.stats.num_shared_keys,
+    ),
+    _counter(
+        *("sglang:generation_tokens", "vllm:generation_tokens"),
+        text="Output tokens",
+        read=lambda s: s.stats.num_emitted,
+    ),
+    _counter(
+        "sglang:num_requests",
+        text="Sequences taken in",
+        read=lambda s: s.stats.num_requests,
+    ),
+    _counter(
+        "vllm:request_success",
+        text="Sequences that ended over HTTP, by why",
+        read=lambda s: {kind.value: float(n) for kind, n in s.observed.num_finished.items()},
+        label="finished_reason",
+    ),
+    _counter(
+        "sglang:num_aborted_requests",
+        text="Sequences aborted",
+        read=lambda s: s.stats.num_aborted,
+    ),
+    _counter(
+        "jspec:num_slow_readers",
+        text="Sequences aborted because nobody read what they made",
+        read=lambda s: s.stats.num_slow_readers,
+    ),
+    _counter(
+        "jspec:num_engine_restarts",
+        text="Times that the engine failed and was begun anew; requests went on",
+        read=lambda s: s.stats.num_restarts,
+    ),
+    _counter(
+        *("sglang:num_retracted_requests", "vllm:num_preemptions"),
+        text="Retractions: a sequence gave its pages back and went on later",
+        read=lambda s: s.stats.num_retractions,
+    ),
+    _counter(
+        *("sglang:spec_verify_calls", "vllm:spec_decode_num_drafts"),
+        text="Verifications, one a row and step",
+        read=lambda s: s.stats.counters.verify_ct,
+    ),
+    _counter(
+        *("vllm:spec_decode_num_draft_tokens", "jspec:spec_proposed_drafts"),
+        text="Draft tokens that were verified",
+        read=lambda s: s.stats.counters.num_proposed,
+    ),
+    _counter(
+        *("vllm:spec_decode_num_accepted_tokens", "jspec:spec_accepted_drafts"),
+        text="Draft tokens accepted",
+        read=lambda s: s.stats.counters.num_accepted,
+    ),
+    _counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        text="Draft tokens accepted, by depth less one",
+        read=lambda s: accepted_by_position(s.stats.counters.accept_histogram),
+        label="position",
+    ),
+    _counter(
+        "jspec:verify_requests",
+        text="Answers that were scored again (--verify-fraction)",
+        read=lambda s: s.checks.num_requests,
+    ),
+    _counter("jspec:verify_tokens", text="Their tokens", read=lambda s: s.checks.num_tokens),
+    _counter(
+        "jspec:verify_tie_flips",
+        text="Tokens that rounding let differ from the target's own choice",
+        read=lambda s: s.checks.num_tie_flips,
+    ),
+    _counter(
+        "jspec:verify_faults",
+        text="Tokens that differ from the target's own choice by more than rounding",
+        read=lambda s: s.checks.num_faults,
+    ),
+    _counter(
+        "jspec:verify_skipped",
+        text="Chosen answers that could not be checked",
+        read=lambda s: s.checks.num_skipped,
+    ),
+)
+HISTOGRAMS = (
+    _histogram(
+        *("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        text="From the request to its first token",
+        read=lambda o: o.ttft,
+    ),
+    _histogram(
+        *("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        *("sglang:time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
+        text="Between two tokens: a step's time over its tokens, once for each of them",
+        read=lambda o: o.itl,
+    ),
+    _histogram(
+        *("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        text="From the request to its last token",
+        read=lambda o: o.e2e,
+    ),
+    _histogram(
+        "vllm:request_decode_time_seconds",
+        text="From a sequence's first token to its last",
+        read=lambda o: o.decode,
+    ),
+    _histogram(
+        "vllm:request_time_per_output_token_seconds",
+        text="A sequence's mean time for a token after its first",
+        read=lambda o: o.tpot,
+    ),
+    _histogram(
+        *("sglang:prompt_tokens_histogram", "vllm:request_prompt_tokens"),
+        text="Prompt tokens of a sequence",
+        read=lambda o: o.prompt_tokens,
+    ),
+    _histogram(
+        *("sglang:generation_tokens_histogram", "vllm:request_generation_tokens"),
+        text="Output tokens of a sequence",
+        read=lambda o: o.output_tokens,
+    ),
+)
+METRICS: tuple[MetricRow, ...] = (*GAUGES, *COUNTERS, *HISTOGRAMS)
+
+
+def metrics_table() -> str:
+    """The tables of docs/metrics.md."""
+    lines: list[str] = []
+    for kind in MetricKind:
+        lines += [f"### {kind.value.capitalize()}s", "", "| names | meaning |", "|---|---|"]
+        for row in METRICS:
+            if row.kind is kind:
+                names = ", ".join(f"`{name}`" for name in row.exposed)
+                by = f" (`{row.label}`)" if row.label else ""
+                lines.append(f"| {names} | {row.text}{by} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""Prometheus metrics as they are read, and the rates of the decode log.
+
+Counts and gauges are read off the scheduler's statistics when somebody asks; only latencies are
+collected here, from the chunks as they pass. It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from jspec.config.limits import ServeLimits
+from jspec.messages.request import FinishReason, StreamChunk
+from jspec.scheduler.stats import SchedulerStats
+from jspec.server.background_checks import CheckCounts
+from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
+
+MAX_SAMPLES = 1000  # a clock that often stands still would make a window of very many
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of the last window. gen_throughput: output tokens a second; the others as in SGLang's log.
+
+    has_tokens, has_verifications: whether the window holds any; without, the numbers mean nothing.
+    """
+
+    gen_throughput: float = 0.0
+    acceptance_length: float = 0.0
+    accept_rate: float = 0.0
+    has_tokens: bool = False
+    has_verifications: bool = False
+
+
+class RateMeter:
+    """Turns running totals into rates over the last WINDOW_SECONDS of `clock`.
+
+    A clock that stands still while nothing runs (Engine.busy_seconds) leaves idle time out.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, SchedulerStats]] = deque(maxlen=MAX_SAMPLES)
+
+    def sample(self, stats: SchedulerStats) -> None:
+        """Remembers `stats` as of now; call it about once a second."""
+        now = self._clock()
+        if self._samples and _is_idle(self._samples[-1][1], stats):
+            self._samples.clear()  # the window begins where the work does
+        self._samples.append((now, stats))
+        # The oldest sample stays until the next one is old enough to stand in for it.
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def rates(self, stats: SchedulerStats) -> Rates:
+        """Rates between the oldest sample and `stats`; zeros where nothing happened."""
+        if not self._samples:
+            return Rates()
+        began, then = self._samples[0]
+        seconds = self._clock() - began
+        new, old = stats.counters, then.counters
+        return Rates(
+            gen_throughput=ratio(stats.num_emitted - then.num_emitted, seconds),
+            acceptance_length=ratio(
+                new.full_num_emitted - old.full_num_emitted,
+                new.full_verify_ct - old.full_verify_ct,
+            ),
+            accept_rate=ratio(
+                new.num_accepted - old.num_accepted, new.num_proposed - old.num_proposed
+            ),
+            has_tokens=stats.num_emitted > then.num_emitted,
+            has_verifications=new.full_verify_ct > old.full_verify_ct,
+        )
+
+    def seconds_until_left(
+        self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
+    ) -> float:
+        """About how long until that many sequences more have ended, at the window's pace, or so
+        many seconds less.
+
+        A window in which none ended stands for one that will end in as long again. From 1 to 60:
+        a client that comes back is refused again at worst, one that waits for long is idle.
+        """
+        if not self._samples:
+            return MIN_RETRY_SECONDS
+        began, then = self._samples[0]
+        num_ended = _num_ended(stats) - _num_ended(then)
+        seconds = num_sequences * (self._clock() - began) / max(num_ended, 1)
+        return min(max(seconds - less, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+def _num_ended(stats: SchedulerStats) -> int:
+    return stats.num_finished + stats.num_aborted
+
+
+def _is_idle(old: SchedulerStats, new: SchedulerStats) -> bool:
+    return new.num_running == 0 and new.num_emitted == old.num_emitted
+
+
+class ServerMetrics(Collector):
+    """The registry of one server. `read_stats` is called at each scrape."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        limits: ServeLimits,
+        read_stats: Callable[[], SchedulerStats],
+        meter: RateMeter,
+        read_checks: Callable[[], CheckCounts] = CheckCounts,
+    ) -> None:
+        self._read_checks = read_checks
+        self._labels = {"model_name": model_name}
+        self._limits = limits
+        self._read_stats = read_stats
+        self._meter = meter
+        self._observed = Observed()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The exposition text, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def clock(self, *, started: float) -> RequestClock:
+        """A stopwatch for one sequence, started at that time.monotonic()."""
+        return RequestClock(self._observed, started=started)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for at a scrape."""
+        stats = self._read_stats()
+        snapshot = Snapshot(
+            stats=stats,
+            limits=self._limits,
+            observed=self._observed,
+            checks=self._read_checks(),
+            gen_throughput=self._meter.rates(stats).gen_throughput,
+        )
+        for row in METRICS:
+            yield from row.metrics(snapshot, self._labels)
+
+
+class RequestClock:
+    """Times of one sequence; an interval between chunks counts once for each of its tokens."""
+
+    def __init__(self, observed: Observed, *, started: float) -> None:
+        self._observed = observed
+        self._started = started
+        self._first = self._last = 0.0  # 0 until there is a token
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request was taken."""
+        return time.monotonic() - self._started
+
+    def observe(self, chunk: StreamChunk) -> None:
+        """Counts a chunk that came just now."""
+        now = time.monotonic()
+        if chunk.new_ids:
+            if self._last:
+                num_ids = len(chunk.new_ids)
+                self._observed.itl.observe((now - self._last) / num_ids, count=num_ids)
+            else:
+                self._first = now
+                self._observed.ttft.observe(now - self._started)
+            self._last = now
+        if chunk.finish is not None:
+            self._end(chunk, chunk.finish, now)
+
+    def _end(self, chunk: StreamChunk, finish: FinishReason, now: float) -> None:
+        observed, num_ids = self._observed, chunk.completion_tokens
+        observed.num_finished[finish.kind] += 1
+        observed.e2e.observe(now - self._started)
+        observed.prompt_tokens.observe(chunk.prompt_tokens)
+        observed.output_tokens.observe(num_ids)
+        if num_ids > 1:
+            observed.decode.observe(self._last - self._first)
+            observed.tpot.observe((self._last - self._first) / (num_ids - 1))

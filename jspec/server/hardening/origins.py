@@ -1,0 +1,98 @@
+"""Which web pages may act on the server: middleware that looks at Origin and Host.
+
+A browser sends requests to this machine on behalf of any page that is open in it. What changes
+state, or makes the engine work, is taken from pages of the server itself and of allowed origins.
+Clients that are no browsers send no Origin, and nothing here concerns them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from http import HTTPStatus
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jspec.errors import shown
+from jspec.server.http.exchange import error_response, in_one_line
+from jspec.server.server_args import ServerArgs
+
+LOGGER = logging.getLogger("jspec.server")
+# Routes of a GET that changes something.
+ACTING_PATHS = frozenset({"/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"})
+FOREIGN = {b"cross-site", b"same-site"}
+
+
+class OriginGuard:
+    """Middleware: 403 for what acts and comes from a page of another origin.
+
+    A page is the server's own if its origin is what Host says, and Host is no name that somebody
+    else may own: another's name can be made to lead to this machine (DNS rebinding). With an API
+    key, which such a page does not have, any name is taken.
+    """
+
+    def __init__(self, app: ASGIApp, *, args: ServerArgs) -> None:
+        self._app = app
+        self._origins = frozenset(args.origins)
+        self._takes_any_name = args.api_key is not None
+        self._names = {"localhost", args.host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why = self._refusal(scope) if scope["type"] == "http" and _acts(scope) else ""
+        if not why:
+            await self._app(scope, receive, send)
+            return
+        LOGGER.info("403 %s %s: %s", scope["method"], in_one_line(scope["path"]), in_one_line(why))
+        response = error_response(
+            f"{why}; expected a page of this server, or one that --allowed-origins names",
+            HTTPStatus.FORBIDDEN,
+        )
+        await response(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str:
+        headers = dict(scope["headers"])
+        given = headers.get(b"origin")
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if given is None:  # a browser's GET says only where it comes from
+            kind = headers.get(b"sec-fetch-site", b"")
+            if kind in FOREIGN:
+                return f"the request is {kind.decode('latin-1')}"
+            is_asked = kind in (b"", b"none")  # by no page
+            return "" if is_asked or "*" in self._origins else self._foreign_name(host)
+        origin = given.decode("latin-1")
+        if "*" in self._origins or origin in self._origins:
+            return ""
+        own = _split(origin)
+        if own is None or own.netloc.lower() != host or not host:
+            return f"the Origin is {shown(origin)}"
+        return self._foreign_name(host)
+
+    def _foreign_name(self, host: str) -> str:
+        if self._takes_any_name or self._is_own(host):
+            return ""
+        return f"the Host is {shown(host)}, which may be anybody's name"
+
+    def _is_own(self, host: str) -> bool:
+        parts = _split(f"//{host}")
+        name = "" if parts is None else parts.hostname or ""
+        if name in self._names or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _split(url: str) -> SplitResult | None:
+    """None for what is no URL, such as http://[."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
+
+
+def _acts(scope: Scope) -> bool:
+    return scope["method"] not in {"GET", "HEAD", "OPTIONS"} or scope["path"] in ACTING_PATHS

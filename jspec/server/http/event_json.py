@@ -1,0 +1,90 @@
+"""One sequence's events as JSON, of which each character is escaped once.
+
+A cumulative stream repeats all that was said before. To write all of it anew in each event would
+cost as much as the whole answer at every step; here what was written stays, and is copied. The
+bytes are those of `encode_event` for the same object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
+from typing import Any
+
+from jspec.messages.response import GROWING
+
+# Made once: json.dumps makes an encoder for every call with options.
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+def encode_event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event (HTML standard, section 9.2)."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+class EventJson:
+    """What one sequence says, growing. keeps_all: every event has all so far, else the new.
+
+    {"index": 0, "text": "ab", "output_ids": [1, 2], "meta_info": {...}}
+    """
+
+    def __init__(self, *, keeps_all: bool) -> None:
+        self._keeps_all = keeps_all
+        self._text = bytearray()
+        self._ids = bytearray()
+        self._lists: dict[str, bytearray] = {}
+
+    def add(self, text: str, ids: Sequence[int]) -> None:
+        """What came."""
+        if text:
+            self._text += encode_basestring(text)[1:-1].encode("utf-8")
+        if ids:
+            if self._ids:
+                self._ids += b", "
+            self._ids += str(list(ids))[1:-1].encode("ascii")
+
+    def event(
+        self,
+        meta_info: Mapping[str, Any],
+        *,
+        index: int | None,
+        spec_tokens: Sequence[Any] | None = None,
+    ) -> bytes:
+        """The event; index: of the sequence among those of its call, if there are several.
+
+        spec_tokens, and of meta_info the lists named in GROWING, hold what is new.
+        """
+        named = b"" if index is None else b'"index": %d, ' % index
+        parts: list[bytes | bytearray] = [b"data: {", named, b'"text": "', self._text]
+        parts += (b'", "output_ids": [', self._ids)
+        parts += (b'], "meta_info": ', *self._meta(meta_info))
+        if spec_tokens is not None:
+            parts += (b', "spec_tokens": ', *self._grown("spec_tokens", spec_tokens))
+        event = b"".join((*parts, b"}\n\n"))
+        if not self._keeps_all:
+            self._text.clear()
+            self._ids.clear()
+            self._lists.clear()
+        return event
+
+    def _meta(self, meta_info: Mapping[str, Any]) -> list[bytes | bytearray]:
+        if GROWING.isdisjoint(meta_info):
+            return [_encode(meta_info)]
+        parts: list[bytes | bytearray] = []
+        for key, value in meta_info.items():
+            parts.append(b'%s"%s": ' % (b", " if parts else b"{", key.encode("ascii")))
+            parts += self._grown(key, value) if key in GROWING else (_encode(value),)
+        return [*parts, b"}"]
+
+    def _grown(self, name: str, items: Sequence[Any]) -> tuple[bytes, bytearray, bytes]:
+        kept = self._lists.setdefault(name, bytearray())
+        if items:
+            if kept:
+                kept += b", "
+            kept += _encode(items)[1:-1]
+        return b"[", kept, b"]"
+
+
+def _encode(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode("utf-8")

@@ -1,0 +1,312 @@
+"""HTTP plumbing: bounded JSON bodies in, errors out, the bearer check, and who has gone away.
+
+It knows no endpoint. An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...) and
+the same inside `error`, where OpenAI's own clients look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import hmac
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NoReturn, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jspec.errors import (
+    EngineClosedError,
+    JspecError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    shown,
+)
+from jspec.server.hardening.json_bounds import check_structure
+from jspec.server.server_args import ServerArgs
+from jspec.spec.json_files import json_fault
+
+T = TypeVar("T")
+LOGGER = logging.getLogger("jspec.server")
+# How much of a body that is too long is still taken, so that its client reads the answer.
+DRAIN_BYTES = 256 * 2**20
+DRAIN_SECONDS = 10.0
+NEAR_PATH = 0.8  # least likeness of a path that is suggested
+INLINE_BYTES = 16_384  # of a body that is parsed without leaving the event loop
+MAX_LOGGED = 300  # characters of a path, or of a refusal's message
+# Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer; nobody will read another."""
+
+
+def error_body(message: str, status: int) -> dict[str, Any]:
+    """The JSON of an error."""
+    kind = HTTPStatus(status).phrase.replace(" ", "")
+    if status == HTTPStatus.BAD_REQUEST:
+        kind = "BadRequestError"
+    inner = {"message": message, "type": kind, "param": None, "code": status}
+    return {"object": "error", **inner, "error": inner}
+
+
+def error_response(
+    message: str, status: int, *, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse(error_body(message, status), status_code=status, headers=headers)
+
+
+def status_of(error: JspecError) -> int:
+    """The HTTP status of an error raised on purpose; what is not the request's fault is 5xx."""
+    if isinstance(error, QueueFullError | EngineClosedError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(error, RequestError):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def in_one_line(text: str) -> str:
+    """What a client wrote, for the log: cut, and unable to begin another line."""
+    return text[:MAX_LOGGED].encode("unicode_escape").decode()
+
+
+def log_refusal(request: Request, status: int, message: str) -> None:
+    """One line."""
+    path, line = in_one_line(request.url.path), in_one_line(message)
+    LOGGER.info("%d %s %s: %s", status, request.method, path, line)
+
+
+async def on_jspec_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, JspecError)
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    status = status_of(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, RequestFailedError):
+        LOGGER.error("a bug in jspec", exc_info=error)
+    log_refusal(request, status, str(error))
+    return error_response(str(error), status, headers=headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND and message == HTTPStatus.NOT_FOUND.phrase:
+        path = request.url.path
+        near = near_path(path, [route.path for route in request.app.routes])
+        hint = f"did you mean {near}? " if near else ""
+        message = (
+            f"{request.method} {path[:MAX_LOGGED]} is not served; {hint}GET /docs lists what is"
+        )
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} {request.url.path} is not served; expected {allowed}"
+    log_refusal(request, error.status_code, message)
+    return error_response(message, error.status_code, headers=error.headers)
+
+
+def near_path(path: str, known: Sequence[str]) -> str:
+    """The route that was meant by a path that is none; empty if nobody can tell.
+
+    /chat/completions → /v1/chat/completions, /v1/v1/models → /v1/models, /v1/generate → /generate
+    """
+    path = "/" + "/".join(filter(None, path[:MAX_LOGGED].split("/")))
+    for near in known:
+        if near != "/" and (near.endswith(path) or path.endswith(near)):
+            return near
+    return next(iter(difflib.get_close_matches(path, known, n=1, cutoff=NEAR_PATH)), "")
+
+
+async def on_gone(_: Request, __: Exception) -> Response:
+    # Nobody reads this: the connection is closed. 499 is what proxies log for it.
+    return Response(status_code=499)
+
+
+HANDLERS: Mapping[Any, Any] = {
+    JspecError: on_jspec_error,
+    HTTPException: on_http_error,
+    ClientGoneError: on_gone,
+    ClientDisconnect: on_gone,
+}
+
+
+async def read_call(
+    request: Request, args: ServerArgs, parse: Callable[[object], T], *, or_empty: bool = False
+) -> T:
+    """What `parse` makes of the body's JSON; an empty one is an empty object if `or_empty`.
+
+    A long body is parsed in a thread, so that others are served meanwhile.
+
+    Raises what `parse` does, RequestError if the body is no JSON, HTTPException 413 if it is too
+    long, 408 if it comes too slowly, and 415 for what a browser sends to other sites without asking
+    (text/plain, a form).
+    """
+    body = await read_bytes(request, args)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise HTTPException(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"the Content-Type is {shown(kind)}; expected application/json "
+            "(curl: -H 'Content-Type: application/json')",
+        )
+    if not body and not or_empty:
+        raise RequestError("the request body is empty; expected a JSON object")
+
+    def parsed() -> T:
+        return parse(_loaded(body) if body else {})
+
+    return parsed() if len(body) <= INLINE_BYTES else await asyncio.to_thread(parsed)
+
+
+def _loaded(body: bytes) -> object:
+    check_structure(body)
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply; expected plain JSON") from None
+    except ValueError as error:
+        raise RequestError(f"the request body {json_fault(error)}") from None
+
+
+async def read_bytes(request: Request, args: ServerArgs) -> bytes:
+    """The body. Raises HTTPException 413 if it is too long, 408 if it comes too slowly."""
+    try:
+        async with asyncio.timeout(args.request_timeout):
+            return await _read_body(request, args.max_request_bytes)
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the request body did not come within {args.request_timeout:g} s (--request-timeout)",
+            {"Connection": "close"},
+        ) from None
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    parts = request.stream()
+    body = bytearray()
+    declared = request.headers.get("content-length", "")
+    is_too_long = declared.isdecimal() and int(declared) > max_bytes
+    if not is_too_long:
+        async for part in parts:
+            body += part
+            if len(body) > max_bytes:
+                is_too_long = True
+                break
+    if not is_too_long:
+        return bytes(body)
+    # Who asked whether to send it, and was not told yet, sends nothing.
+    if body or request.headers.get("expect", "").lower() != "100-continue":
+        await _drain(parts)
+    raise HTTPException(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the request body has more than {max_bytes} bytes; expected at most that "
+        f"(--max-request-bytes)",
+        {"Connection": "close"},
+    )
+
+
+async def _drain(parts: AsyncIterator[bytes]) -> None:
+    """Reads on and forgets, within bounds.
+
+    Closing a connection with unread bytes resets it, and a client that sends its whole body before
+    it reads would never see the answer.
+    """
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for part in parts:
+                num_bytes += len(part)
+                if num_bytes > DRAIN_BYTES:
+                    return
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, or cancels it and raises ClientGoneError once the client is gone.
+
+    The body must have been read: the next message of `receive` is then the disconnection.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.wait({working, gone})
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class BearerAuth:
+    """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY` or `X-API-Key: KEY`.
+
+    The paths and the two headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._may_pass(scope):
+            response = error_response(
+                "the API key is missing or wrong; expected Authorization: Bearer KEY",
+                HTTPStatus.UNAUTHORIZED,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b""), token if scheme.lower() == b"bearer" else b""]
+        return any(hmac.compare_digest(key, self._key) for key in keys)
+
+
+class RequestLog:
+    """Middleware: one line a request, when its answer has ended. Never what was asked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            seconds = time.monotonic() - started
+            path = in_one_line(scope["path"])
+            LOGGER.info("%s %s %d in %.3f s", scope["method"], path, status, seconds)

@@ -1,0 +1,179 @@
+"""Checks of JSON objects shared by the native and the OpenAI schema. It knows neither of them.
+
+A field is read, neutral (SGLang or OpenAI has it, and it holds the value that asks for nothing),
+or an error that names it. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.errors import SHOWN_CHARS, RequestError, shown, unknown_field
+
+JsonObject = Mapping[str, Any]
+Neutral = Mapping[str, tuple[Any, ...]]
+Hints = Mapping[str, str]
+NO_HINTS: Hints = {}
+NO_DEFAULTS: Mapping[str, Any] = {}
+MAX_RID_CHARS = 256
+EXTRA_KEYS = ("extra_key", "cache_salt")
+MAX_EXTRA_KEY_CHARS = 1024
+MAX_PRIORITY = 2**31 - 1
+MAX_PROMPTS = 65_536  # the queue takes fewer
+
+
+def as_object(body: object, where: str) -> JsonObject:
+    """`body` as a JSON object. Raises RequestError."""
+    if not isinstance(body, dict):
+        raise RequestError(f"{where} is {shorten(body)}; expected a JSON object")
+    return body
+
+
+def check_fields(
+    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
+) -> None:
+    """Raises RequestError for a field that is unknown, or known but not implemented.
+
+    hints: what is meant by names that other APIs have, or that belong elsewhere.
+    """
+    for name, value in body.items():
+        if name in read or (name in neutral and _is_neutral(value, neutral[name])):
+            continue
+        if name not in neutral:
+            hint = hints.get(name) or _near(name, read=read, neutral=neutral)
+            raise RequestError(unknown_field(where, name, set(read), hint=hint))
+        allowed = " or ".join(dict.fromkeys(to_json(v) for v in neutral[name]))
+        raise RequestError(
+            f"{name} is {shorten(value)}, which is not implemented; expected {allowed}, "
+            f"or leave it out"
+        )
+
+
+def _near(name: str, *, read: frozenset[str], neutral: Neutral) -> str:
+    """The nearest name; one that is not read is said to be so, lest it be tried next."""
+    for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
+        return repr(near) if near in read else f"{near!r}, which is not implemented"
+    return ""
+
+
+def without_neutral(
+    where: str, body: JsonObject, *, read: frozenset[str], neutral: Neutral, hints: Hints = NO_HINTS
+) -> dict[str, Any]:
+    """The fields that are read, after `check_fields`."""
+    check_fields(where, body, read=read, neutral=neutral, hints=hints)
+    return {name: value for name, value in body.items() if name in read}
+
+
+def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Alone, or one for each prompt of a list: no deeper, whatever a body may nest."""
+    if isinstance(value, list) and value:
+        return all(_is_one_of(item, allowed) for item in value)
+    return _is_one_of(value, allowed)
+
+
+def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
+    # 1 == True and 0 == False in Python, not in JSON.
+    return value is None or any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
+    )
+
+
+def to_json(value: object) -> str:
+    """A value as JSON writes it, for messages."""
+    names = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    return repr(value)
+
+
+def shorten(value: object) -> str:
+    """A value for a message as JSON writes it, cut to what a person reads."""
+    return to_json(value) if value is None or isinstance(value, bool) else shown(value)
+
+
+def get_bool(body: JsonObject, name: str) -> bool:
+    """A boolean that is false if absent or null. Raises RequestError."""
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {shorten(value)}; expected true or false")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """Text that can be encoded: JSON can spell half a surrogate pair, UTF-8 cannot."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is {shorten(value)}; expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds a lone surrogate; expected Unicode text") from None
+    return value
+
+
+def check_rid(value: object) -> str:
+    """A request id: text of 1 to 256 characters."""
+    rid = check_text("rid", value)
+    if not 1 <= len(rid) <= MAX_RID_CHARS:
+        raise RequestError(
+            f"rid has {len(rid)} characters; expected from 1 to {MAX_RID_CHARS}, or leave it out"
+        )
+    return rid
+
+
+def expand_rid(rid: str | None, num_prompts: int, *, is_list: bool) -> list[str | None]:
+    """One name a prompt: rid itself, or rid_0, rid_1, ... for a list, as SGLang does."""
+    if rid is None or not is_list:
+        return [rid] * num_prompts
+    return [f"{rid}_{index}" for index in range(num_prompts)]
+
+
+def check_number_of_prompts(name: str, items: Sequence[object]) -> None:
+    """Raises RequestError for a list so long that even looking at it would stall others."""
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(f"{name} is a list of {len(items)}; expected at most {MAX_PROMPTS}")
+
+
+def check_ids(name: str, value: object) -> tuple[int, ...]:
+    """A list of integers; the engine checks them against the vocabulary."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {shorten(value)}; expected a list of token ids")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise RequestError(f"{name} holds {shorten(item)}; expected token ids (integers)")
+    return tuple(value)
+
+
+def get_extra_key(body: JsonObject) -> str | None:
+    """What keeps the call's cached prefixes apart from others': extra_key, SGLang's name, or
+    cache_salt, vLLM's. Raises RequestError, also where the two differ."""
+    given = {name: body[name] for name in EXTRA_KEYS if body.get(name) is not None}
+    for name, value in given.items():
+        num_chars = len(check_text(name, value))
+        if not 1 <= num_chars <= MAX_EXTRA_KEY_CHARS:
+            raise RequestError(
+                f"{name} has {num_chars} characters; expected from 1 to {MAX_EXTRA_KEY_CHARS}, or "
+                f"leave it out"
+            )
+    if len(set(given.values())) > 1:
+        raise RequestError(
+            f"extra_key is {shorten(given['extra_key'])} and cache_salt is "
+            f"{shorten(given['cache_salt'])}; expected one of them"
+        )
+    return next(iter(given.values()), None)
+
+
+def get_priority(body: JsonObject) -> int:
+    """The call's priority, 0 where it names none. Raises RequestError."""
+    value = body.get("priority")
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {shorten(value)}; expected an integer from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}"
+        )
+    return value

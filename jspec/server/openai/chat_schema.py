@@ -1,0 +1,187 @@
+"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: JSON in, a checked call out.
+
+It renders no template, does not tokenize and asks no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jspec.errors import RequestError
+from jspec.messages.request import SamplingParams
+from jspec.server.http.fields import (
+    NO_DEFAULTS,
+    Hints,
+    JsonObject,
+    Neutral,
+    as_object,
+    check_rid,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.native.generate_schema import common_fields
+from jspec.server.openai.completion_schema import (
+    ANSWER_FIELDS,
+    COMPLETION_HINTS,
+    NEUTRAL_OPENAI,
+    SAMPLING_NAMES,
+    TOP_LOGPROBS,
+    AnswerOptions,
+    answer_options,
+    sampling_of,
+    with_logprobs,
+)
+from jspec.server.openai.response_formats import GRAMMAR_FIELDS
+from jspec.text.calls.tools import ToolUse, check_tools
+from jspec.text.template.chat_messages import Message, check_messages
+
+CHAT_FIELDS = (
+    frozenset(SAMPLING_NAMES)
+    | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
+    | {
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "separate_reasoning",
+    }
+)
+NEUTRAL_CHAT: Neutral = {
+    **NEUTRAL_OPENAI,
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, "text"),
+    "audio": (None,),
+    "prediction": (None,),
+    "verbosity": (None, "medium"),
+    "stream_reasoning": (None, True),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "web_search_options": (None,),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "add_special_tokens": (None, False),
+}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's words
+CHAT_HINTS: Hints = {
+    **{name: hint for name, hint in COMPLETION_HINTS.items() if name != "messages"},
+    "max_new_tokens": "'max_completion_tokens'",
+    "prompt": "'messages'",
+    "text": "'messages'",
+    "input_ids": "'messages'",
+    "sampling_params": "its fields beside 'messages'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A checked POST /v1/chat/completions.
+
+    sampling: max_new_tokens None is what the context leaves. template_options: of
+    `Engine.chat_prompt`. separate_reasoning: of effect with --reasoning-parser alone.
+    """
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams
+    template_options: Mapping[str, Any]
+    options: AnswerOptions
+    rid: str | None
+    priority: int
+    extra_key: str | None = None
+    tools: ToolUse = field(default_factory=ToolUse)
+    separate_reasoning: bool = True
+
+    @property
+    def num_chars(self) -> int:
+        """How long rendering takes: characters of all that a template is given, and its items."""
+        total, pending = 0, [*self.messages, self.template_options]
+        while pending:
+            value: Any = pending.pop()
+            total += 1 if not isinstance(value, str) else len(value)
+            if isinstance(value, Mapping):
+                pending += value.values()
+            elif isinstance(value, list | tuple):
+                pending += value
+        return total
+
+
+def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
+    """Raises RequestError naming the field, its value and what was expected."""
+    where = "the request body"
+    values = without_neutral(
+        where, as_object(body, where), read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS
+    )
+    messages = check_messages(values.get("messages"))
+    sampling = sampling_of(_with_one_length(values), defaults)
+    asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")
+    if num_top is not None:
+        TOP_LOGPROBS.check("top_logprobs", num_top)
+        if num_top and not asks:
+            raise RequestError(
+                f"top_logprobs is {num_top} without logprobs; expected logprobs true"
+            )
+    if asks:
+        sampling = with_logprobs(sampling, num_top or 0, of_prompt=False)
+    continues = get_bool(values, "continue_final_message")
+    given = values.get("add_generation_prompt")
+    adds = (not continues) if given is None else get_bool(values, "add_generation_prompt")
+    if adds and continues:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are true; expected one of them"
+        )
+    names = ("tools", "tool_choice", "parallel_tool_calls")
+    tools = check_tools(*(values.get(name) for name in names))
+    splits = values.get("separate_reasoning") is None or get_bool(values, "separate_reasoning")
+    return ChatCall(
+        messages=messages,
+        sampling=sampling,
+        template_options={
+            "add_generation_prompt": adds,
+            "continue_final_message": continues,
+            "variables": _variables(values),
+            "tools": tools.shown_tools,
+        },
+        options=replace(answer_options(values), logprobs=asks),
+        rid=None if values.get("rid") is None else check_rid(values["rid"]),
+        **common_fields(values),
+        tools=tools,
+        separate_reasoning=splits,
+    )
+
+
+def _variables(values: JsonObject) -> JsonObject | None:
+    """What else the template may name: chat_template_kwargs, and reasoning_effort, which is a
+    template's variable (gpt-oss's). Raises RequestError."""
+    kwargs, effort = values.get("chat_template_kwargs"), values.get("reasoning_effort")
+    given = None if kwargs is None else as_object(kwargs, "chat_template_kwargs")
+    if effort is None:
+        return given
+    if effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {shorten(effort)}; expected one of {', '.join(EFFORTS)}"
+        )
+    return {"reasoning_effort": effort, **(given or {})}
+
+
+def _with_one_length(values: JsonObject) -> dict[str, Any]:
+    """max_completion_tokens as max_tokens, its older name."""
+    newer, older = values.get("max_completion_tokens"), values.get("max_tokens")
+    if newer is None:
+        return dict(values)
+    if older is not None and older != newer:
+        raise RequestError(
+            f"max_tokens is {shorten(older)} and max_completion_tokens {shorten(newer)}; expected "
+            "one of them"
+        )
+    return {**values, "max_tokens": newer}

@@ -1,0 +1,272 @@
+"""OpenAI's POST /v1/completions, with SGLang's extensions: JSON in, a checked call out, and what
+chats have in common with it: options, usage, and the shapes of answers.
+
+It does not tokenize and it asks no engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jspec.errors import RequestError
+from jspec.messages.request import (
+    MAX_TOP_LOGPROBS,
+    SAMPLING_FIELDS,
+    SamplingParams,
+)
+from jspec.messages.sampling_fields import Integer
+from jspec.server.http.fields import (
+    EXTRA_KEYS,
+    NO_DEFAULTS,
+    Hints,
+    JsonObject,
+    Neutral,
+    as_object,
+    check_ids,
+    check_number_of_prompts,
+    check_rid,
+    check_text,
+    expand_rid,
+    get_bool,
+    shorten,
+    without_neutral,
+)
+from jspec.server.native.generate_schema import NEUTRAL_SAMPLING, PromptCall, common_fields
+from jspec.server.openai.response_formats import GRAMMAR_FIELDS, grammar_parameters
+
+DEFAULT_MAX_TOKENS = 16
+# OpenAI's name → SamplingParams' name.
+SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
+CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # of all that an engine's error may name
+# Of OpenAI's: who asks, for a provider's own books. Text is taken, and changes no answer.
+CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+# SGLang's, which OpenAI's answers have no other place for.
+TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
+ANSWER_FIELDS = frozenset(
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "rid",
+        "priority",
+        *EXTRA_KEYS,
+        *CALLER_FIELDS,
+        "metadata",
+        "return_meta_info",
+        "return_spec_tokens_details",
+    }
+)
+COMPLETION_FIELDS = (
+    frozenset(SAMPLING_NAMES)
+    | ANSWER_FIELDS
+    | GRAMMAR_FIELDS
+    | {"prompt", "best_of", "echo", "logprobs"}
+)
+TOP_LOGPROBS = Integer(0, MAX_TOP_LOGPROBS)
+NEUTRAL_OPENAI: Neutral = {
+    **{
+        name: values
+        for name, values in NEUTRAL_SAMPLING.items()
+        if name not in {"best_of", *GRAMMAR_FIELDS}
+    },
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,),
+    "lora_path": (None,),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+    "data_parallel_rank": (None,),
+    "kv_transfer_params": (None,),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "add_special_tokens": (None, True),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+}
+NEUTRAL_COMPLETION: Neutral = {
+    **NEUTRAL_OPENAI,
+    "suffix": (None, ""),
+}
+COMPLETION_HINTS: Hints = {
+    **{inner: repr(outer) for outer, inner in SAMPLING_NAMES.items() if inner != outer},
+    "max_completion_tokens": "'max_tokens'",
+    "sampling_params": "its fields beside 'prompt'",
+    "text": "'prompt'",
+    "input_ids": "'prompt'",
+    "messages": "'prompt'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How a call is answered; model is the name that the client used, if any.
+
+    echo: the text begins with the prompt's. include_usage: the last event of a stream has the usage
+    of all; continuous_usage: each event has that of its own sequence so far, too.
+    """
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_meta_info: bool
+    return_spec_tokens_details: bool
+    model: str | None
+    logprobs: bool = False
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCall:
+    """A checked POST /v1/completions."""
+
+    prompts: tuple[PromptCall, ...]
+    options: AnswerOptions
+    group: str | None
+
+
+def parse_completion(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> CompletionCall:
+    """Raises RequestError naming the field, its value and what was expected."""
+    where = "the request body"
+    values = without_neutral(
+        where,
+        as_object(body, where),
+        read=COMPLETION_FIELDS,
+        neutral=NEUTRAL_COMPLETION,
+        hints=COMPLETION_HINTS,
+    )
+    num_top, echo = values.get("logprobs"), get_bool(values, "echo")
+    options = replace(answer_options(values), logprobs=num_top is not None, echo=echo)
+    rid = None if values.get("rid") is None else check_rid(values["rid"])
+    sampling = sampling_of({"max_tokens": DEFAULT_MAX_TOKENS, **_given(values)}, defaults)
+    _check_best_of(values.get("best_of"), sampling.n)
+    if num_top is not None:
+        TOP_LOGPROBS.check("logprobs", num_top)
+        sampling = with_logprobs(sampling, num_top, of_prompt=echo)
+    sources = _sources(values.get("prompt"))
+    names = expand_rid(rid, len(sources), is_list=len(sources) > 1)
+    return CompletionCall(
+        prompts=tuple(
+            PromptCall(**source, sampling=sampling, rid=name, **common_fields(values))
+            for source, name in zip(sources, names, strict=True)
+        ),
+        options=options,
+        group=rid,
+    )
+
+
+def with_logprobs(sampling: SamplingParams, num_top: int, *, of_prompt: bool) -> SamplingParams:
+    """The same, asking for log-probabilities as OpenAI's clients do."""
+    return replace(
+        sampling,
+        return_logprob=True,
+        top_logprobs_num=num_top,
+        logprob_start_len=0 if of_prompt else -1,
+    )
+
+
+def _check_best_of(best_of: object, n: int) -> None:
+    """All choices are answered: none is made to be thrown away."""
+    if best_of is None:
+        return
+    Integer(1, expected=f"n, which is {n}, or leave it out").check("best_of", best_of)
+    if best_of != n:
+        raise RequestError(f"best_of is {best_of}; expected n, which is {n}, or leave it out")
+
+
+def _given(values: JsonObject) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def sampling_of(values: JsonObject, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters among the fields of a call. Raises RequestError."""
+    given = {inner: values.get(outer) for outer, inner in SAMPLING_NAMES.items()}
+    for name, grammar in grammar_parameters(values).items():
+        if given.get(name) is not None:
+            raise RequestError(f"{name} is given twice; expected one grammar at most")
+        given[name] = grammar
+    with openai_names():
+        return SamplingParams.from_mapping(given, defaults=defaults)
+
+
+def answer_options(values: JsonObject) -> AnswerOptions:
+    """ANSWER_FIELDS but for rid. Raises RequestError."""
+    for name in ("model", *CALLER_FIELDS):
+        if values.get(name) is not None:
+            check_text(name, values[name])
+    if values.get("metadata") is not None:
+        as_object(values["metadata"], "metadata")
+    for name in TOLD_IN_META:
+        if values.get(name) is True and not get_bool(values, "return_meta_info"):
+            raise RequestError(
+                f"{name} is true without return_meta_info; expected return_meta_info true, since "
+                "meta_info is where it is told"
+            )
+    return AnswerOptions(
+        stream=get_bool(values, "stream"),
+        **_usage_options(values),
+        return_meta_info=get_bool(values, "return_meta_info"),
+        return_spec_tokens_details=get_bool(values, "return_spec_tokens_details"),
+        model=values.get("model"),
+    )
+
+
+@contextmanager
+def openai_names() -> Iterator[None]:
+    """Lets a RequestError that begins with a field's name speak of the client's name for it."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error)
+        if message.split(" ", 1)[0] not in CLIENT_NAMES.values():
+            raise
+        for outer, inner in CLIENT_NAMES.items():
+            message = re.sub(rf"\b{inner}\b", outer, message)
+        raise RequestError(message) from None
+
+
+def _sources(prompt: object) -> list[dict[str, Any]]:
+    """The prompts as keyword arguments: text, list of text, list of ids, or list of those."""
+    if isinstance(prompt, str):
+        return [{"text": check_text("prompt", prompt)}]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(
+            f"prompt is {shorten(prompt)}; expected text, a list of texts, a list of token ids, "
+            f"or a list of such lists"
+        )
+    if isinstance(prompt[0], str | list):
+        check_number_of_prompts("prompt", prompt)
+    if isinstance(prompt[0], str):
+        return [{"text": check_text("prompt", item)} for item in prompt]
+    if isinstance(prompt[0], list):
+        return [{"input_ids": check_ids("prompt", item)} for item in prompt]
+    return [{"input_ids": check_ids("prompt", prompt)}]
+
+
+def _usage_options(values: JsonObject) -> dict[str, bool]:
+    """AnswerOptions' fields about usage; the second is vLLM's and SGLang's and needs the first."""
+    names = {"include_usage": "include_usage", "continuous_usage": "continuous_usage_stats"}
+    options = values.get("stream_options")
+    if options is None:
+        return dict.fromkeys(names, False)
+    if not get_bool(values, "stream"):
+        raise RequestError("stream_options is given without stream; expected stream true")
+    checked = without_neutral(
+        "stream_options",
+        as_object(options, "stream_options"),
+        read=frozenset(names.values()),
+        neutral={"include_obfuscation": (False,)},
+    )
+    found = {name: get_bool(checked, given) for name, given in names.items()}
+    if found["continuous_usage"] and not found["include_usage"]:
+        raise RequestError(
+            "continuous_usage_stats is true without include_usage; expected include_usage true"
+        )
+    return found

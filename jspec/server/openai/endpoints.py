@@ -1,0 +1,241 @@
+"""OpenAI's routes: completions, chats and models. Both kinds of answers are made in one place.
+
+What a field means is in the schemas; what is waited for is in the service.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jspec.errors import shown
+from jspec.messages.request import PromptToken
+from jspec.server.http.exchange import read_call
+from jspec.server.http.streaming import SequenceFold
+from jspec.server.openai import answers
+from jspec.server.openai.answers import AnswerHead, AnswerShape, ChatShape, TextShape
+from jspec.server.openai.chat_schema import parse_chat
+from jspec.server.openai.completion_schema import (
+    AnswerOptions,
+    CompletionCall,
+    openai_names,
+    parse_completion,
+)
+from jspec.server.openai.parsed_chat import (
+    ParsedChatShape,
+    check_answerable,
+    note_reasoning,
+    prepare,
+)
+from jspec.server.service import Service, Work, answer_stream
+from jspec.text.tokenizer.token_texts import TokenTexts
+
+Call = TypeVar("Call")
+
+
+class OpenAIEndpoints:
+    """One method an endpoint."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/v1/completions", self.completions, methods=post),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/models/{name:path}", self.model, methods=get),
+        ]
+
+    async def _read(self, request: Request, parse: Callable[..., Call]) -> Call:
+        """parse(body, defaults)"""
+        defaults = self.service.engine.sampling_defaults
+        return await read_call(request, self.service.args, partial(parse, defaults=defaults))
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        call = await self._read(request, parse_completion)
+        self._check_name(call.options.model)
+        texts = self._texts(call.options)
+        echoes = self._echoes(call) if call.options.echo else ()
+        with openai_names():
+            work = await self.service.submit(call.prompts, group=call.group)
+        answer = _Answer(call.options, work, TextShape(), texts, echoes)
+        return await self._answer(request, answer)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        call = await self._read(request, parse_chat)
+        self._check_name(call.options.model)
+        style = self.service.args.answer_format
+        check_answerable(call, style)
+        texts = self._texts(call.options)
+        with openai_names():
+            prompt = await self.service.chat_prompt(call)
+            prompt, reading = prepare(call, prompt, style, self.service.engine.tokenizer)
+            work = await self.service.submit([prompt], group=call.rid)
+        shape = ChatShape() if reading is None else ParsedChatShape(reading)
+        return await self._answer(request, _Answer(call.options, work, shape, texts))
+
+    def _texts(self, options: AnswerOptions) -> TokenTexts | None:
+        """What log-probabilities call tokens; asked for before anything is queued."""
+        return self.service.engine.token_texts if options.logprobs else None
+
+    def _echoes(self, call: CompletionCall) -> tuple[str, ...]:
+        """The text of each prompt."""
+        return tuple(
+            self.service.engine.tokenizer.decode(prompt.input_ids or ())
+            if prompt.text is None
+            else prompt.text
+            for prompt in call.prompts
+        )
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.service.model_names:
+            raise HTTPException(
+                HTTPStatus.NOT_FOUND,
+                f"model is {shown(name)}; expected one of {list(self.service.model_names)}",
+            )
+
+    async def _answer(self, request: Request, answer: _Answer) -> Response:
+        options, work, shape = answer.options, answer.work, answer.shape
+        head = AnswerHead(
+            answer_id=f"{shape.prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=options.model or self.service.model_name,
+            object_name=shape.stream_object_name if options.stream else shape.object_name,
+        )
+        if options.stream:
+            return _stream(answer, head)
+        await work.finish(request.receive)
+        choices = []
+        for index, fold in enumerate(work.folds):
+            completion = fold.completion
+            text = answer.echo(index) + completion.text
+            choice = shape.choice(index, text, completion.finish)
+            answer.count_reasoning(index)
+            choice["logprobs"] = answer.logprobs(index, first_id=0)
+            choice["seed"] = completion.seed
+            if options.return_meta_info:
+                choice["meta_info"] = fold.to_json()["meta_info"]
+            choices.append(choice)
+        body = head.to_json(choices)
+        body["usage"] = answers.usage_of(work.completions(), work.prompt_idxs)
+        if options.return_spec_tokens_details:
+            body["sglext"] = {"spec_tokens_details": _details(work)}
+        return JSONResponse(body)
+
+    def _card(self) -> dict[str, Any]:
+        engine = self.service.engine
+        return answers.model_card(
+            self.service.model_name,
+            created=int(self.service.started),
+            root=engine.args.model_path or self.service.model_name,
+            max_model_len=engine.limits.context_length,
+        )
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models: the one model."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        if not request.path_params["name"]:
+            return await self.models(request)
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._card())
+
+
+def _details(work: Work) -> Any:
+    details = answers.spec_details(work.completions())
+    return details if len(details) > 1 else details[0]
+
+
+class _Answer:
+    """What is answered, and how. texts: of tokens, if log-probabilities are asked for. echoes: the
+    text of each prompt, if answers begin with it."""
+
+    def __init__(
+        self,
+        options: AnswerOptions,
+        work: Work,
+        shape: AnswerShape,
+        texts: TokenTexts | None,
+        echoes: tuple[str, ...] = (),
+    ) -> None:
+        self.options, self.work, self.shape = options, work, shape
+        self._texts, self._echoes = texts, echoes
+        self._offsets = [0] * len(work.folds)  # characters of the tokens that were told of
+
+    def echo(self, index: int) -> str:
+        """What stands before the text of a sequence."""
+        return self._echoes[self.work.prompt_idxs[index]] if self._echoes else ""
+
+    def count_reasoning(self, index: int) -> None:
+        """Notes how many tokens of a sequence that was told whole are reasoning."""
+        if passages := self.shape.reasoning(index):
+            texts = self.work.service.engine.token_texts
+            note_reasoning(self.work.folds[index].completion, passages, texts)
+
+    def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
+        """Of a sequence's tokens from here on; of its prompt's before the first, if they were
+        asked for. None where nothing was. Call it once for each token, in order."""
+        if self._texts is None:
+            return None
+        completion = self.work.folds[index].completion
+        ids, known = completion.output_ids[first_id:], completion.logprobs[first_id:]
+        tokens: list[PromptToken] = [] if first_id else list(completion.prompt_logprobs)
+        tokens += zip(ids, known, strict=True)
+        found = self.shape.logprobs(tokens, self._texts, offset=self._offsets[index])
+        self._offsets[index] += sum(len(self._texts.text(token_id)) for token_id, _ in tokens)
+        return found
+
+
+def _stream(answer: _Answer, head: AnswerHead) -> Response:
+    options, work, shape = answer.options, answer.work, answer.shape
+    begun: set[int] = set()  # sequences of which something was sent
+
+    def event(index: int, fold: SequenceFold) -> dict[str, Any] | None:
+        first_id, is_first = fold.num_taken_ids, index not in begun
+        text, finish = fold.take_text(), fold.completion.finish
+        text = answer.echo(index) + text if is_first else text
+        if not (text or finish is not None or options.logprobs):
+            return None  # ids whose text is held back: nothing that this shape could say
+        choice = shape.delta(index, text, finish, is_first=is_first)
+        if choice is None:
+            if not options.logprobs:
+                return None
+            choice = {"index": index, "delta": {}, "finish_reason": None, "matched_stop": None}
+        choice["logprobs"] = answer.logprobs(index, first_id=first_id)
+        begun.add(index)
+        if finish is not None:
+            answer.count_reasoning(index)
+            choice["seed"] = fold.completion.seed
+        if options.return_meta_info and finish is not None:
+            choice["meta_info"] = fold.to_json()["meta_info"]
+        body = head.to_json([choice])
+        if options.continuous_usage:
+            return {**body, "usage": answers.usage_of([fold.completion], [0])}
+        return {**body, "usage": None} if options.include_usage else body
+
+    def last() -> dict[str, Any] | None:
+        if not (options.include_usage or options.return_spec_tokens_details):
+            return None
+        body = head.to_json([])
+        if options.include_usage:
+            body["usage"] = answers.usage_of(work.completions(), work.prompt_idxs)
+        if options.return_spec_tokens_details:
+            body["sglext"] = {"spec_tokens_details": _details(work)}
+        return body
+
+    return answer_stream(work, event, last)

@@ -1,0 +1,69 @@
+"""Log-probabilities in the two forms that OpenAI's routes have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jspec.messages.request import PromptToken
+
+
+class Texts(Protocol):
+    """What an id stands for, alone (jspec.text.tokenizer.token_texts.TokenTexts)."""
+
+    def text(self, token_id: int) -> str: ...
+
+    def bytes_of(self, token_id: int) -> bytes: ...
+
+
+def completion_logprobs(
+    tokens: Sequence[PromptToken], texts: Texts, *, offset: int = 0
+) -> dict[str, Any]:
+    """/v1/completions: four lists, one element a token; null for a prompt's first token.
+
+    top_logprobs names the token itself too, as OpenAI does, so it may have one more than asked for.
+    offset: characters of the tokens before these.
+    """
+    names = [texts.text(token_id) for token_id, _ in tokens]
+    offsets: list[int] = []
+    tops: list[dict[str, float] | None] = []
+    for name, (_, known) in zip(names, tokens, strict=True):
+        offsets.append(offset)
+        offset += len(name)
+        if known is None:
+            tops.append(None)
+            continue
+        top: dict[str, float] = {}
+        for logprob, token_id in known.top:  # of tokens that read alike the likeliest
+            top.setdefault(texts.text(token_id), logprob)
+        top.setdefault(name, known.logprob)
+        tops.append(top)
+    return {
+        "tokens": names,
+        "token_logprobs": [None if known is None else known.logprob for _, known in tokens],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokens: Sequence[PromptToken], texts: Texts) -> dict[str, Any]:
+    """/v1/chat/completions: an object a token, with its bytes (maybe a part of a character)."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text(token_id),
+            "logprob": logprob,
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    return {
+        "content": [
+            {
+                **entry(token_id, known.logprob),
+                "top_logprobs": [entry(other, logprob) for logprob, other in known.top],
+            }
+            for token_id, known in tokens
+            if known is not None
+        ],
+        "refusal": None,
+    }

@@ -1,0 +1,252 @@
+"""A chat's answer with its calls and its reasoning told apart, in OpenAI's shape.
+
+Whether a request needs that, and with which parser, is decided here; formats are jspec.text.calls'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jspec.errors import RequestError
+from jspec.messages.request import FinishKind, FinishReason, SamplingParams
+from jspec.messages.response import Completion
+from jspec.server.native.generate_schema import PromptCall
+from jspec.server.openai.answers import ChatShape, ending
+from jspec.server.openai.chat_schema import ChatCall
+from jspec.text.calls.events import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    PlainParser,
+    Reasoning,
+)
+from jspec.text.calls.registry import CALL_FORMATS, AnswerFormat
+from jspec.text.calls.tools import ToolUse, calls_schema
+from jspec.text.tokenizer.token_texts import TokenTexts, num_tokens_in
+from jspec.text.tokenizer.tokenizer import Tokenizer
+
+PROMPT_END_IDS = 16  # of a prompt, among which a template's mark of reasoning is found
+TOOL_CALLS = "tool_calls"
+
+
+def with_calls_grammar(sampling: SamplingParams, use: ToolUse) -> SamplingParams:
+    """The same, so that the answer must be a list of calls: tool_choice required, or a tool's name.
+
+    Raises RequestError for a request that has a grammar of its own.
+    """
+    if sampling.grammar is not None:
+        raise RequestError(
+            f"tool_choice is {_asked(use)} beside {sampling.grammar.kind.value} (or a "
+            "response_format); expected one of them, since each says what the whole answer is"
+        )
+    compact = {"x-guidance": {"whitespace_flexible": False}}  # a weak model may write blanks only
+    return replace(sampling, json_schema=json.dumps({**calls_schema(use), **compact}))
+
+
+def _asked(use: ToolUse) -> str:
+    return "'required'" if use.only is None else f"the tool {use.only!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReading:
+    """How the answers of one request are read. most_calls: None for any number; the model's
+    further calls are left out."""
+
+    new_parser: Callable[[], AnswerParser]
+    new_id: Callable[[], str]
+    most_calls: int | None
+    has_reasoning: bool
+
+
+def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
+    """Raises RequestError for tools that this server could not tell from text."""
+    if call.tools.names and not call.tools.is_forced and style.calls is None:
+        raise RequestError(
+            f"tools has {len(call.tools.tools)} and the server was started without "
+            f"--tool-call-parser; expected one of {', '.join(CALL_FORMATS)} there, or tool_choice "
+            "none"
+        )
+
+
+def prepare(
+    call: ChatCall, prompt: PromptCall, style: AnswerFormat, tokenizer: Tokenizer
+) -> tuple[PromptCall, ChatReading | None]:
+    """The prompt as it is to be run, and how its answers are read; None: as plain text."""
+    use = call.tools
+    goes_on = bool(call.template_options["continue_final_message"])
+    splits = call.separate_reasoning and not goes_on
+    has_reasoning = splits and style.reasoning is not None
+    sampling = prompt.sampling
+    end = tokenizer.decode((prompt.input_ids or ())[-PROMPT_END_IDS:], skip_special_tokens=False)
+    marks = None if goes_on else style.reasoning_marks(end)
+    if use.is_forced or sampling.grammar is not None:
+        prompt = replace(prompt, reasoning=marks)
+    if not (use.names or has_reasoning or style.has_channels):
+        return prompt, None
+    if use.is_forced:
+        if style.may_reason(end) and (marks is None or not splits):
+            raise RequestError(
+                f"tool_choice is {_asked(use)} and the server has --reasoning-parser "
+                f"{style.reasoning}: the answer would be a call from its first token on, without "
+                "the reasoning; expected auto or none, or a prompt that ends the reasoning "
+                "(as many templates do for chat_template_kwargs {'enable_thinking': false})"
+            )
+        sampling = with_calls_grammar(sampling, use)
+    elif sampling.json_schema is not None and marks is None:  # nothing stands before the JSON
+        splits = has_reasoning = False
+    reads_calls = bool(use.names) or style.has_channels
+    markers = style.markers(calls=reads_calls, reasoning=has_reasoning or style.has_channels)
+    if any(_is_special(tokenizer, marker) for marker in markers):
+        sampling = replace(sampling, skip_special_tokens=False)
+
+    def new_parser() -> AnswerParser:
+        return style.parser(
+            use.schemas, splits_reasoning=splits, is_forced=use.is_forced, prompt_end=end
+        )
+
+    reading = ChatReading(
+        new_parser=new_parser,
+        new_id=style.new_id,
+        most_calls=None if use.parallel else 1,
+        has_reasoning=has_reasoning,
+    )
+    return replace(prompt, sampling=sampling), reading
+
+
+def _is_special(tokenizer: Tokenizer, marker: str) -> bool:
+    token_id = tokenizer.token_to_id(marker)
+    return token_id is not None and tokenizer.is_special(token_id)
+
+
+PLAIN_READING = ChatReading(
+    new_parser=PlainParser, new_id=AnswerFormat().new_id, most_calls=None, has_reasoning=False
+)
+
+
+class AnswerParts:
+    """One sequence's answer, told apart as it grows."""
+
+    def __init__(self, reading: ChatReading) -> None:
+        self._reading = reading
+        self._parser = reading.new_parser()
+        self._num_calls = 0
+        self.reasoning: list[str] = []  # its passages, with something else between them
+        self._is_reasoning = False
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def new_id(self) -> str:
+        """For a call to which the model gave none."""
+        return self._reading.new_id()
+
+    def take(self, text: str, *, is_last: bool) -> list[tuple[int, Event]]:
+        """What is certain now: each event with the index of its call."""
+        events = self._parser.push(text)
+        if is_last:
+            events = [*events, *self._parser.flush()]
+        for event in events:
+            self._note(event)
+        return list(self._wanted(events))
+
+    def _note(self, event: Event) -> None:
+        if not isinstance(event, Reasoning):
+            self._is_reasoning = False
+            return
+        if not self._is_reasoning:
+            self._is_reasoning = True
+            self.reasoning.append("")
+        self.reasoning[-1] += event.text
+
+    def _wanted(self, events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
+        most = self._reading.most_calls
+        for event in events:
+            self._num_calls += isinstance(event, CallBegin)
+            is_of_call = isinstance(event, CallBegin | CallArguments)
+            if not is_of_call or most is None or self._num_calls <= most:
+                yield self._num_calls - 1, event
+
+
+def note_reasoning(completion: Completion, passages: Sequence[str], texts: TokenTexts) -> None:
+    """Tells a completion that is over how many of its tokens are in these passages."""
+    if passages:
+        completion.reasoning_tokens = num_tokens_in(
+            passages, completion.text, completion.output_ids, texts
+        )
+
+
+class ParsedChatShape(ChatShape):
+    """ChatShape with `tool_calls`, and `reasoning_content` where reasoning is split off."""
+
+    def __init__(self, reading: ChatReading) -> None:
+        self._reading = reading
+        self._parts: dict[int, AnswerParts] = {}
+
+    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """See AnswerShape; content is null beside calls alone."""
+        parts = self._parts[index] = AnswerParts(self._reading)
+        said = self._said(parts.take(text, is_last=True))
+        calls = said.get("tool_calls")
+        for call in calls or ():
+            call.pop("index")
+        content = said.get("content") or (None if len(said) else "")
+        message = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
+        if self._reading.has_reasoning:
+            message["reasoning_content"] = said.get("reasoning_content")
+        ends = ending_of(finish, parts)
+        return {"index": index, "message": message, "logprobs": None, **ends}
+
+    def delta(
+        self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
+    ) -> dict[str, Any] | None:
+        """See AnswerShape."""
+        if index not in self._parts:
+            self._parts[index] = AnswerParts(self._reading)
+        parts = self._parts[index]
+        said = self._said(parts.take(text, is_last=finish is not None))
+        if not said and finish is None:
+            return None
+        first = {"role": "assistant", "content": None} if is_first else {}
+        ends = ending_of(finish, parts)
+        return {"index": index, "delta": {**first, **said}, "logprobs": None, **ends}
+
+    def reasoning(self, index: int) -> Sequence[str]:
+        """See AnswerShape."""
+        return self._parts[index].reasoning if index in self._parts else ()
+
+    def _said(self, events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
+        """The fields of a delta: texts joined, and each call once."""
+        said: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for index, event in events:
+            if isinstance(event, Content):
+                said["content"] = said.get("content", "") + event.text
+            elif isinstance(event, Reasoning):
+                said["reasoning_content"] = said.get("reasoning_content", "") + event.text
+            elif isinstance(event, CallBegin):
+                calls[index] = {
+                    "index": index,
+                    "id": event.call_id or self._reading.new_id(),
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+            else:
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+        if calls:
+            said["tool_calls"] = list(calls.values())
+        return said
+
+
+def ending_of(finish: FinishReason | None, parts: AnswerParts) -> dict[str, Any]:
+    """As of any answer, but calls are the reason where nothing else cut it."""
+    found = ending(finish)
+    if finish is not None and finish.kind is FinishKind.STOP and parts.has_calls:
+        found["finish_reason"] = TOOL_CALLS
+    return found

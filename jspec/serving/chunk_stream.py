@@ -1,0 +1,111 @@
+"""A request as its one reader sees it: the chunks, and what happens when the reader goes away.
+
+It knows the engine's loop only as something that can be told that a reader is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from jspec.errors import JspecError, RequestFailedError
+from jspec.messages.request import StreamChunk
+from jspec.serving.mailbox import Mailbox
+
+LOGGER = logging.getLogger("jspec.scheduler")
+
+
+class Abandons(Protocol):
+    """Ends the request of a reader that went away (jspec.serving.loop.EngineLoop)."""
+
+    def abandon(self, request_id: str, queue: Mailbox) -> None: ...
+
+    def abandon_soon(
+        self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
+    ) -> None: ...
+
+
+class ChunkStream(AsyncIterator[StreamChunk]):
+    """The chunks of one request, up to and including the one with the finish reason.
+
+    Whoever goes away aborts the request: by aclose(), by cancelling the wait for a chunk, or by
+    dropping the last reference to the stream.
+
+    Raises EngineClosedError, after the chunks that were committed, if the engine ends first, and
+    QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
+    or if it ran whenever the runner failed.
+    """
+
+    def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:
+        self._engine_loop = engine_loop
+        self._request_id = request_id
+        self._queue = queue
+        self._is_done = False
+        # Holds the loop and the queue, never the stream itself, which could then not be dropped.
+        self._on_drop = weakref.finalize(
+            self, engine_loop.abandon_soon, asyncio.get_running_loop(), request_id, queue
+        )
+        self._on_drop.atexit = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its last chunk was read, or it was closed."""
+        return self._is_done
+
+    async def __anext__(self) -> StreamChunk:
+        try:
+            item = await self.receive()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    async def receive(self) -> StreamChunk | None:
+        """The next chunk, on any event loop; None after the last. Cancelling it aborts nothing."""
+        if self._is_done:
+            return None
+        try:
+            item = await self._queue.get()
+        except Exception as error:
+            raise self._broken(error) from error
+        if isinstance(item, JspecError):
+            self._end()
+            raise item
+        if item.finish is not None:
+            self._end()
+        return item
+
+    def ready(self) -> list[StreamChunk]:
+        """Further chunks that need no waiting, for who reads more slowly than they come."""
+        try:
+            chunks = [] if self._is_done else self._queue.get_ready()
+        except Exception as error:
+            raise self._broken(error) from error
+        if chunks and chunks[-1].finish is not None:
+            self._end()
+        return chunks
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it is finished. May be called twice."""
+        if not self._is_done:
+            self._end()
+            self._engine_loop.abandon(self._request_id, self._queue)
+
+    def _broken(self, error: Exception) -> RequestFailedError:
+        """A chunk could not be made, which is this request's affair alone: it ends."""
+        LOGGER.error("request %s was ended", self._request_id, exc_info=error)
+        self._is_done = True
+        self._on_drop()  # from whatever event loop this is
+        return RequestFailedError(
+            f"the text of request {self._request_id!r} could not be made: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _end(self) -> None:
+        self._is_done = True
+        self._on_drop.detach()

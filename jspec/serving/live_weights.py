@@ -1,0 +1,309 @@
+"""Other weights while an engine serves: when they are read, and what becomes of the requests.
+
+    read      files or arrays are read and checked, in a thread; steps go on with the old weights
+    wait      (if asked) requests end by themselves; newer ones are held back
+    switch    between two steps; what runs goes back to the queue, or ends
+
+It knows no device and no file: `messages.protocols.Weights` reads and switches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jspec.errors import ConfigError, RequestError, shown
+from jspec.messages.protocols import Weights
+from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, InFlight, Model, WeightUpdate
+from jspec.serving.gathering import to_its_end
+from jspec.serving.loop import EngineLoop
+from jspec.serving.loop_thread import LoopThread
+from jspec.serving.weight_update_gate import OnEngineThread
+
+SUCCESS = "Succeeded to update model weights."  # SGLang's words
+POLL_SECONDS = 0.005
+MAX_VERSION_CHARS = 256
+
+LOGGER = logging.getLogger("jspec.scheduler")
+
+
+class LiveWeights:
+    """What a `jspec.Engine` can do about its weights. Names and answers are SGLang's.
+
+    Each call has a form for synchronous callers and one, `async_...`, for event loops. Updates come
+    one after the other. One that fails changes nothing, and its error names all that is wrong.
+    """
+
+    _loop_thread: LoopThread
+    _loop: EngineLoop
+    _weights: Weights
+
+    def _init_weights(self, weights: Weights) -> None:
+        self._weights = weights
+        self._updating = asyncio.Lock()
+        self._may_submit = asyncio.Event()
+        self._may_submit.set()
+        self._weights_serial = 0
+        self.updated_model_path: str | None = None  # of the last update from disk
+
+    @property
+    def weight_version(self) -> str:
+        return self._loop.weight_version
+
+    @property
+    def weights_serial(self) -> int:
+        """Rises before other weights come into force and again after it, whatever they are called:
+        what begins and ends under the same number is of one set of weights. From any thread."""
+        return self._weights_serial
+
+    def update_weights_from_disk(
+        self, model_path: str | os.PathLike[str], **options: Any
+    ) -> dict[str, Any]:
+        """As async_update_weights_from_disk, but waits."""
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(self.async_update_weights_from_disk(model_path, **options))
+
+    async def async_update_weights_from_disk(
+        self,
+        model_path: str | os.PathLike[str],
+        load_format: str | None = None,
+        *,
+        selector: str | None = None,
+        speculative_draft_model_path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """All weights of a directory of the served architecture; options as those of
+        `async_update_weights_from_tensor`.
+
+        model_path: the target's; the draft's too if that was read from the target's directory.
+        selector: target, draft (model_path is then the draft's) or all (needs the draft's path, if
+        it has one of its own). load_format: auto, or SGLang's safetensors, which is the same.
+
+        Raises CheckpointError, ConfigError or RequestError, and nothing is changed.
+        """
+        model_path = _directory("model_path", model_path)
+        if speculative_draft_model_path is not None:
+            speculative_draft_model_path = _directory(
+                "speculative_draft_model_path", speculative_draft_model_path
+            )
+        if load_format not in (None, "auto", "safetensors"):
+            raise RequestError(
+                f"load_format is {shown(load_format)}; expected auto or safetensors: what a "
+                "directory has is found there"
+            )
+        update = self._disk_update(model_path, _models(selector), speculative_draft_model_path)
+        if selector == "all" and update.draft is None and self._weights.has_draft:
+            raise RequestError(
+                "selector is all, and the draft has a directory of its own; expected "
+                "speculative_draft_model_path beside model_path"
+            )
+        return await self._update(update, **options)
+
+    def _disk_update(
+        self, model_path: str, model: Model | None, draft_path: str | None
+    ) -> DiskUpdate:
+        weights = self._weights
+        if model is Model.DRAFT:
+            if draft_path not in (None, model_path):
+                raise RequestError(
+                    f"selector is draft, and speculative_draft_model_path {shown(draft_path)} is "
+                    f"not model_path {shown(model_path)}; expected one of them"
+                )
+            return DiskUpdate(draft=model_path)
+        if model is Model.TARGET:
+            return DiskUpdate(target=model_path)
+        if draft_path is None and weights.draft_is_in_target:
+            draft_path = model_path
+        return DiskUpdate(target=model_path, draft=draft_path)
+
+    def update_weights_from_tensor(
+        self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], **options: Any
+    ) -> dict[str, Any]:
+        """As async_update_weights_from_tensor, but waits."""
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(
+            self.async_update_weights_from_tensor(named_tensors, **options)
+        )
+
+    async def async_update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        selector: str | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Some weights, from arrays of numpy or jax (or torch's, through DLPack) by the names and
+        shapes that checkpoints have.
+
+        selector: target, draft, or all: a name is then the target's if that has it, else the
+        draft's. Options:
+        weight_version: what the weights are called from then on; None: as before.
+        abort_all_requests: requests that are there end; otherwise they are retracted, and go on
+            after the update with prompt and output filled anew by the new weights.
+        wait_for_requests: they end by themselves first, and newer ones wait.
+        keep_pause: nothing is generated until continue_generation().
+        flush_cache: taken for SGLang's sake; no KV of former weights is ever found.
+        Returns {"success": True, "message", "num_paused_requests": those that go on}.
+        """
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        arrays: dict[str, Any] = {}
+        for name, array in pairs:
+            if name in arrays:
+                raise RequestError(f"{name} is given twice; expected each tensor once")
+            arrays[name] = array
+        return await self._update(ArrayUpdate(arrays=arrays, model=_models(selector)), **options)
+
+    async def _update(
+        self,
+        update: WeightUpdate,
+        *,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+        wait_for_requests: bool = False,
+        keep_pause: bool = False,
+        flush_cache: bool = True,
+    ) -> dict[str, Any]:
+        del flush_cache
+        in_flight = InFlight.RETRACT
+        if abort_all_requests and wait_for_requests:
+            raise RequestError(
+                "abort_all_requests and wait_for_requests are true; expected one of them"
+            )
+        if abort_all_requests or wait_for_requests:
+            in_flight = InFlight.ABORT if abort_all_requests else InFlight.WAIT
+        check_version(weight_version)
+
+        async def run() -> int:
+            async with self._updating:
+                prepared = await to_its_end(self._weights.prepare, update)
+                path = update.target if isinstance(update, DiskUpdate) else None
+                return await self._switch(prepared, path, weight_version, in_flight, keep_pause)
+
+        num_paused = await self._loop_thread.call(run())
+        return {"success": True, "message": SUCCESS, "num_paused_requests": num_paused}
+
+    async def _switch(
+        self,
+        prepared: Any,
+        path: str | None,
+        version: str | None,
+        in_flight: InFlight,
+        keep_pause: bool,
+    ) -> int:
+        """How many requests go on. path: of the target's new weights, if they have one."""
+        loop = self._loop
+
+        async def visit(on_engine_thread: OnEngineThread) -> None:
+            self._weights_serial += 1
+            await on_engine_thread(lambda: self._weights.switch(prepared))
+            self._weights_serial += 1
+            self.updated_model_path = path or self.updated_model_path
+            if in_flight is InFlight.ABORT:
+                for request_id in loop.request_ids:
+                    loop.abort(request_id)
+            loop.set_weight_version(loop.weight_version if version is None else version)
+            LOGGER.info(
+                "other weights are in force: version %r, from %s; requests that go on: %d",
+                *(loop.weight_version, path or "arrays or a draft's directory"),
+                len(loop.request_ids),
+            )
+            if keep_pause:
+                loop.pause()
+
+        try:
+            if in_flight is InFlight.WAIT:
+                self._may_submit.clear()
+                await self._until_idle()
+            await loop.between_steps(visit)
+            return len(loop.request_ids)
+        finally:
+            self._may_submit.set()
+
+    async def _until_idle(self) -> None:
+        while self._loop.request_ids:
+            if self._loop.is_paused:
+                num_there = len(self._loop.request_ids)
+                there = "1 request is" if num_there == 1 else f"{num_there} requests are"
+                raise RequestError(
+                    f"wait_for_requests is true, but generation is paused and {there} there, which "
+                    "would never end; expected it false"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+
+    def get_weights_by_name(
+        self, name: str, truncate_size: int = 100, *, selector: str | None = None
+    ) -> list[Any]:
+        """As async_get_weights_by_name, but waits."""
+        self._loop_thread.start_thread()
+        return self._loop_thread.run(
+            self.async_get_weights_by_name(name, truncate_size, selector=selector)
+        )
+
+    async def async_get_weights_by_name(
+        self, name: str, truncate_size: int = 100, *, selector: str | None = None
+    ) -> list[Any]:
+        """The first `truncate_size` rows of a tensor that checkpoints have, as nested lists.
+
+        selector: target, draft, or None: the target's if it has one of that name, else the draft's.
+        Raises RequestError for a name that neither has.
+        """
+        if type(truncate_size) is not int or truncate_size < 0:
+            raise RequestError(f"truncate_size is {shown(truncate_size)}; expected 0 or more rows")
+        array = await self.weight(name, selector=selector)
+        rows: list[Any] = array[:truncate_size].astype("float32").tolist()
+        return rows
+
+    async def weight(self, name: str, *, selector: str | None = None) -> Any:
+        """The whole tensor, a numpy array in the served dtype. Raises RequestError."""
+        model = _models(selector)
+
+        async def run() -> Any:
+            async with self._updating:  # an update may be about to delete what is read
+                return await to_its_end(self._weights.tensor, name, model)
+
+        return await self._loop_thread.call(run())
+
+    async def update_weight_version(
+        self, new_version: str, *, abort_all_requests: bool = False
+    ) -> None:
+        """The weights in force are called that; requests that were admitted before keep theirs."""
+        check_version(new_version)
+        loop = self._loop
+
+        def rename() -> None:
+            for request_id in loop.request_ids if abort_all_requests else ():
+                loop.abort(request_id)
+            loop.set_weight_version(new_version, renames=True)
+
+        await self._loop_thread.ask(rename)
+
+
+def _models(selector: str | None) -> Model | None:
+    """Whose weights; None for all."""
+    if selector in (None, "all"):
+        return None
+    if selector not in [model.value for model in Model]:
+        raise RequestError(f"selector is {shown(selector)}; expected target, draft or all")
+    return Model(selector)
+
+
+def _directory(name: str, value: Any) -> str:
+    """A path as text; what is there is found by whoever reads it. Raises RequestError."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name} is {shown(value)}; expected a directory with a checkpoint")
+    return text
+
+
+def check_version(version: Any) -> None:
+    """Raises ConfigError for what is no name of a version."""
+    if version is None:
+        return
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS:
+        raise ConfigError(
+            f"weight_version is {shown(version)}; expected a name of 1 to {MAX_VERSION_CHARS} "
+            "characters"
+        )

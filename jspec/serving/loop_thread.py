@@ -1,0 +1,249 @@
+"""The event loop of an engine, in a thread of its own, reachable from every other loop and thread.
+
+All that touches the scheduler runs on this loop. Callers elsewhere hand coroutines over and wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent import futures
+from typing import Any, TypeVar
+
+from jspec.errors import EngineClosedError, RequestError
+from jspec.messages.request import StreamChunk
+from jspec.serving.chunk_stream import ChunkStream
+
+T = TypeVar("T")
+# Seconds for work to end by itself when the loop stops, or once it is cancelled.
+PATIENCE = 5.0
+WOULD_BLOCK = (
+    "this call would block the event loop that the engine runs on; "
+    "use async_generate() and `await close()` there"
+)
+
+
+class LoopThread:
+    """An event loop in a background thread, on which all of an engine's tasks run.
+
+    A caller's loop would end with its asyncio.run, and the engine with it. The thread starts with
+    the first call. What is handed over before it is told to stop is done; what comes later is
+    refused. So checking and handing over are one, under the lock, and so is telling it.
+    """
+
+    def __init__(
+        self, *, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    ) -> None:
+        self._new_loop = new_loop
+        # Two first callers must find one loop. A finaliser may run while its own thread holds
+        # this, and hand over itself: hence reentrant, and never waited for on the loop's thread.
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._loop is not None
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop is not None and self._loop.is_running()
+
+    def start_thread(self) -> None:
+        """Starts the thread, unless there is one already."""
+        with self._lock:
+            if self._loop is not None:
+                return
+            loop, started = self._new_loop(), threading.Event()
+            loop.call_soon(started.set)
+            self._thread = threading.Thread(
+                target=_run, args=(loop,), name="jspec-loop", daemon=True
+            )
+            self._thread.start()
+            started.wait()
+            self._loop = loop
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on this loop, from whatever loop the caller is on.
+
+        Raises EngineClosedError if this loop is not running any more.
+        """
+        self.start_thread()
+        if self._is_here():
+            return await work
+        future = self._hand_over(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineClosedError("the engine was closed during this call") from None
+
+    async def ask(self, function: Callable[[], T]) -> T:
+        """Calls a function that does not wait on this loop, as `call` runs a coroutine."""
+
+        async def run() -> T:
+            return function()
+
+        return await self.call(run())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on this loop and waits; an interrupt of this wait cancels the work.
+
+        Raises EngineClosedError if the loop is not running, RequestError on its own thread.
+        """
+        if self._is_here():
+            work.close()
+            raise RequestError(WOULD_BLOCK)
+        future = self._hand_over(work)
+        try:
+            return future.result()
+        except futures.CancelledError:
+            raise EngineClosedError("the engine was closed during this call") from None
+        except BaseException:
+            if not future.done():  # not an error of the work
+                self._cancel(work, future)
+            raise
+
+    def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
+        """The items of a generator that runs on this loop, one by one; closes it at the end."""
+        try:
+            while True:
+                item = self.run(next_or_none(stream))
+                if item is None:
+                    return
+                yield item
+        finally:
+            # Refused once the loop is not running, and if dropped on it: it ends by that.
+            with contextlib.suppress(EngineClosedError, RequestError):
+                self.run(close_unless_running(stream))
+
+    def stop(self) -> None:
+        """Ends the background thread, if it was started, after what was handed over ended.
+
+        May be called again, and by several at once: all wait for one end. Raises RequestError on
+        its own thread.
+        """
+        if self._thread is None or self._loop is None:
+            return
+        if self._is_here():
+            raise RequestError(WOULD_BLOCK)
+        self.stop_soon()
+        self._thread.join()
+
+    def stop_soon(self) -> None:
+        """As `stop`, without waiting for the end; from any thread, its own too."""
+        if self._loop is None:
+            return
+        with self._lock:
+            self._is_stopping = True
+        # Each call says it again: an earlier one may have been interrupted at this point.
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end_soon)
+
+    def _end_soon(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_drain_and_stop())
+
+    def _is_here(self) -> bool:
+        """Whether this is the loop's own thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Starts `work` on this loop, from elsewhere. Raises EngineClosedError if none is taken."""
+        with self._lock:
+            loop = self._loop
+            if loop is not None and loop.is_running() and not self._is_stopping:
+                with contextlib.suppress(RuntimeError):  # it was closed just now
+                    future = asyncio.run_coroutine_threadsafe(work, loop)
+                    # Closed by now, also by a finaliser's stop: then it is done, or never will be.
+                    if future.done() or not loop.is_closed():
+                        return future
+        work.close()
+        raise EngineClosedError("the engine is closed")
+
+    def _cancel(self, work: Coroutine[Any, Any, T], future: futures.Future[T]) -> None:
+        """Cancels what was handed over, and waits for its end.
+
+        The future itself, once cancelled, would not tell when the work has cleared up.
+        """
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_cancel_task_of, work)
+            futures.wait((future,), timeout=PATIENCE)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _cancel_task_of(work: Coroutine[Any, Any, Any]) -> None:
+    for task in asyncio.all_tasks():
+        if task.get_coro() is work:
+            task.cancel()
+
+
+async def _drain_and_stop() -> None:
+    """Waits for all other tasks of this loop, cancels those that are late, and stops the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        _, late = await asyncio.wait(others, timeout=PATIENCE)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.stop)  # after the callbacks that tell callers of tasks done just now
+
+
+class EngineStream(AsyncIterator[StreamChunk]):
+    """The chunks of one submitted request, readable from any event loop.
+
+    Closing it, or dropping the last reference to it, aborts the request unless it is finished.
+    """
+
+    def __init__(self, loop_thread: LoopThread, stream: ChunkStream) -> None:
+        self._loop_thread = loop_thread
+        self._stream = stream
+
+    async def __anext__(self) -> StreamChunk:
+        try:
+            chunk = await self._stream.receive()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def ready(self) -> list[StreamChunk]:
+        """Further chunks that need no waiting."""
+        return self._stream.ready()
+
+    async def aclose(self) -> None:
+        """May be called twice, and after the engine was closed."""
+        if self._loop_thread.is_running and not self._stream.is_done:
+            # Shielded: whoever closes is often being cancelled, and the abort must still happen.
+            with contextlib.suppress(EngineClosedError):  # closed just now, which ended it
+                await asyncio.shield(self._loop_thread.call(self._stream.aclose()))
+
+
+async def next_or_none(stream: AsyncIterator[T]) -> T | None:
+    """The next item, or None at the end (StopAsyncIteration cannot cross a thread)."""
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None
+
+
+async def close_unless_running(stream: AsyncGenerator[Any]) -> None:
+    """Closes a generator. One that is run at this moment was cancelled, and ends by that."""
+    if not getattr(stream, "ag_running", False):
+        await stream.aclose()

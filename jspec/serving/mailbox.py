@@ -1,0 +1,95 @@
+"""Chunks on their way from the engine's loop to their readers, on whatever event loops those are.
+
+A step's pieces are put into the mailboxes of their requests one by one, and then each event loop
+that has a reader waiting is woken once, not once a request: waking costs a system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+
+from jspec.errors import EngineClosedError, QueueTimeoutError, RequestFailedError
+from jspec.messages.request import StreamChunk
+from jspec.scheduler.token_history import Piece
+
+Failure = EngineClosedError | QueueTimeoutError | RequestFailedError
+Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+
+
+class Mailbox:
+    """Pieces of one request on their way to its one reader, who makes chunks of them.
+
+    No lock: it would stop the engine's loop while a reader holds it and waits for the interpreter.
+    The reader says that it waits and then looks again; who puts does so and then looks for the
+    reader. So one of the two sees the other. The reader alone writes `_waiting`.
+    """
+
+    def __init__(self, max_unread: int | None = None) -> None:
+        self._max_unread = max_unread
+        self._items: deque[Piece | Failure] = deque()
+        self._waiting: Waiting | None = None
+
+    def put(self, item: Piece | Failure) -> Waiting | None:
+        """From the engine's loop; never waits. Returns who is to be woken (`wake`)."""
+        self._items.append(item)
+        waiting = self._waiting
+        return None if waiting is None or waiting[1].done() else waiting
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more lies here than its reader may leave unread."""
+        return self._max_unread is not None and len(self._items) > self._max_unread
+
+    async def get(self) -> StreamChunk | Failure:
+        """The oldest item, as soon as there is one."""
+        while not self._items:
+            event_loop = asyncio.get_running_loop()
+            woken: asyncio.Future[None] = event_loop.create_future()
+            self._waiting = event_loop, woken
+            if not self._items:
+                await woken
+        item = self._items.popleft()
+        return item.chunk() if isinstance(item, Piece) else item
+
+    def get_ready(self) -> list[StreamChunk]:
+        """The chunks that are there already, up to an error, which stays for `get`."""
+        chunks: list[StreamChunk] = []
+        while self._items:
+            item = self._items[0]
+            if not isinstance(item, Piece):
+                break
+            self._items.popleft()
+            chunks.append(item.chunk())
+        return chunks
+
+
+def wake(readers: Iterable[Waiting | None]) -> None:
+    """Wakes readers, with one call for each of their event loops; on the caller's own at once, as
+    they run when the caller waits."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiting in readers:
+        if waiting is not None:
+            by_loop.setdefault(waiting[0], []).append(waiting[1])
+    own = _running_loop() if by_loop else None
+    for event_loop, futures in by_loop.items():
+        if event_loop is own:
+            _wake(futures)
+            continue
+        with suppress(RuntimeError):  # the reader's loop was closed: nobody reads any more
+            event_loop.call_soon_threadsafe(_wake, futures)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

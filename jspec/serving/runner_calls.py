@@ -1,0 +1,65 @@
+"""The calls of the runner that make up a turn, on the engine's thread.
+
+It knows no request and no event loop.
+"""
+
+from __future__ import annotations
+
+import time
+
+from jspec.errors import InvariantError, RunnerError
+from jspec.messages.plan import StepPlan, StepResult
+from jspec.messages.protocols import Runner
+from jspec.serving.request_trace import FirstTokens
+from jspec.serving.trace import StepClock, TraceEvent, TraceKind
+
+
+class RunnerCalls:
+    """trace: a list to which every call is appended. first_tokens: may be put there at any time."""
+
+    def __init__(self, runner: Runner, trace: list[TraceEvent] | None) -> None:
+        self._runner = runner
+        self._trace = trace
+        self.first_tokens: FirstTokens | None = None
+        self.steps = StepClock()
+
+    def run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        """Dispatches `plan`, then waits for the oldest step, if told to.
+
+        Raises RunnerError for what may be mended by beginning anew: any error but a bug of ours.
+        """
+        try:
+            return self._run(plan, collects)
+        except (InvariantError, AssertionError, RunnerError):
+            raise
+        except Exception as error:
+            raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error
+
+    def lose_steps(self) -> None:
+        """The steps in flight were lost with the runner. While nothing runs on its thread."""
+        self.steps.lose_steps()
+        if self.first_tokens is not None:
+            self.first_tokens.lose_steps()
+
+    def _run(self, plan: StepPlan | None, collects: bool) -> StepResult | None:
+        if plan is not None:
+            started = time.monotonic()
+            self._runner.dispatch(plan)
+            self.steps.dispatched(plan.step, started)
+            self._record(TraceKind.DISPATCH, plan.step, started)
+        if not collects:
+            return None
+        started = time.monotonic()
+        result = self._runner.collect()
+        self.steps.collected(result.step, time.monotonic())
+        self._record(TraceKind.COLLECT, result.step, started)
+        return result
+
+    def _record(self, kind: TraceKind, step: int, started: float) -> None:
+        ended = time.monotonic()
+        if self._trace is not None:
+            self._trace.append(TraceEvent(kind=kind, step=step, started=started, ended=ended))
+        if self.first_tokens is not None:
+            is_dispatch = kind is TraceKind.DISPATCH
+            ran = self.first_tokens.dispatched if is_dispatch else self.first_tokens.collected
+            ran(step, started, ended)

@@ -1,0 +1,70 @@
+"""What runs between two steps, while none is in flight: who asked for it, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from jspec.errors import EngineClosedError
+
+# Runs a function on the engine thread.
+OnEngineThread = Callable[[Callable[[], None]], Awaitable[None]]
+Visit = Callable[[OnEngineThread], Awaitable[None]]
+
+
+class Visits:
+    """Visits in the order in which they were asked for. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Visit, asyncio.Future[None]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def ask(self, visit: Visit) -> Awaitable[None]:
+        """What ends with the visit, and raises its error. If it is cancelled, a visit that has not
+        begun never will, and one that has is waited for: it cannot be undone."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_heard)  # also if nobody waits for it any more
+        entry = (visit, done)
+        self._waiting.append(entry)
+        return self._ended(entry)
+
+    async def _ended(self, entry: tuple[Visit, asyncio.Future[None]]) -> None:
+        _, done = entry
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            else:
+                await asyncio.wait({done})
+            raise
+
+    async def run_next(self, on_engine_thread: OnEngineThread) -> None:
+        """Raises EngineClosedError if what the visit left cannot run a step."""
+        visit, done = self._waiting.popleft()
+        try:
+            await visit(on_engine_thread)
+        except EngineClosedError as error:
+            done.set_exception(error)
+            raise
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException:  # the event loop ends
+            done.cancel()
+            raise
+        else:
+            done.set_result(None)
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """All that wait end with an error of their own."""
+        while self._waiting:
+            self._waiting.popleft()[1].set_exception(error())
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    """Its error is no news to the garbage collector."""
+    if not done.cancelled():
+        done.exception()

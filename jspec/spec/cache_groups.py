@@ -1,0 +1,85 @@
+"""What a model keeps for each token, as data: groups of layers that share an entry and a window.
+
+A target declares its groups, a drafter its own beside them; whoever allocates pools reads nothing
+else. Host only, hashable: groups are part of what a program is compiled for.
+
+Groups that keep the same tokens form a page space: one allocator, one page table, one budget. The
+full space comes first and is always there, also without groups: it then only counts tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jspec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVEntry:
+    """K and V of one token in one layer: num_heads kv heads (G), of qk_dim and v_dim numbers."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "qk_dim", "v_dim"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"a cache entry's {name} is {value}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """num_layers layers with equal entries. window: tokens that a query looks back, None for all.
+
+    The arrays of a model's groups lie one after the other, layer by layer, in the groups' order:
+    two groups of 2 and 1 layers are arrays 0, 1 and 2.
+    """
+
+    name: str
+    num_layers: int
+    entry: KVEntry
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(
+                f"cache group {self.name} has {self.num_layers} layers; expected at least 1"
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(
+                f"cache group {self.name} has a window of {self.window}; expected at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpace:
+    """Groups whose pages are lent and given back together. window: None for the full space."""
+
+    window: int | None
+    groups: tuple[CacheGroup, ...]
+
+
+def page_spaces(
+    groups: tuple[CacheGroup, ...], *, windows: Collection[int] | None = None
+) -> tuple[PageSpace, ...]:
+    """The full space first, then one space a window, from the narrowest on.
+
+    windows: those that get a space of their own; None: all. A group of another window lies in the
+    full space, where it keeps everything: that is right as well, only larger.
+
+    In:  windows 8, None, 8, 4 of groups a, b, c, d
+    Out: (None: b), (4: d), (8: a, c); with windows = {8}: (None: b, d), (8: a, c)
+    """
+    apart = {g.window for g in groups if g.window is not None}
+    if windows is not None:
+        apart &= set(windows)
+    full = PageSpace(None, tuple(g for g in groups if g.window not in apart))
+    return full, *(PageSpace(w, tuple(g for g in groups if g.window == w)) for w in sorted(apart))
+
+
+def windows_of_layers(groups: tuple[CacheGroup, ...]) -> tuple[int | None, ...]:
+    """The window of each array of the groups' pools, in their order."""
+    return tuple(group.window for group in groups for _ in range(group.num_layers))

@@ -1,0 +1,389 @@
+"""What a model is, as hashable host data: its layers and their sizes. No arrays, no jax.
+
+A family's config reader (`jspec/models/families/`) makes a ModelSpec; the parameter table
+(`models.params`), the forward (`models.decoder`), the cache groups and the memory that a token
+takes all derive from it. Layers with equal specs share one compiled function.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+from jspec.errors import ConfigError
+from jspec.spec.cache_groups import CacheGroup, KVEntry
+from jspec.spec.rope import RopeConfig
+
+
+class HeadGate(enum.Enum):
+    """What the output of attention is gated by."""
+
+    OF_HEADS = "one number a head"
+    OF_NUMBERS = "one number for each of a head's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer.
+
+    window: a query sees keys with q_position - key_position < window, itself included; None: all.
+    sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
+    qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
+    scale: of the scores; None is head_dim ** -0.5.
+    v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
+    rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
+    gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
+    normed input.
+    """
+
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # D
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    window: int | None = None
+    sinks: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None
+    v_dim: int | None = None
+    value_scale: float = 1.0
+    rotary_dim: int | None = None
+    gate: HeadGate | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads is {self.num_heads}; expected a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; expected an even number")
+        if not 1 <= self.value_dim <= self.head_dim:
+            raise ConfigError(
+                f"v_head_dim is {self.v_dim}; expected 1 to {self.head_dim}, the head_dim"
+            )
+        if self.rotary_dim is not None and (
+            self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim
+        ):
+            raise ConfigError(
+                f"RoPE turns {self.rotary_dim} numbers of a head; expected an even number from 2 "
+                f"to {self.head_dim}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"sliding_window is {self.window}; expected at least 1")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A gated MLP, silu(gate) * up (SwiGLU). limit: silu(gate) is at most that, up within it."""
+
+    inner: int  # intermediate_size
+    bias: bool = False
+    limit: float | None = None
+
+
+class Routing(enum.Enum):
+    """How a router's logits become the weights of the chosen experts."""
+
+    SOFTMAX_THEN_TOP = "softmax over all experts, then the top k as they are"
+    SOFTMAX_THEN_TOP_NORMALIZED = "softmax over all experts, then the top k, summing to one"
+    TOP_THEN_SOFTMAX = "the top k logits, softmax over those"
+    SIGMOID_THEN_TOP = "sigmoid of each; the top k of that plus a bias, as they are without it"
+    SIGMOID_THEN_TOP_NORMALIZED = "the same, summing to one"
+
+
+class Gate(enum.Enum):
+    """What an expert does with its gate and up columns."""
+
+    SILU = "silu(gate) * up"
+    SILU_WITHIN_7 = "silu(gate), at most 7, times up within 7"
+    CLAMPED = "gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """A mixture of gated MLPs: each token runs through top_k of num_experts.
+
+    shared: one more MLP, which every token runs through, added to theirs. is_packed: the experts'
+    products are held as mxfp4, as they are stored.
+    """
+
+    num_experts: int
+    top_k: int
+    inner: int  # moe_intermediate_size
+    routing: Routing = Routing.SOFTMAX_THEN_TOP_NORMALIZED
+    gate: Gate = Gate.SILU
+    bias: bool = False  # in router and experts
+    weight_scale: float = 1.0  # of the chosen experts' weights
+    shared: DenseSpec | None = None
+    is_packed: bool = False
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether a bias that no weight shows takes part in the choice of experts."""
+        return self.routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.top_k}; expected 1 to {self.num_experts}, the "
+                f"number of experts"
+            )
+
+
+FeedForward = DenseSpec | MoESpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """x + attention(norm(x)), then x + ffn(norm(x)); both norms are RMSNorms with `eps`."""
+
+    attention: AttentionSpec
+    ffn: FeedForward
+    eps: float = 1e-5
+
+    @property
+    def is_mixture_packed(self) -> bool:
+        """Whether its experts are held packed."""
+        return isinstance(self.ffn, MoESpec) and self.ffn.is_packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder: embedding, layers, final RMSNorm, lm_head. In Hugging Face's terms where named.
+
+    family: the name in `models.registry`, which knows the stored names; nothing else asks for it.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # E
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    max_position: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    family: str = "llama"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def one_layer(self) -> LayerSpec:
+        """The layer of a model whose layers are all equal. ConfigError for any other model."""
+        if len(set(self.layers)) != 1:
+            raise ConfigError(
+                f"the model has {len(set(self.layers))} kinds of layers; expected all equal"
+            )
+        return self.layers[0]
+
+
+class FeatureNorm(enum.Enum):
+    """What of the target's features is normed before an EAGLE-3 head's fc."""
+
+    NONE = "nothing"
+    WHOLE = "all features side by side, by one RMSNorm (norm_before_fc)"
+    EACH = "each layer's feature by an RMSNorm of its own (fc_norm)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 head: the layers of `layer`, fed by some of the target's layers.
+
+    aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
+    equal to the number of layers means the residual after the last one. None: the head reads the
+    target's last hidden, after its final norm, and has no fc.
+    draft_vocab_size: U. norm_before_residual: the residual is hidden_norm(h) instead of h.
+    norm_before_head: lm_head reads norm(h2), else h2. feeds_back_normed: the next draft forward is
+    given norm(h2), else h2. logit_scale: the logits are multiplied by it.
+    """
+
+    layer: ModelSpec  # of equal layers; vocab_size is the target's V
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    norm_before_residual: bool = False
+    feature_norm: FeatureNorm = FeatureNorm.NONE
+    fc_bias: bool = False
+    norm_before_head: bool = True
+    feeds_back_normed: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(set(self.aux_layer_ids)) != len(self.aux_layer_ids) or list(
+            self.aux_layer_ids
+        ) != sorted(self.aux_layer_ids):
+            raise ConfigError(f"aux layer ids are {self.aux_layer_ids}; expected them to ascend")
+        if not self.aux_layer_ids and (self.feature_norm is not FeatureNorm.NONE or self.fc_bias):
+            raise ConfigError(
+                f"a head without aux layers has feature_norm {self.feature_norm.name} and fc_bias "
+                f"{self.fc_bias}; expected neither, since it has no fc"
+            )
+        if not self.aux_layer_ids and self.target_hidden_size != self.layer.hidden_size:
+            raise ConfigError(
+                f"hidden_size is {self.layer.hidden_size}; expected the target's "
+                f"{self.target_hidden_size}, since a head without aux layers has no fc"
+            )
+        if self.feeds_back_normed and not self.norm_before_head:
+            raise ConfigError("feeds_back_normed is True without norm_before_head; expected both")
+
+    @staticmethod
+    def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+        """The captures before layers 2, L // 2 and L - 3 (SafeAILab/EAGLE).
+
+        Raises ConfigError below 7 layers, where the three are not distinct and ordered.
+        """
+        ids = (2, num_layers // 2, num_layers - 3)
+        if not ids[0] < ids[1] < ids[2]:
+            raise ConfigError(
+                f"a target of {num_layers} layers has no default EAGLE-3 layers (2, L//2, L-3 "
+                f"gives {ids}); expected eagle_aux_hidden_state_layer_ids in the draft's config, "
+                "or aux_layer_ids where one is trained"
+            )
+        return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig:
+    """Layers for multi-token prediction: layer s guesses the token s + 2 after its feature's.
+
+    model: as wide as the target and with its vocabulary; its layers are they, in order.
+    target_num_layers: of the target.
+    chained: layer s reads what layer s - 1 made of the same row; else all read the target's hidden.
+    hidden_first: of [hidden; embedding], which a layer fuses; else the embedding comes first.
+    reads_normed: the target's hidden is the one after its final norm; else the residual before it.
+    recurrent: there is one layer, and every level runs it again: it reads its own output of the
+        level before, over what the levels before cached.
+    feeds_normed: chained or recurrent, a layer hands on its output after its own final norm; else
+        before it.
+    own_heads: every layer has an lm_head; else all use the target's.
+    zeroes_first: the embedding of the row at position 0 is zero.
+    """
+
+    model: ModelSpec
+    target_num_layers: int
+    chained: bool = False
+    recurrent: bool = False
+    hidden_first: bool = False
+    reads_normed: bool = True
+    feeds_normed: bool = False
+    own_heads: bool = False
+    zeroes_first: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.recurrent:
+            return
+        if self.chained or self.num_layers != 1:
+            raise ConfigError(
+                f"layers for multi-token prediction are recurrent, {self.num_layers}, and chained "
+                f"is {self.chained}; expected one layer that is not chained"
+            )
+        if (window := self.layer.one_layer.attention.window) is not None:
+            raise ConfigError(
+                f"a layer for multi-token prediction has a window of {window}; expected none for "
+                f"one that every level runs again"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def layer(self) -> ModelSpec:
+        """`model`, under the name that a drafter asks any head for."""
+        return self.model
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """What is captured of the target; none where its last hidden is read."""
+        return () if self.reads_normed else (self.target_num_layers,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle1Config:
+    """An EAGLE-1 or EAGLE-2 head: the layers of `layer` after fc([embedding; hidden]).
+
+    The first layer norms nothing before its attention; lm_head is the target's, or its columns of
+    `draft_vocab_size` of the ids. norms_inputs: embedding and hidden are normed before fc.
+    """
+
+    layer: ModelSpec  # of equal layers; its sizes are the target's
+    draft_vocab_size: int  # U
+    fc_bias: bool = True
+    norms_inputs: bool = False
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """None: it reads the target's last hidden, after its final norm."""
+        return ()
+
+
+def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
+    """What the model keeps for each token: runs of layers with one entry and one window, in order.
+
+    For two layers of a window between full ones: `name` 0, `name` 1, `name` 2.
+    """
+    kinds = [
+        (
+            KVEntry(a.num_kv_heads, a.head_dim, a.value_dim),
+            a.window,
+        )
+        for a in (layer.attention for layer in spec.layers)
+    ]
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    return tuple(
+        CacheGroup(name if len(runs) == 1 else f"{name} {i}", count, entry, window)
+        for i, ((entry, window), count) in enumerate(runs)
+    )
+
+
+def uniform_decoder(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rms_norm_eps: float = 1e-5,
+    rope: RopeConfig = RopeConfig(),  # noqa: B008  (frozen)
+    attention_bias: bool = False,
+    tie_word_embeddings: bool = False,
+    max_position: int = 2048,
+    eos_token_ids: tuple[int, ...] = (),
+    bos_token_id: int | None = None,
+    family: str = "llama",
+) -> ModelSpec:
+    """A Llama-like decoder of equal layers; attention_bias puts one on q, k, v and the output."""
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+    )
+    layer = LayerSpec(attention=attention, ffn=DenseSpec(inner=intermediate_size), eps=rms_norm_eps)
+    return ModelSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=(layer,) * num_layers,
+        rms_norm_eps=rms_norm_eps,
+        tie_word_embeddings=tie_word_embeddings,
+        max_position=max_position,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        family=family,
+    )

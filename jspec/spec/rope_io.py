@@ -1,0 +1,187 @@
+"""RoPE as configurations spell it: `rope_theta`, `rope_scaling`, `rope_parameters`.
+
+transformers 4 writes theta beside a table `rope_scaling`; transformers 5 writes one table,
+`rope_parameters`, with theta in it, and still reads the older keys. A file may hold both, as one
+does that was converted, or edited by hand. The kind is `rope_type`, in older files `type`.
+
+A kind that is added needs a function here, its row in KINDS, and its arithmetic in layers/rope.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jspec.errors import CheckpointError, ConfigError
+from jspec.spec.json_files import Fields, shown
+from jspec.spec.rope import RopeConfig, YarnConfig
+
+log = logging.getLogger(__name__)
+
+DEFAULT_THETA = 10000.0
+TABLES = ("rope_parameters", "rope_scaling")
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """One RoPE for all layers, out of every key that says something about it.
+
+    As in transformers 5 a `rope_scaling` that says anything takes the place of `rope_parameters`,
+    and theta in the table that counts comes before `rope_theta` beside it. Where the tables
+    contradict each other that is an error, and what is dropped with one of them a warning.
+    Raises ConfigError for a kind that is not served, CheckpointError for what contradicts itself.
+    """
+    merged = _merged(fields)
+    kind = merged.get("rope_type") or "default"
+    nested = [name for name, value in merged.values.items() if isinstance(value, dict)]
+    if nested or not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(
+            f"{fields.path}: rope type is {shown(nested or kind)}; expected "
+            f"{' or '.join(repr(name) for name in KINDS)}, one for all layers"
+        )
+    merged.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+    return KINDS[kind](merged)
+
+
+def _merged(fields: Fields) -> Fields:
+    """One table: rope_theta, rope_type, and the parameters of that type."""
+    tables = {name: _typed(fields.table(name), name) for name in TABLES}
+    ours, older = tables["rope_parameters"], tables["rope_scaling"]
+    if ours.get("rope_type") == "default" and older.get("rope_type"):
+        ours = {name: value for name, value in ours.items() if name != "rope_type"}
+    for name in ours.keys() & older.keys():
+        if ours[name] != older[name]:
+            raise CheckpointError(
+                f"{fields.path}: {name} is {shown(ours[name])} in rope_parameters and "
+                f"{shown(older[name])} in rope_scaling; expected one value"
+            )
+    merged = {"rope_theta": fields.get("rope_theta"), **(older or ours)}
+    dropped = {name: value for name, value in ours.items() if merged.get(name) != value}
+    if dropped:
+        log.warning(
+            "%s: rope_parameters says %s, which is not read, as in transformers: rope_scaling "
+            "takes its place, and theta is %s",
+            fields.path,
+            shown(dropped),
+            merged["rope_theta"] or DEFAULT_THETA,
+        )
+    _add_length(fields, merged)
+    return Fields(fields.path, merged)
+
+
+def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
+    """The context before scaling, which some files keep beside the tables, and some leave out."""
+    name = "original_max_position_embeddings"
+    beside = fields.get(name)
+    if beside is None:
+        merged.setdefault(name, fields.get("max_position_embeddings"))
+    elif merged.setdefault(name, beside) != beside:
+        raise CheckpointError(
+            f"{fields.path}: {name} is {shown(merged[name])} for RoPE and {shown(beside)} beside "
+            "it; expected one value"
+        )
+
+
+def _typed(table: Fields, name: str) -> dict[str, Any]:
+    """What the table says (null is nothing), its kind under `rope_type`."""
+    values = {key: value for key, value in table.values.items() if value is not None}
+    old = values.pop("type", None)
+    if old is not None and values.setdefault("rope_type", old) != old:
+        raise CheckpointError(
+            f"{table.path}: rope_type is {shown(values['rope_type'])} and type is {shown(old)} in "
+            f"{name}; expected one of them, or one value"
+        )
+    return values
+
+
+def _default(merged: Fields) -> RopeConfig:
+    return RopeConfig(theta=merged.number("rope_theta", DEFAULT_THETA))
+
+
+def _factor(merged: Fields) -> float:
+    factor = merged.number("factor")
+    if factor < 1.0:
+        raise ConfigError(f"{merged.path}: rope factor is {factor}; expected at least 1")
+    return factor
+
+
+def _llama3(merged: Fields) -> RopeConfig:
+    factor = _factor(merged)
+    low, high = merged.number("low_freq_factor"), merged.number("high_freq_factor")
+    if low >= high:
+        raise CheckpointError(
+            f"{merged.path}: low_freq_factor is {low} and high_freq_factor is {high}; expected "
+            "the second above the first"
+        )
+    return RopeConfig(
+        theta=merged.number("rope_theta", DEFAULT_THETA),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=merged.integer("original_max_position_embeddings"),
+    )
+
+
+def _yarn(merged: Fields) -> RopeConfig:
+    theta, factor = merged.number("rope_theta", DEFAULT_THETA), _factor(merged)
+    fast, slow = merged.number("beta_fast", 32.0), merged.number("beta_slow", 1.0)
+    if fast <= slow:
+        raise CheckpointError(
+            f"{merged.path}: beta_fast is {fast} and beta_slow is {slow}; expected the first "
+            "above the second"
+        )
+    if theta <= 1.0:
+        raise CheckpointError(f"{merged.path}: rope_theta is {theta}; expected above 1 for YaRN")
+    return RopeConfig(
+        theta=theta,
+        factor=factor,
+        original_max_position=merged.integer("original_max_position_embeddings"),
+        yarn=YarnConfig(
+            attention_factor=merged.number("attention_factor", _attention_factor(merged, factor)),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=merged.flag("truncate", True),
+        ),
+    )
+
+
+def _attention_factor(merged: Fields, factor: float) -> float:
+    """0.1 ln(factor) + 1; with both mscales, the first one's over the second one's, as DeepSeek."""
+    if not merged.get("mscale") or not merged.get("mscale_all_dim"):
+        return 0.1 * math.log(factor) + 1.0
+    first, second = (
+        0.1 * merged.number(name) * math.log(factor) + 1.0 for name in ("mscale", "mscale_all_dim")
+    )
+    return first / second
+
+
+def rope_json(rope: RopeConfig) -> dict[str, Any]:
+    """rope_theta and rope_scaling (transformers 4's keys), which `read_rope` reads back."""
+    scaling: dict[str, Any] | None = None
+    if rope.yarn is not None:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "attention_factor": rope.yarn.attention_factor,
+            "beta_fast": rope.yarn.beta_fast,
+            "beta_slow": rope.yarn.beta_slow,
+            "truncate": rope.yarn.truncate,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    elif rope.factor > 1.0:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+KINDS: dict[str, Callable[[Fields], RopeConfig]] = {
+    "default": _default,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,152 @@
+"""Rows of a draft layer that lags: where its rows lie, and which of them there are.
+
+A layer that lags by s holds at row i the token i + s + 1. What was emitted at positions [p, e), one
+id after it included, are its rows [p - s, e - s): the same ids as for a layer without a lag, with
+features that are s rows older. Rows before the row's own start do not exist: they are left out.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.device.pytree import pytree, static
+from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
+from jspec.spec import indexing
+from jspec.speculative.drafter import Emitted, RowsInStep
+from jspec.speculative.tree import pack_bits
+
+
+@pytree
+class LaggedRows:
+    """A layer's rows for what was emitted; laid out as Emitted's are.
+
+    source[t]: index in T of the emitted token whose following id row t holds. left_out: how many of
+    the first ids a row leaves out. begin, last: index in T of each row's first and last.
+    """
+
+    rows: AttentionRows
+    source: jax.Array  # i32[T]
+    row_idx: jax.Array  # i32[T]
+    within: jax.Array  # i32[T]
+    left_out: jax.Array  # i32[R]
+    begin: jax.Array  # i32[R]
+    last: jax.Array  # i32[R]
+
+
+def lag_behind(emitted: Emitted, *, lag: int, num_known: Int[Array, "R"]) -> LaggedRows:
+    """The rows of a layer that lags by `lag`.
+
+    num_known: tokens since each row's start that came before, at most the largest lag; at most p.
+
+    In:  two rows, tokens at 7 8 9 and at 1, of which 2 and 1 tokens are known before; lag 2
+    Out: slots 5 6 7 with the ids after 7 8 9; none: its row -1 would be before its start
+    """
+    lens = emitted.rows.cu_q_lens[1:] - emitted.rows.cu_q_lens[:-1]
+    left_out = jnp.maximum(lag - num_known, 0)
+    lens = jnp.maximum(lens - left_out, 0)
+    cu_q_lens = jnp.concatenate((jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)))
+    num_rows, per_row, size = lens.shape[0], emitted.queries_per_row, emitted.token_ids.shape[0]
+    begin, emitted_begin = cu_q_lens[:-1], emitted.rows.cu_q_lens[:-1]
+    if per_row is not None:
+        begin = emitted_begin = jnp.arange(num_rows, dtype=jnp.int32) * per_row
+    index = index_queries(cu_q_lens, size, queries_per_row=per_row)
+    start = indexing.lagged_start(emitted.rows.prefix_lens, jnp.minimum(lag, num_known))
+
+    def of_row(x: jax.Array) -> jax.Array:
+        return jnp.take(x, index.row_idx, mode="clip")
+
+    return LaggedRows(
+        rows=AttentionRows(
+            page_table=emitted.rows.page_table,
+            window_tables=emitted.rows.window_tables,
+            prefix_lens=start,
+            cu_q_lens=cu_q_lens,
+            q_positions=indexing.emitted_position(of_row(start), index.within),
+        ),
+        source=of_row(emitted_begin + left_out) + index.within,
+        row_idx=index.row_idx,
+        within=index.within,
+        left_out=left_out,
+        begin=begin,
+        last=jnp.maximum(begin + lens - 1, 0),
+    )
+
+
+def delayed(
+    values: Float[Array, "T E"],
+    first: Float[Array, "R E"],
+    *,
+    before: LaggedRows,
+    own: LaggedRows,
+) -> Float[Array, "T E"]:
+    """Values by row of a layer, laid out for the next one, which lags by one more.
+
+    first: of the next layer's first row of each row, which the other one had before; a row that
+    leaves out one more id has none, and begins where the other does.
+
+    In:  values of rows 6 7 8 of a layer, first that of row 5   Out: those of rows 5 6 7
+    """
+    back = jnp.where(own.left_out == 0, 1, 0)
+    place = own.within - jnp.take(back, own.row_idx, mode="clip")
+    source = jnp.maximum(jnp.take(before.begin, own.row_idx, mode="clip") + place, 0)
+    older = jnp.take(first, own.row_idx, axis=0, mode="clip").astype(values.dtype)
+    return jnp.where((place < 0)[:, None], older, jnp.take(values, source, axis=0, mode="clip"))
+
+
+@pytree
+class PathRows:
+    """Where the rows of K paths of n tokens lie in the layer that lags by n.
+
+    Depth by depth, K at each, those of depths that do not exist (`left_out`, of a row shorter than
+    its lag) last, where nothing that counts sees them.
+    """
+
+    rows: AttentionRows
+    left_out: jax.Array  # i32[B]
+    length: int = static()  # n
+
+    def laid_out(self, x: jax.Array) -> jax.Array:
+        """[B, n * K, .] of [B, K, n, .]"""
+        by_depth = self._rolled(jnp.swapaxes(x, 1, 2), self.left_out)
+        return by_depth.reshape(x.shape[0], -1, x.shape[3])
+
+    def by_path(self, x: jax.Array) -> jax.Array:
+        """[B, K, n, .] of [B, n * K, .]"""
+        by_depth = x.reshape(x.shape[0], self.length, -1, x.shape[2])
+        return jnp.swapaxes(self._rolled(by_depth, -self.left_out), 1, 2)
+
+    def _rolled(self, x: jax.Array, by: jax.Array) -> jax.Array:
+        """x[B, n, K, .] with depth d + by at d."""
+        index = (jnp.arange(self.length) + by[:, None]) % self.length
+        return jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="clip")
+
+
+def path_rows(rows: RowsInStep, num_known: Int[Array, "B"], *, layer: int, topk: int) -> PathRows:
+    """The layer * K rows from L - layer on, for layer `layer`, which lags by as much.
+
+    In:  L = 7, layer 2, K = 2
+    Out: slots 5 6 7 8 at RoPE 5 5 6 6; a tail of 4, each row sees what its path has of it
+    """
+    batch, width = rows.seq_lens.shape[0], layer * topk
+    known = jnp.minimum(jnp.minimum(num_known, rows.seq_lens), layer)
+    start = indexing.lagged_start(rows.seq_lens, known)
+    row = jnp.arange(width, dtype=jnp.int32)
+    positions = indexing.emitted_position(start[:, None], row // topk)
+    is_chain = topk == 1
+    sees = (row[:, None] % topk == row % topk) & (row[:, None] >= row)
+    mask = pack_bits(jnp.broadcast_to(sees, (batch, width, width)))
+    return PathRows(
+        rows=AttentionRows(
+            page_table=rows.page_table,
+            window_tables=rows.window_tables,
+            prefix_lens=start,
+            cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * width,
+            q_positions=positions.reshape(-1),
+            tail_mask=None if is_chain else mask.reshape(batch * width, -1),
+            tail_positions=None if is_chain else positions,
+        ),
+        left_out=layer - known,
+        length=layer,
+    )

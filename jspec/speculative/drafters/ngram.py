@@ -1,0 +1,331 @@
+"""Drafting by looking up: what followed the last time the row's end was written before.
+
+The longest suffix of a row's ids (the root is the last of them) that occurs earlier in the row is
+found, the latest occurrence first, and the tokens after it are the draft. With K > 1 the K best
+occurrences with different continuations become branches, merged where they begin alike. Where the
+row itself has none, a corpus may be asked: ids of some text, sorted once by what stands before.
+
+No model, no cache, no features: a compare of shifted windows over [B, context], on the device.
+Whatever is proposed, only a token that the target chooses itself is accepted, so a branch without a
+match is filled with token 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.config import drafting
+from jspec.config.drafting import Drafting
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
+from jspec.models.files.stored import Place
+from jspec.models.params import ParamTable
+from jspec.spec.cache_groups import CacheGroup
+from jspec.speculative.drafter import Emitted, Needs, RowsInStep, index_emitted, next_positions
+from jspec.speculative.drafters.corpus import read_corpus
+from jspec.speculative.drafters.source import DraftRequest, DraftSource, made
+from jspec.speculative.target import KVPool, Params
+from jspec.speculative.tree import Level, build_tree
+
+# Ids that no token has: in a history what nobody wrote, in a query what lies before the row's
+# start, and what lies outside an array that is looked at through a shifted window.
+UNKNOWN, BEFORE_START, OUTSIDE = -1, -2, -3
+
+
+@pytree
+class NgramState:
+    """What each row has said so far; indexed by slot, or by row once gathered."""
+
+    history: jax.Array  # i32[., context], the id at each position up to the root's
+
+
+@pytree
+class Branches:
+    """K continuations of each row, best first; those without a match come last, as token 0."""
+
+    tokens: jax.Array  # i32[B, K, S]
+    is_match: jax.Array  # bool[B, K]
+
+
+@dataclass(frozen=True, slots=True)
+class NgramDrafter:
+    """min_match, max_match: tokens of a suffix that must, and that may, agree.
+
+    params: {} or, with a corpus, what `sort_corpus` made of it with the same max_match.
+    """
+
+    spec: SpeculativeConfig
+    min_match: int = 1
+    max_match: int = 12
+
+    @property
+    def drafting(self) -> Drafting:
+        return drafting.NGRAM
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return ()
+
+    @property
+    def table(self) -> ParamTable:
+        return ()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def init_state(self, num_slots: int, *, context_length: int, dtype: DTypeLike) -> NgramState:
+        del dtype
+        return NgramState(history=jnp.full((num_slots, context_length), UNKNOWN, jnp.int32))
+
+    def of_shape(self, spec: SpeculativeConfig) -> NgramDrafter:
+        return replace(self, spec=spec)
+
+    def propose(
+        self, params: Params, caches: KVPool, state: NgramState, rows: RowsInStep
+    ) -> tuple[KVPool, DraftTree]:
+        """The tree of what followed in the row itself, or else in the corpus."""
+        suffix = last_ids(state.history, rows.seq_lens, count=self.max_match)
+        branches = find_in_history(
+            state.history, suffix, rows.seq_lens, spec=self.spec, min_match=self.min_match
+        )
+        if params:
+            other = find_in_corpus(
+                params["corpus"],
+                params["contexts"],
+                suffix,
+                spec=self.spec,
+                min_match=self.min_match,
+            )
+            known = branches.is_match[:, :1]
+            branches = Branches(
+                tokens=jnp.where(known[:, :, None], branches.tokens, other.tokens),
+                is_match=jnp.where(known, branches.is_match, other.is_match),
+            )
+        return caches, tree_of(rows.root_ids, branches, num_draft_tokens=self.spec.num_draft_tokens)
+
+    def advance(
+        self, params: Params, caches: KVPool, state: NgramState, emitted: Emitted
+    ) -> tuple[KVPool, NgramState]:
+        """Writes the emitted ids, and the one after them, where they stand in their rows."""
+        del params
+        index = index_emitted(emitted)
+        history = jnp.where(emitted.is_first[:, None], UNKNOWN, state.history)
+        batch, width = history.shape
+        position = jnp.where(index.valid, emitted.rows.q_positions, width)  # width: dropped
+        history = history.at[index.row_idx, position].set(emitted.token_ids, mode="drop")
+        every_row = jnp.arange(batch, dtype=jnp.int32)
+        history = history.at[every_row, next_positions(emitted)].set(emitted.next_ids, mode="drop")
+        return caches, NgramState(history=history)
+
+
+def last_ids(
+    history: Int[Array, "B C"], seq_lens: Int[Array, "B"], *, count: int
+) -> Int[Array, "B W"]:
+    """The last `count` ids of each row, the root first; BEFORE_START where there are no more.
+
+    In:  history [5 6 7 .], L = 2, count 4
+    Out: [7 6 5 BEFORE_START]
+    """
+    position = seq_lens[:, None] - jnp.arange(count, dtype=jnp.int32)
+    ids = jnp.take_along_axis(history, jnp.maximum(position, 0), axis=1, mode="clip")
+    return jnp.where((position >= 0) & (ids >= 0), ids, BEFORE_START)
+
+
+def find_in_history(
+    history: Int[Array, "B C"],
+    suffix: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    spec: SpeculativeConfig,
+    min_match: int,
+) -> Branches:
+    """What followed the longest matches of each row's suffix in the row itself.
+
+    A match ends at e < L. What followed it runs into the row's end after L - e tokens, and goes on
+    from e + 1 again: a row that repeats itself is continued as it repeats.
+
+    In:  ids 1 2 3 9 1 2 with root 2 at L = 5, S = 3, K = 1
+    Out: 1 2 matches at e = 1: tokens [3 9 1]
+    """
+    width, num_steps = history.shape[1], spec.num_steps
+    position = jnp.arange(width, dtype=jnp.int32)
+    length = match_lengths(history, suffix)
+    is_match = (position < seq_lens[:, None]) & (length >= min_match)
+    score = jnp.where(is_match, length * width + position, UNKNOWN)  # the longest, then the latest
+    tokens, found = [], []
+    depth = jnp.arange(num_steps, dtype=jnp.int32)
+    for _ in range(spec.topk):
+        end = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
+        is_found = jnp.max(score, axis=1) >= 0
+        period = jnp.maximum(seq_lens[:, None] - end, 1)
+        at = end + 1 + depth % period
+        ids = jnp.take_along_axis(history, at, axis=1, mode="clip")
+        tokens.append(jnp.where(is_found[:, None] & (ids >= 0), ids, 0))
+        found.append(is_found)
+        differs = jnp.zeros(score.shape, bool)
+        for d in range(num_steps):
+            inside = position + 1 + d <= seq_lens[:, None]
+            differs |= inside & (shifted(history, d + 1) != ids[:, d : d + 1])
+        score = jnp.where(differs, score, UNKNOWN)
+    return Branches(tokens=jnp.stack(tokens, axis=1), is_match=jnp.stack(found, axis=1))
+
+
+def match_lengths(history: Int[Array, "B C"], suffix: Int[Array, "B W"]) -> Int[Array, "B C"]:
+    """How many ids up to and including each position agree with the suffix, at most W.
+
+    In:  history [1 2 3 9 1 2], suffix [2 1 9] (the last id first)
+    Out: [0 2 0 0 0 3]
+    """
+    agrees = jnp.ones(history.shape, bool)
+    length = jnp.zeros(history.shape, jnp.int32)
+    for i in range(suffix.shape[1]):
+        agrees &= shifted(history, -i) == suffix[:, i : i + 1]
+        length += agrees
+    return length
+
+
+def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
+    """history[:, p + by] at each p, OUTSIDE beyond its ends: a window, not a gather."""
+    width = history.shape[1]
+    if by >= 0:
+        return jnp.pad(history, ((0, 0), (0, by)), constant_values=OUTSIDE)[:, by:]
+    return jnp.pad(history, ((0, 0), (-by, 0)), constant_values=OUTSIDE)[:, :width]
+
+
+def sort_corpus(ids: np.ndarray, *, max_match: int) -> dict[str, np.ndarray]:
+    """The params of a corpus: its ids i32[n], and the places after which something follows,
+    i32[n - 1], sorted by the ids that end there, read backwards, max_match of them.
+
+    Raises ValueError for less than two ids: nothing follows anything then.
+    """
+    ids = np.asarray(ids, np.int32)
+    if ids.ndim != 1 or ids.size < 2:
+        raise ValueError(f"a corpus has shape {ids.shape}; expected at least two ids in a row")
+    before = np.concatenate((np.full(max_match, UNKNOWN, np.int32), ids))
+    keys = [before[max_match - i : max_match - i + ids.size - 1] for i in range(max_match)]
+    return {"corpus": ids, "contexts": np.lexsort(keys[::-1]).astype(np.int32)}
+
+
+def find_in_corpus(
+    corpus: Int[Array, "n"],
+    contexts: Int[Array, "n1"],
+    suffix: Int[Array, "B W"],
+    *,
+    spec: SpeculativeConfig,
+    min_match: int,
+) -> Branches:
+    """What followed in the corpus where it agrees longest with each row's suffix.
+
+    Places are sorted by what stands before them, so the longest agreements lie beside the place
+    that the suffix itself would have: of K places on either side the K best are taken.
+    """
+    size = contexts.shape[0]
+    offset = jnp.arange(suffix.shape[1], dtype=jnp.int32)
+
+    def ids_before(rank: jax.Array) -> jax.Array:
+        """i32[..., W]: the ids that end at the place of this rank, the last one first."""
+        place = jnp.take(contexts, rank, mode="clip")[..., None] - offset
+        return jnp.where(place >= 0, jnp.take(corpus, place, mode="clip"), UNKNOWN)
+
+    def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        comes_before = is_less(ids_before(middle), suffix) & (low < high)
+        return jnp.where(comes_before, middle + 1, low), jnp.where(comes_before, high, middle)
+
+    bounds = jnp.zeros(suffix.shape[:1], jnp.int32), jnp.full(suffix.shape[:1], size, jnp.int32)
+    own, _ = jax.lax.fori_loop(0, size.bit_length(), halve, bounds)
+    rank = own[:, None] + jnp.arange(-spec.topk, spec.topk, dtype=jnp.int32)
+    agrees = jnp.cumprod((ids_before(rank) == suffix[:, None]).astype(jnp.int32), axis=2)
+    length = jnp.where((rank >= 0) & (rank < size), jnp.sum(agrees, axis=2), 0)
+    length, best = jax.lax.top_k(length, spec.topk)
+    rank = jnp.take_along_axis(rank, best, axis=1, mode="clip")
+    place = jnp.take(contexts, rank, mode="clip")[..., None]
+    after = place + 1 + jnp.arange(spec.num_steps, dtype=jnp.int32)
+    tokens = jnp.where(after < corpus.shape[0], jnp.take(corpus, after, mode="clip"), 0)
+    is_match = length >= min_match
+    return Branches(tokens=jnp.where(is_match[..., None], tokens, 0), is_match=is_match)
+
+
+def is_less(a: Int[Array, "*b W"], b: Int[Array, "*b W"]) -> Bool[Array, "*b"]:
+    """Whether a comes before b, compared from the first id on."""
+    first = jnp.argmax(a != b, axis=-1)[..., None]
+    a, b = (jnp.take_along_axis(x, first, axis=-1, mode="clip")[..., 0] for x in (a, b))
+    return a < b
+
+
+def tree_of(root_ids: Int[Array, "B"], branches: Branches, *, num_draft_tokens: int) -> DraftTree:
+    """The root and N - 1 tokens of the branches, merged where they begin alike.
+
+    A token that an earlier branch has in the same place, after the same tokens, is a copy: its
+    children hang on the first one. Better branches and lower depths come first, then branches
+    without a match, and copies only where nothing else is left. A parent is always before its
+    child: it is one level up in the same branch, or in a better one, and never a copy.
+
+    In:  branches [a b] and [a c], N = 4
+    Out: tokens [root a b c], parents [-1 0 1 1]: the second a, a copy, is left out
+    """
+    tokens, is_match = branches.tokens, branches.is_match
+    topk, num_steps = tokens.shape[1:]
+    alike = jnp.cumprod((tokens[:, :, None] == tokens[:, None]).astype(jnp.int32), axis=3)
+    own = jnp.argmax(alike, axis=2).astype(jnp.int32)  # [B, K, S], the first branch that begins so
+    branch = jnp.arange(topk, dtype=jnp.int32)
+    levels = []
+    for d in range(num_steps):
+        first = jnp.full_like(branches.tokens[:, :, 0], -1)
+        parents = (d - 1) * topk + own[:, :, d - 1] if d else first
+        levels.append(
+            Level(
+                ids=tokens[:, :, d],
+                scores=_scores(branch + d, is_match=is_match, is_copy=own[:, :, d] != branch),
+                parents=parents,
+            )
+        )
+    return build_tree(root_ids, tuple(levels), num_draft_tokens=num_draft_tokens)
+
+
+def _scores(
+    distance: Int[Array, "K"], *, is_match: Bool[Array, "B K"], is_copy: Bool[Array, "B K"]
+) -> Float[Array, "B K"]:
+    """What the tree takes first; distances stay far below the two penalties."""
+    penalty = jnp.where(is_match, 0.0, 1e4) + jnp.where(is_copy, 1e6, 0.0)
+    return -(distance.astype(jnp.float32) + penalty)
+
+
+def ngram_source(request: DraftRequest) -> DraftSource:
+    """Lookup in the row, and in the corpus that the arguments name. Its row in `registry`.
+
+    Raises ConfigError for a corpus that cannot be read, before any weight is.
+    """
+    args = request.args
+    longest = args.speculative_ngram_max_match_window_size
+    drafter = NgramDrafter(
+        args.speculative,
+        min_match=args.speculative_ngram_min_match_window_size,
+        max_match=longest,
+    )
+
+    if args.speculative_ngram_external_corpus_path is None:
+        return DraftSource(make=made(drafter))
+    ids = read_corpus(
+        Path(args.speculative_ngram_external_corpus_path),
+        vocab_size=request.target.vocab_size,
+        max_tokens=args.speculative_ngram_external_corpus_max_tokens,
+        tokenizer=request.tokenizer,
+    )
+
+    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
+        del target_params, dtype, place
+        return sort_corpus(ids, max_match=longest)
+
+    return DraftSource(make=made(drafter), read=read)

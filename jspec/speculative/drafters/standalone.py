@@ -1,0 +1,233 @@
+"""Drafting with a small language model (Leviathan et al., 2022, arXiv:2211.17192): STANDALONE.
+
+The draft is any served family with the target's vocabulary, over caches of its own. A row of it is
+a token, at the slot and RoPE position where the token stands, so nothing of the target is read and
+nothing is shifted. Which drafts are accepted follows from shared noise, not from that paper's rule.
+
+`advance` runs over what was emitted and over the new root, whose logits give level 1. The root's
+row is scratch: it lies at slot L', and the next advance writes the same numbers there again.
+
+    worked example, L = 7, root t7, S = 3, K = 2; a verification accepts a1 a2 with bonus y
+    propose   reads rows 0..7 (the last advance wrote 7, the root's); beams a1 b1 in rows 8 9 at
+              RoPE 8; two of their children in rows 10 11 at RoPE 9
+    advance   rows 7 8 9 10 hold t7 a1 a2 y, at RoPE 7 8 9 10; M + 1 = 5 at most. L' = 10, and y's
+              logits, with the noise of position 11, are the next level 1
+
+With K = 1 the drafts' rows are where a chain's tokens stand, so `propose` has written all that
+`advance` would, but for the last draft's and the new root's: it runs over two tokens a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.config import drafting
+from jspec.config.drafting import Drafting
+from jspec.config.limits import SpeculativeConfig
+from jspec.device.batch import DraftTree
+from jspec.device.pytree import pytree
+from jspec.device.state import SamplingRows
+from jspec.errors import ConfigError
+from jspec.layers.linear import Shard
+from jspec.models.decoder import Decoder
+from jspec.models.files.checkpoint import check_target, load_model_spec, load_target
+from jspec.models.files.stored import Place
+from jspec.models.params import ParamTable
+from jspec.models.registry import declared_by
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec import indexing
+from jspec.spec.cache_groups import CacheGroup
+from jspec.spec.model_spec import cache_groups
+from jspec.speculative.beams import BeamLayout, BeamRows, LevelOne, first_level, grow_tree
+from jspec.speculative.candidates import Ranking, rank_candidates
+from jspec.speculative.drafter import (
+    Emitted,
+    Needs,
+    RowsInStep,
+    last_two,
+    next_positions,
+    with_next_ids,
+)
+from jspec.speculative.drafters.source import DraftRequest, DraftSource
+from jspec.speculative.target import KVPool, Params
+from jspec.text.tokenizer.tokenizer import check_same_vocabulary
+
+
+@pytree
+class StandaloneState:
+    """What one advance leaves for the next propose; indexed by slot, or by row once gathered."""
+
+    level1_ids: jax.Array  # i32[., K], target ids
+    level1_scores: jax.Array  # f32[., K], path scores, <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneDrafter:
+    """A language model that drafts. score_scale, draft_noise: as EagleDrafter has them."""
+
+    model: Decoder
+    spec: SpeculativeConfig
+    score_scale: float = 1.0
+    draft_noise: bool = True
+
+    @property
+    def drafting(self) -> Drafting:
+        return drafting.STANDALONE
+
+    @property
+    def table(self) -> ParamTable:
+        return self.model.table
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return cache_groups(self.model.spec, name="draft")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def init_state(
+        self, num_slots: int, *, context_length: int, dtype: DTypeLike
+    ) -> StandaloneState:
+        del context_length, dtype
+        return StandaloneState(
+            level1_ids=jnp.zeros((num_slots, self.spec.topk), jnp.int32),
+            level1_scores=jnp.zeros((num_slots, self.spec.topk), jnp.float32),
+        )
+
+    def candidates(
+        self,
+        params: Params,
+        hidden: Float[Array, "B R E"],
+        *,
+        positions: Int[Array, "B R"],
+        sampling: SamplingRows,
+    ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
+        """Best K ids after each row and the log-probability of each, best first.
+
+        positions: token position of the candidates (their noise).
+        """
+        return rank_candidates(
+            self.model.logits(params, hidden),
+            self.model.token_ids(),
+            sampling,
+            positions=positions,
+            ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
+            shard=self.model.shard,
+            ops=self.model.ops,
+        )
+
+    def of_shape(self, spec: SpeculativeConfig) -> StandaloneDrafter:
+        return replace(self, spec=spec)
+
+    def propose(
+        self, params: Params, caches: KVPool, state: StandaloneState, rows: RowsInStep
+    ) -> tuple[KVPool, DraftTree]:
+        """S - 1 draft forwards over K beams, after the root's row, then the tree."""
+        return grow_tree(
+            LevelOne(ids=state.level1_ids, scores=state.level1_scores, carried=()),
+            caches,
+            rows,
+            partial(self.expand, params=params, sampling=rows.sampling),
+            spec=self.spec,
+            layout=BeamLayout.TOKENS,
+        )
+
+    def expand(
+        self,
+        caches: KVPool,
+        ids: Int[Array, "B K"],
+        carried: tuple[()],
+        beams: BeamRows,
+        *,
+        params: Params,
+        sampling: SamplingRows,
+    ) -> tuple[KVPool, tuple[()], Int[Array, "B K K"], Float[Array, "B K K"]]:
+        """One draft forward over the beams' tokens; all that a child has of its parent is KV."""
+        batch, topk = ids.shape
+        hidden, _, caches = self.model.forward(
+            params, ids.reshape(-1), caches, beams.rows, queries_per_row=topk
+        )
+        found, terms = self.candidates(
+            params,
+            hidden.reshape(batch, topk, -1),
+            positions=beams.positions,
+            sampling=sampling,
+        )
+        return caches, carried, found, terms
+
+    def advance(
+        self, params: Params, caches: KVPool, state: StandaloneState, emitted: Emitted
+    ) -> tuple[KVPool, StandaloneState]:
+        """Runs the draft over the emitted tokens and the one after them, of a chain's the last two.
+
+        The same for every kind of chunk. After one that is not final stands the next prompt token:
+        the next chunk writes its row again, and what it predicts is not used.
+        """
+        del state  # it was the former root's
+        tokens = last_two(emitted) if emitted.is_chain else with_next_ids(emitted)
+        final, _, caches = self.model.forward(
+            params,
+            tokens.token_ids,
+            caches,
+            tokens.rows,
+            queries_per_row=tokens.queries_per_row,
+            kept=tokens.last,
+        )
+        position = indexing.chosen_position(next_positions(emitted), 0)
+        ids, terms = self.candidates(
+            params, final[:, None], positions=position[:, None], sampling=emitted.sampling
+        )
+        first = first_level(ids, terms, carried=())
+        return caches, StandaloneState(level1_ids=first.ids, level1_scores=first.scores)
+
+
+def standalone_source(request: DraftRequest) -> DraftSource:
+    """A draft of any served family with the target's vocabulary. Its row in `registry`.
+
+    Raises ConfigError or CheckpointError for a draft that does not fit the target or the arguments.
+    """
+    args, path = request.args, request.checkpoint
+    spec = load_model_spec(path, request.families)
+    if spec.vocab_size != request.target.vocab_size:
+        raise ConfigError(
+            f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "
+            f"{request.target.vocab_size}, that of the target {request.target_path}"
+        )
+    check_same_vocabulary(request.tokenizer, path)
+    if args.speculative.topk > spec.vocab_size:
+        raise ConfigError(
+            f"speculative_eagle_topk is {args.speculative.topk}; expected at most "
+            f"{spec.vocab_size}, the vocabulary"
+        )
+    if args.speculative_draft_rope_theta is not None:
+        raise ConfigError(
+            f"speculative_draft_rope_theta is {args.speculative_draft_rope_theta}, but "
+            f"speculative_algorithm is STANDALONE, whose draft has its own; expected it unset"
+        )
+    if args.load_format != "dummy":
+        check_target(path, spec, request.families)  # before the target is read, which takes longer
+
+    def make(ops: Ops, shard: Shard) -> StandaloneDrafter:
+        model = Decoder(spec, ops, shard, declared=declared_by(spec, request.families))
+        return StandaloneDrafter(model, args.speculative, draft_noise=args.speculative_draft_noise)
+
+    def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
+        del target_params  # it has an embedding of its own
+        return load_target(
+            path,
+            spec,
+            dtype=np.dtype(dtype),
+            shards=request.shards,
+            place=place,
+            families=request.families,
+        )
+
+    return DraftSource(make=make, read=read, specs=(spec,))

@@ -1,0 +1,143 @@
+"""One sequence's place in a grammar, whichever package keeps it: walks a tree and comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from jspec.messages.grammar import WORD_BITS, Constraint
+
+
+class Matcher(Protocol):
+    """What a package keeps of one sequence."""
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes what may come next, u32[W], of ones before."""
+        ...
+
+    def consume(self, token_ids: list[int]) -> bool:
+        """Goes on after these tokens; false, and `error`, where it cannot."""
+        ...
+
+    def go_back(self) -> None:
+        """To before the last token."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it knows no further; empty while it does."""
+        ...
+
+
+class Work:
+    """What was done with a compiled grammar. A package keeps what it learns by it, in one memory
+    for all sequences, and does not tell its size.
+
+    seconds: of a processor. failed: a sequence knew no further; others may not either.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.failed = False
+
+
+class CompiledGrammar:
+    """Implements `messages.grammar.Grammar`.
+
+    make: compiles; then at the beginning, one matcher for each sequence. Where a sequence failed,
+    what was compiled is let go, and made anew for the next one that begins.
+    """
+
+    def __init__(
+        self, make: Callable[[], Callable[[], Matcher]], *, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._make = make
+        self._eos_token_ids = eos_token_ids
+        begun = time.thread_time()
+        self._new_matcher: Callable[[], Matcher] | None = make()
+        self.work = Work(time.thread_time() - begun)
+
+    def begin(self) -> Constraint:
+        """See Grammar."""
+        new_matcher = self._new_matcher
+        if new_matcher is None:
+            new_matcher = self._new_matcher = self._make()
+            self.work = Work()
+        return GrammarState(new_matcher(), self._eos_token_ids, work=self.work, fail=self._fail)
+
+    def _fail(self, work: Work) -> None:
+        work.failed = True
+        if work is self.work:
+            self._new_matcher = None
+
+
+class GrammarState:
+    """Implements `messages.grammar.Constraint` by one matcher, which can go back.
+
+    work: where its time is counted. fail: called with it where the matcher knows no further.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        eos_token_ids: tuple[int, ...],
+        *,
+        work: Work,
+        fail: Callable[[Work], None],
+    ) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._work, self._fail = work, fail
+
+    @property
+    def failed(self) -> str:
+        return self._matcher.error
+
+    def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
+        """As `Constraint.fill`: from the root down, back after each child."""
+        begun = time.thread_time()
+        self._fill(tokens, parents, allowed)
+        self._count(begun)
+
+    def _fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
+        allowed[:] = 0xFFFFFFFF
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        ids = tokens.tolist()
+        # (node, whether its children are still to come): no recursion, a chain may be deep.
+        todo = [(0, True)]
+        while todo:
+            node, is_new = todo.pop()
+            if not is_new:
+                self._matcher.go_back()
+                continue
+            if node:
+                if not self._goes_on(ids[node], allowed[parents[node]]):
+                    continue
+                todo.append((node, False))
+            self._matcher.fill(allowed[node])
+            if self._matcher.error:
+                allowed[:] = 0xFFFFFFFF
+                return
+            todo += [(child, True) for child in reversed(children.get(node, ()))]
+
+    def _goes_on(self, token_id: int, allowed: np.ndarray) -> bool:
+        """Moves past a drafted token if the grammar allows it and does not end by it."""
+        word, bit = divmod(token_id, WORD_BITS)
+        is_allowed = bool(int(allowed[word]) >> bit & 1) and token_id not in self._eos_token_ids
+        return is_allowed and self._matcher.consume([token_id])
+
+    def accept(self, token_ids: tuple[int, ...]) -> None:
+        """As `Constraint.accept`."""
+        begun = time.thread_time()
+        self._matcher.consume(list(token_ids))
+        self._count(begun)
+
+    def _count(self, begun: float) -> None:
+        self._work.seconds += time.thread_time() - begun
+        if self._matcher.error:
+            self._fail(self._work)

@@ -1,0 +1,120 @@
+"""Grammars through llguidance (github.com/guidance-ai/llguidance), an extra:
+`pip install jspec[grammar]`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jspec.messages.grammar import GrammarKind, GrammarSource
+from jspec.text.grammar.grammar_state import CompiledGrammar
+from jspec.text.grammar.grammar_vocabulary import Vocabulary
+from jspec.text.grammar.structural_tags import read_tags
+
+# llguidance's measure of what a grammar's patterns cost before the first token, to which its length
+# is added. By llguidance's own million, counts within counts take 160 MB in half a second; by this,
+# 10 MB in a fiftieth. An enumeration needs some 13 for a value.
+START_FUEL = 100_000
+MAX_STATES = 100_000  # that all sequences of a grammar may reach; some 100 MB at the worst
+
+
+class LlguidanceGrammars:
+    """Implements `grammars.Backend`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(vocabulary), eos_token=list(vocabulary.eos_token_ids)
+        )
+
+    def compile(self, source: GrammarSource) -> CompiledGrammar:
+        """See `grammars.Backend`."""
+        definition, fuel = _definition(source), START_FUEL + len(source.text)
+        return CompiledGrammar(
+            lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
+        )
+
+    def _begun(self, definition: str, fuel: int) -> Callable[[], _Matcher]:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
+        matcher = llguidance.LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
+        reason = _reason(matcher) or self._reason_at_the_start(matcher.deep_copy())
+        if reason:
+            raise ValueError(_advised(reason))
+        # Nobody moves this one; each sequence gets a copy.
+        return lambda: _Matcher(matcher.deep_copy())
+
+    def _reason_at_the_start(self, matcher: Any) -> str:
+        """Why it does not come past the first token, or nothing.
+
+        The first mask prepares all of the grammar's patterns, and whether they became too large is
+        said after the token. Here no batch waits for that.
+        """
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(mask, bitorder="little")
+        bits[list(self._eos_token_ids)] = 0
+        if not matcher.is_error() and bits.any():
+            matcher.consume_token(int(bits.argmax()))
+        return _reason(matcher)
+
+
+class _Matcher:
+    """Implements `grammar_state.Matcher`."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str:
+        return _reason(self._matcher)
+
+    def fill(self, row: np.ndarray) -> None:
+        """See Matcher."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def consume(self, token_ids: list[int]) -> bool:
+        """See Matcher."""
+        return bool(self._matcher.consume_tokens(token_ids))
+
+    def go_back(self) -> None:
+        """See Matcher."""
+        self._matcher.rollback(1)
+
+
+def _reason(matcher: Any) -> str:
+    """What is wrong, without the parser's state that comes after it."""
+    return str(matcher.get_error()).partition("\n<state>")[0]
+
+
+def _advised(reason: str) -> str:
+    """With what was expected, where a grammar is too large."""
+    if "too many" not in reason and "too big" not in reason:
+        return reason
+    return f"{reason}; expected a grammar that is smaller, or repetitions of a lower count"
+
+
+def _definition(source: GrammarSource) -> str:
+    """In llguidance's own words. Raises ValueError for what is none."""
+    import llguidance
+
+    text = source.text
+    if source.kind is GrammarKind.JSON_SCHEMA:
+        schema = json.loads(text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("expected a JSON object")
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+    if source.kind is GrammarKind.REGEX:
+        return str(llguidance.LLMatcher.grammar_from_regex(text))
+    if source.kind is GrammarKind.EBNF:
+        return str(llguidance.grammar_from("ebnf", text))
+    tags = [
+        llguidance.StructTag(trigger=tag.trigger, begin=tag.begin, grammar=tag.schema, end=tag.end)
+        for tag in read_tags(text)
+    ]
+    return str(llguidance.StructTag.to_grammar(tags, assume_special=False))

@@ -1,0 +1,130 @@
+"""A grammar that begins where a model's reasoning ends: before that any token may come.
+
+What ends it is a text, found in the bytes of the tokens, so it may be one token, or several, and
+each path of a draft tree finds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jspec.messages.grammar import WORD_BITS, Constraint, Grammar
+
+EVERYTHING = 0xFFFFFFFF
+GRAMMAR = -1  # a place: after the mark
+START = -2  # a place: in front of the answer's first token, which may be the mark that opens
+Place = int  # one of these, or how many bytes of the mark the text ends with
+
+
+class Mark:
+    """The text that ends reasoning, for one vocabulary. tokens: each id's bytes."""
+
+    def __init__(self, text: str, tokens: Sequence[bytes]) -> None:
+        self._mark, self._tokens = text.encode(), tokens
+        self._glued = [
+            i for i, token in enumerate(tokens) if self._mark[-1:] in token.rstrip()[:-1]
+        ]
+        self._forbidden: dict[Place, np.ndarray] = {}
+
+    def after(self, place: Place, token_id: int) -> Place:
+        """After one more token; GRAMMAR if the mark ends in it, whatever follows there."""
+        text = self._mark[:place] + self._bytes(token_id)
+        if self._mark in text:
+            return GRAMMAR
+        longest = min(len(self._mark) - 1, len(text))
+        return next(n for n in range(longest, -1, -1) if text.endswith(self._mark[:n]))
+
+    def forbidden(self, place: Place) -> np.ndarray:
+        """Ids whose token would end the mark and go on with more than blanks, which the grammar
+        would not have seen."""
+        found = self._forbidden.get(place)
+        if found is None:
+            begun = self._mark[:place]
+            texts = ((i, (begun + self._tokens[i]).partition(self._mark)) for i in self._glued)
+            found = np.array([i for i, (_, mark, rest) in texts if mark and rest.strip()], np.int64)
+            self._forbidden[place] = found
+        return found
+
+    def _bytes(self, token_id: int) -> bytes:
+        return self._tokens[token_id] if token_id < len(self._tokens) else b""
+
+
+class ReasoningFirst:
+    """Implements the protocol Grammar. opens: the token with which reasoning begins, where the
+    answer may also begin with the grammar's text; None: it begins inside reasoning."""
+
+    def __init__(self, grammar: Grammar, mark: Mark, *, opens: int | None = None) -> None:
+        self._grammar, self._mark, self._opens = grammar, mark, opens
+
+    def begin(self) -> Constraint:
+        return _State(self._grammar.begin(), self._mark, self._opens)
+
+
+class _State:
+    """Implements `messages.grammar.Constraint`."""
+
+    def __init__(self, inner: Constraint, mark: Mark, opens: int | None) -> None:
+        self._inner, self._mark, self._opens = inner, mark, opens
+        self._place: Place = 0 if opens is None else START
+
+    @property
+    def failed(self) -> str:
+        return self._inner.failed
+
+    def accept(self, token_ids: tuple[int, ...]) -> None:
+        """As `Constraint.accept`."""
+        for i, token_id in enumerate(token_ids):
+            if self._place == START and token_id != self._opens:
+                self._place = GRAMMAR
+            if self._place == GRAMMAR:
+                self._inner.accept(token_ids[i:])
+                return
+            self._place = self._after(self._place, token_id)
+
+    def _after(self, place: Place, token_id: int) -> Place:
+        return 0 if place == START else self._mark.after(place, token_id)
+
+    def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
+        """As `Constraint.fill`: each node by the place that its own path led to.
+
+        Nodes after a mark are a tree of their own, whose root the grammar has not begun at.
+        """
+        if self._place == GRAMMAR:
+            self._inner.fill(tokens, parents, allowed)
+            return
+        allowed[:] = EVERYTHING
+        ids = tokens.tolist()
+        places, trees = {0: self._place}, {0: [0]} if self._place == START else {}
+        root_of = dict.fromkeys(trees, 0)
+        for node, parent in enumerate(parents.tolist()):
+            if not node:
+                continue
+            above = places[parent]
+            if above == GRAMMAR or (above == START and ids[node] != self._opens):
+                places[node], root_of[node] = GRAMMAR, root_of[parent]
+                trees[root_of[node]].append(node)
+                continue
+            places[node] = self._after(above, ids[node])
+            if places[node] == GRAMMAR:
+                trees[node], root_of[node] = [node], node
+        for node, place in places.items():
+            if place >= 0:
+                clear(allowed[node], self._mark.forbidden(place))
+        for nodes in trees.values():
+            index = {node: i for i, node in enumerate(nodes)}
+            above_each = [-1, *(index[int(parents[node])] for node in nodes[1:])]
+            part = allowed[nodes]
+            self._inner.fill(tokens[nodes], np.array(above_each, np.int32), part)
+            allowed[nodes] = part
+        if self._place == START and self._opens is not None:
+            word, bit = divmod(self._opens, WORD_BITS)
+            allowed[0, word] |= np.uint32(1 << bit)
+
+
+def clear(row: np.ndarray, token_ids: np.ndarray) -> None:
+    """Takes ids out of a mask u32[W]."""
+    for token_id in token_ids.tolist():
+        word, bit = divmod(token_id, WORD_BITS)
+        row[word] &= np.uint32(~(1 << bit) & EVERYTHING)

@@ -1,0 +1,105 @@
+"""Which part of a sequence's text was drafted and accepted, and which is the target's own.
+
+It follows one sequence's chunks with a detokenizer of its own. It knows nothing about HTTP, and
+the terminal uses it too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jspec.messages.request import FinishKind, SpecCounters, StreamChunk
+from jspec.text.tokenizer.detokenizer import new_detokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecToken:
+    """A piece of text and whether it came from an accepted draft token.
+
+    step: which verification of its sequence emitted the token, from 1; 0: none did (a prompt's
+    first token, and all where nothing is drafted). proposed: drafts that this verification judged.
+    """
+
+    text: str
+    accepted: bool
+    step: int = 0
+    proposed: int = 0
+
+    def to_json(self) -> dict[str, str | bool | int]:
+        origin = {"accepted": self.accepted, "step": self.step, "proposed": self.proposed}
+        return {"text": self.text, **origin}
+
+
+class _Step(NamedTuple):
+    """A verification's number, from 1, and its drafts; or none."""
+
+    number: int = 0
+    proposed: int = 0
+
+
+class SpecTokenTracker:
+    """Splits each chunk's text by origin. The texts of the pieces add up to the chunk's text.
+
+    A character belongs to the id that completed it. The stream may hold text back (it might begin
+    a stop string), so characters are queued with their origin until a chunk brings their text.
+
+        ids      "ab" (accepted)   "c" (target's)      stop string "cx"
+        chunk 1  text "ab"     →   [("ab", accepted)]  queued: 1 character, target's
+        chunk 2  ids "y", text "cy" →   [("c", target's), ("y", ...)]
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        # (number of characters, accepted, step)
+        self._queued: deque[tuple[int, bool, _Step]] = deque()
+        self._counters = SpecCounters()
+        self._step = _Step()  # of the last ids
+
+    def push(self, chunk: StreamChunk) -> tuple[SpecToken, ...]:
+        """The pieces of the chunk's text, in order; none is empty."""
+        finish = chunk.finish
+        # A stop token is kept as an id and has no text.
+        is_stop_id = (
+            finish is not None
+            and finish.kind is FinishKind.STOP
+            and isinstance(finish.matched, int)
+        )
+        ids = chunk.new_ids[:-1] if is_stop_id else chunk.new_ids
+        if chunk.new_ids:
+            self._step = self._step_of(chunk.counters)
+        for index, token_id in enumerate(ids):
+            text = self._detokenizer.push(token_id)
+            self._queued.append((len(text), index < chunk.num_accepted, self._step))
+        if finish is not None:
+            self._queued.append((len(self._detokenizer.flush()), False, self._step))
+        return self._take(chunk.text)
+
+    def _step_of(self, counters: SpecCounters) -> _Step:
+        """Of a chunk with ids: none where no verification was counted since the last such chunk,
+        as in a plain step, or after a retraction."""
+        before, self._counters = self._counters, counters
+        if counters.verify_ct == before.verify_ct:
+            return _Step()
+        return _Step(counters.verify_ct, counters.num_proposed - before.num_proposed)
+
+    def _take(self, text: str) -> tuple[SpecToken, ...]:
+        pieces: list[SpecToken] = []
+        begin = 0
+        while begin < len(text):
+            known = self._queued.popleft() if self._queued else (len(text), False, _Step())
+            num_chars, accepted, step = known
+            end = min(begin + num_chars, len(text))
+            if end > begin:
+                number, proposed = step
+                pieces.append(
+                    SpecToken(
+                        text=text[begin:end], accepted=accepted, step=number, proposed=proposed
+                    )
+                )
+            if begin + num_chars > end:
+                self._queued.appendleft((begin + num_chars - end, accepted, step))
+            begin = end
+        return tuple(pieces)

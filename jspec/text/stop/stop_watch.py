@@ -1,0 +1,137 @@
+"""Finds stop strings by token ids alone, for vocabularies of bytes: no text is made for it.
+
+A stop string comes in a text where its UTF-8 bytes come among the tokens' bytes: they begin with a
+byte that begins a character, so a torn character before them changes nothing. The automaton of
+`stop_matcher` runs over bytes, and what a token does to a state is remembered for all sequences
+with the same stop strings: a token costs one look-up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from jspec.messages.protocols import TextCut
+from jspec.text.stop.stop_matcher import StopAutomaton
+from jspec.text.tokenizer.token_bytes import TokenBytes
+
+REPLACEMENT = "\ufffd"  # what torn bytes become: not to be found among bytes
+COMPLETED = -1
+MAX_TABLES, MAX_KNOWN = 16, 1 << 15  # sets of stop strings kept, and (state, token) pairs of each
+_ID_BITS = 32
+
+
+class StopTable:
+    """States after tokens, for one vocabulary and set of stop strings.
+
+    Sequences on several threads may share it: whoever comes second writes the same again.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str]) -> None:
+        self._bytes = token_bytes
+        # Latin-1 has a character for every byte.
+        self._automaton = StopAutomaton.from_strings([_as_chars(text) for text in stop])
+        self._known: dict[int, int] = {}
+
+    def after(self, state: int, token_id: int) -> int:
+        """The state after a token, or COMPLETED if a stop string ends within it."""
+        key = state << _ID_BITS | token_id
+        found = self._known.get(key)
+        if found is None:
+            found, matched = self.walk(state, token_id)
+            found = found if matched is None else COMPLETED
+            if len(self._known) >= MAX_KNOWN:
+                self._known = {}
+            self._known[key] = found
+        return found
+
+    def walk(self, state: int, token_id: int) -> tuple[int, str | None]:
+        """The state after a token, and the stop string that the first of its bytes to complete
+        one completes."""
+        matched = None
+        for char in self._bytes[token_id].decode("latin-1"):
+            state = self._automaton.advance(state, char)
+            if matched is None:
+                matched = self._automaton.completed[state]
+        return state, None if matched is None else matched.encode("latin-1").decode()
+
+    def pass_all(self, state: int, ids: Iterable[int]) -> int:
+        """The state after tokens, or COMPLETED."""
+        known = self._known
+        for token_id in ids:
+            found = known.get(state << _ID_BITS | token_id)
+            state = self.after(state, token_id) if found is None else found
+            if state == COMPLETED:
+                return COMPLETED
+        return state
+
+
+class ByteStopWatch:
+    """One sequence's search; implements `messages.protocols.StopWatch`. Its texts are empty."""
+
+    def __init__(self, table: StopTable) -> None:
+        self._table = table
+        self._state = 0
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._matched
+
+    def passes(self, ids: Sequence[int]) -> bool:
+        """As `messages.protocols.StopWatch.passes`."""
+        state = self._table.pass_all(self._state, ids)
+        if state == COMPLETED:
+            return False
+        self._state = state
+        return True
+
+    def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
+        """Appends ids; the one that completes a stop string is the last one kept."""
+        if self._matched is not None:
+            return TextCut(num_ids=0, text="", matched=self._matched)
+        for num_ids, token_id in enumerate(ids, start=1):
+            self._state, matched = self._table.walk(self._state, token_id)
+            if matched is not None and allow_stop:
+                self._matched = matched
+                return TextCut(num_ids=num_ids, text="", matched=matched)
+        return TextCut(num_ids=len(ids), text="")
+
+    def flush(self) -> str:
+        """Nothing is held back: torn bytes complete no stop string that can be watched for."""
+        return ""
+
+
+class StopTables:
+    """The tables of a vocabulary, the sets of stop strings that were used last."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._tables: OrderedDict[tuple[str, ...], StopTable] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def watch(self, automaton: StopAutomaton) -> ByteStopWatch | None:
+        """What finds the automaton's strings; None for regular expressions, and for strings that
+        bytes cannot tell."""
+        stop = tuple(sorted({text for text in automaton.completed if text is not None}))
+        if automaton.patterns or not all(map(_is_of_bytes, stop)):
+            return None
+        with self._lock:
+            table = self._tables.get(stop)
+            if table is None:
+                table = self._tables[stop] = StopTable(self._bytes, stop)
+            self._tables.move_to_end(stop)
+            if len(self._tables) > MAX_TABLES:
+                self._tables.popitem(last=False)
+        return ByteStopWatch(table)
+
+
+def _is_of_bytes(text: str) -> bool:
+    """Not so: a lone surrogate, and what stands for torn bytes."""
+    return REPLACEMENT not in text and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _as_chars(text: str) -> str:
+    return text.encode("utf-8").decode("latin-1")

@@ -1,0 +1,146 @@
+"""Messages of a chat as users send them (OpenAI's shape), checked and made plain for a template.
+
+It knows neither templates nor HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.errors import RequestError, shown, unknown_field
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of any message, and beside that of the assistant's and of a tool's.
+FIELDS = {"role", "content", "name"}
+ROLE_FIELDS: Mapping[str, set[str]] = {
+    "assistant": {"tool_calls", "reasoning_content"},
+    "tool": {"tool_call_id"},
+}
+# What OpenAI's clients send back with an answer's message, and what it may hold.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "refusal": (None,),
+    "audio": (None,),
+    "function_call": (None,),
+    "annotations": (None, []),
+}
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call for templates of both kinds: an object for those that write it by
+    `tojson`, its JSON where it is printed or added to text (DeepSeek's)."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text if isinstance(text, str) else NotImplemented
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self) if isinstance(text, str) else NotImplemented
+
+
+def check_messages(messages: object, *, name: str = "messages") -> tuple[Message, ...]:
+    """The messages with text as content; parts of text are joined by a newline, as vLLM does.
+
+    The arguments of tool calls become objects, which templates expect. Raises RequestError naming
+    the message and the field.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(f"{name} is {_shown(messages)}; expected a list of at least one message")
+    return tuple(_message(message, f"{name}[{i}]") for i, message in enumerate(messages))
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} is {_shown(value)}; expected an object with role and content")
+    role = value.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role is {_shown(role)}; expected one of {', '.join(ROLES)}")
+    known = FIELDS | ROLE_FIELDS.get(role, set())
+    message: Message = {}
+    for field, item in value.items():
+        if field in NEUTRAL and item in NEUTRAL[field]:
+            continue
+        if field not in known:
+            raise RequestError(unknown_field(where, str(field), known))
+        if item is not None:
+            message[field] = item
+    calls = message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    for field in ("name", "reasoning_content", "tool_call_id"):
+        if field in message:
+            _check_text(message[field], f"{where}.{field}")
+    content = message.get("content")
+    if content is None and not calls and not message.get("reasoning_content"):
+        raise RequestError(f"{where}.content is null; expected text or a list of parts")
+    message["content"] = "" if content is None else _text(content, f"{where}.content")
+    return message
+
+
+def _text(content: object, where: str) -> str:
+    """Text as it is, or the parts of type text joined."""
+    if isinstance(content, str):
+        return _check_text(content, where)
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where} is {_shown(content)}; expected text or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise RequestError(
+                f"{where}[{i}] is {_shown(part)}; expected a part of type text: nothing else is "
+                "served"
+            )
+        texts.append(_check_text(part.get("text"), f"{where}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"{where} is {_shown(calls)}; expected a list")
+    checked = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"{where}[{i}] is {_shown(call)}; expected an object whose function has a name"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _object(arguments, f"{where}[{i}].function.arguments")
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise RequestError(
+                f"{where}[{i}].function.arguments is {_shown(arguments)}; expected a JSON object "
+                "as text"
+            )
+        given = Arguments(arguments or {})
+        checked.append({**call, "function": {**function, "arguments": given}})
+    return checked
+
+
+def _object(text: str, where: str) -> Any:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} is {_shown(text)}; expected a JSON object as text")
+    return value
+
+
+def _check_text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} is {_shown(value)}; expected text")
+    try:
+        value.encode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 cannot
+    except UnicodeEncodeError:
+        raise RequestError(f"{where} holds a lone surrogate; expected Unicode text") from None
+    return value
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else shown(value)

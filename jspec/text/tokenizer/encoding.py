@@ -1,0 +1,22 @@
+"""Texts into ids for whoever asks for no more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jspec.errors import RequestError, shown
+from jspec.text.tokenizer.tokenizer import Tokenizer
+
+
+def encoded(
+    tokenizer: Tokenizer, text: str | Sequence[str], *, add_special_tokens: bool
+) -> list[int] | list[list[int]]:
+    """The ids of a text, or of each text of a list. Raises RequestError for what is neither."""
+    if isinstance(text, str):
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    if not isinstance(text, Sequence):
+        raise RequestError(f"text is {shown(text)}; expected text or a list of texts")
+    for index, each in enumerate(text):
+        if not isinstance(each, str):
+            raise RequestError(f"text {index}, counted from 0, is {shown(each)}; expected text")
+    return [list(tokenizer.encode(each, add_special_tokens=add_special_tokens)) for each in text]

@@ -1,0 +1,400 @@
+"""A checkpoint's tokenizer: text to ids, ids to text, and which ids are special.
+
+Reads the Hugging Face format (`tokenizer.json` and the small JSON files beside it). It knows
+nothing about requests, streaming or chat templates.
+"""
+
+from __future__ import annotations
+
+import enum
+import filecmp
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jspec.errors import CheckpointError, RequestError
+from jspec.spec.json_files import MIB, read_object, read_text
+from jspec.text.free_memory import give_back_freed_memory
+from jspec.text.stop.stop_watch import StopTables
+from jspec.text.tokenizer.token_bytes import TokenBytes, bytes_of
+
+LARGE_CHARS = 2**20  # a text after which memory is given back
+MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Decoders whose text for a token depends on that token and its neighbours only, in any place of
+# a sequence, and those that still do when Fuse has joined everything into one piece.
+_LOCAL_DECODERS = frozenset(
+    {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+)
+_LOCAL_AFTER_FUSE = frozenset({"Fuse", "Strip"})
+
+
+class DecoderKind(enum.Enum):
+    """How ids become text, as far as streaming has to know.
+
+    BYTE_LEVEL: a token is a string of bytes, the text is the UTF-8 of their concatenation.
+    BYTE_FALLBACK: tokens are pieces of text, but `<0xE4>` is one byte, and a whole run of bytes
+    decodes to replacement characters if any part of it is invalid. PIECES: pieces of text only.
+    """
+
+    BYTE_LEVEL = "byte_level"
+    BYTE_FALLBACK = "byte_fallback"
+    PIECES = "pieces"
+
+
+class BosRule(enum.Enum):
+    """What `add_bos_token` asks beyond what the tokenizer's own template does."""
+
+    AS_TEMPLATE = "as_template"
+    ADD = "add"
+    REMOVE = "remove"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenizer:
+    """Immutable, safe to share between threads and sequences.
+
+    vocab_size: one more than the highest id that has a token (a model's embedding may be padded
+    beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
+    name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
+    tokens has at most n times as many characters; None where the tokenizer may drop some.
+    all_bytes, shown_bytes: of a byte-level vocabulary, by id; special tokens are not shown.
+    """
+
+    backend: tokenizers.Tokenizer
+    decoder_kind: DecoderKind
+    vocab_size: int
+    special_ids: frozenset[int]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    bos_rule: BosRule
+    max_chars_per_token: int | None
+    all_bytes: TokenBytes = field(init=False, repr=False)
+    shown_bytes: TokenBytes = field(init=False, repr=False)
+    _stop_tables: tuple[StopTables, StopTables] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        look_up = self.id_to_token
+        object.__setattr__(self, "all_bytes", TokenBytes(look_up))
+        object.__setattr__(self, "shown_bytes", TokenBytes(look_up, hidden=self.special_ids))
+        tables = StopTables(self.all_bytes), StopTables(self.shown_bytes)
+        object.__setattr__(self, "_stop_tables", tables)
+
+    def stop_tables(self, *, skip_special_tokens: bool) -> StopTables | None:
+        """What finds stop strings among ids; None where tokens are not bytes."""
+        is_bytes = self.decoder_kind is DecoderKind.BYTE_LEVEL
+        return self._stop_tables[skip_special_tokens] if is_bytes else None
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Loads `path/tokenizer.json` and what the JSON files beside it say about bos and eos.
+
+        Raises CheckpointError naming the file that is missing, corrupt, or asks for a decoder
+        that cannot be streamed.
+        """
+        directory = Path(path)
+        tokenizer_path = directory / "tokenizer.json"
+        backend = _load_backend(tokenizer_path)
+        # A stored truncation or padding belongs to training; it would silently cut prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_object(directory / "tokenizer_config.json")
+        model_configs = [
+            (name, _read_object(directory / name))
+            for name in ("generation_config.json", "config.json")
+        ]
+        bos_token_id = _bos_token_id(backend, directory, config, model_configs)
+        return cls(
+            backend=backend,
+            decoder_kind=_decoder_kind(backend, tokenizer_path),
+            vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
+            special_ids=frozenset(
+                i for i, token in backend.get_added_tokens_decoder().items() if token.special
+            ),
+            eos_token_ids=_eos_token_ids(backend, directory, config, model_configs),
+            bos_token_id=bos_token_id,
+            bos_rule=_bos_rule(backend, directory, config, bos_token_id),
+            max_chars_per_token=max_chars_per_token(backend),
+        )
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, fewer_than: int | None = None
+    ) -> tuple[int, ...]:
+        """The ids of a text; with add_special_tokens also what the template adds (such as bos).
+
+        Special tokens spelled out in the text become their ids either way. Other Python threads
+        run meanwhile. Raises RequestError for text that is not valid Unicode (a lone surrogate can
+        come out of JSON), and for ids that are not fewer_than so many (the context length).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text holds {text[error.start]!r} at character {error.start}; "
+                "expected valid Unicode without lone surrogates"
+            ) from error
+        try:
+            return self._encode(text, add_special_tokens, fewer_than)
+        finally:
+            if len(text) > LARGE_CHARS:
+                give_back_freed_memory()
+
+    def _encode(
+        self, text: str, add_special_tokens: bool, fewer_than: int | None
+    ) -> tuple[int, ...]:
+        # Of a batch, because `encode` keeps the interpreter's lock: 5 MB would stop all for 6 s.
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        rule = self.bos_rule if add_special_tokens else BosRule.AS_TEMPLATE
+        num_ids = len(encoded) + {BosRule.ADD: 1, BosRule.REMOVE: -1}.get(rule, 0)
+        if fewer_than is not None and num_ids >= fewer_than:  # before they become Python's
+            raise RequestError(
+                f"the prompt has {num_ids} tokens; expected fewer than the context length "
+                f"{fewer_than}"
+            )
+        ids = tuple(encoded.ids)
+        if rule is BosRule.AS_TEMPLATE:
+            return ids
+        if rule is BosRule.REMOVE:
+            return ids[1:]
+        assert self.bos_token_id is not None
+        return (self.bos_token_id, *ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids. An id without a token yields nothing, invalid UTF-8 yields U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_all(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """As `decode` for each row; other Python threads run meanwhile."""
+        return self.backend.decode_batch(
+            [list(ids) for ids in rows], skip_special_tokens=skip_special_tokens
+        )
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves this id out by default."""
+        return token_id in self.special_ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it (not text), or None for an id without one."""
+        if token_id < 0:
+            raise ValueError(f"token_id is {token_id}; expected an id of at least 0")
+        return self.backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        return self.backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that an id stands for in a byte-level vocabulary; none for an unknown id.
+
+        Raises ValueError for other vocabularies, in which bytes depend on the neighbours.
+        """
+        if self.decoder_kind is not DecoderKind.BYTE_LEVEL:
+            raise ValueError(
+                f"decoder_kind is {self.decoder_kind.value}; token_bytes expects byte_level"
+            )
+        return bytes_of(self.id_to_token(token_id))
+
+
+def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The longest token in characters, where every character of a text is in some token.
+
+    That holds for byte-level BPE, and for BPE with byte fallback, unless what comes before drops
+    characters: white space (Split that removes, Strip, added tokens that strip their
+    surroundings), or several that become one (Unicode's composed forms). None then.
+    A byte-level token of n bytes is spelled by n characters and stands for at most n.
+    """
+    parts = json.loads(backend.to_str())
+    model = parts["model"]
+    before = [parts["normalizer"], parts["pre_tokenizer"]]
+    keeps = all(_keeps_all(part) for part in before if part is not None)
+    is_byte_level = any("ByteLevel" in _types(part) for part in before if part is not None)
+    has_all_bytes = is_byte_level or bool(model.get("byte_fallback"))
+    if model.get("type") != "BPE" or not keeps or not has_all_bytes:
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]):
+        return None
+    return max((len(token) for token in backend.get_vocab(with_added_tokens=True)), default=None)
+
+
+def _types(part: Mapping[str, Any]) -> list[str]:
+    inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+    return [part["type"], *(name for each in inner for name in _types(each))]
+
+
+def _keeps_all(part: Mapping[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer leaves at least as many characters as it gets."""
+    match part["type"]:
+        case "Sequence":
+            inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+            return all(_keeps_all(each) for each in inner)
+        case "Split" | "Punctuation":
+            return str(part.get("behavior")) != "Removed"
+        case "Replace":
+            taken = part["pattern"].get("String")
+            return taken is not None and len(part["content"]) >= len(taken)
+        case kind:
+            return kind in {"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend"}
+
+
+def is_byte_token(token: str) -> bool:
+    """Whether a token of a BYTE_FALLBACK vocabulary is one byte, as in `<0xE4>`."""
+    return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; expected a Hugging Face tokenizer.json")
+    text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise CheckpointError(
+            f"{path} is not a tokenizer that can be read ({error}); "
+            "expected a complete Hugging Face tokenizer.json"
+        ) from error
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """An optional JSON file: its object, or an empty one if the file is absent."""
+    if not path.exists():
+        return {}
+    return read_object(path)
+
+
+def _decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
+    if backend.decoder is None:
+        return DecoderKind.PIECES
+    parts = _flatten_decoder(json.loads(backend.decoder.__getstate__()))
+    kinds = [str(part["type"]) for part in parts]
+    if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
+        return DecoderKind.BYTE_LEVEL
+    fused = False
+    for part, kind in zip(parts, kinds, strict=True):
+        if not (_local_after_fuse(part) if fused else kind in _LOCAL_DECODERS):
+            raise CheckpointError(
+                f"decoder in {path} is {kinds} and cannot be streamed because of {kind}; expected "
+                f"ByteLevel alone, or {sorted(_LOCAL_DECODERS)} with at most Strip and the "
+                "replacement of single characters after Fuse"
+            )
+        fused = fused or kind == "Fuse"
+    return DecoderKind.BYTE_FALLBACK if "ByteFallback" in kinds else DecoderKind.PIECES
+
+
+def _flatten_decoder(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if part["type"] != "Sequence":
+        return [part]
+    return [leaf for child in part["decoders"] for leaf in _flatten_decoder(child)]
+
+
+def _local_after_fuse(part: Mapping[str, Any]) -> bool:
+    if part["type"] == "Replace":
+        return len(part["pattern"].get("String", "")) == 1
+    return part["type"] in _LOCAL_AFTER_FUSE
+
+
+def _named_token_id(
+    backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any], name: str
+) -> int | None:
+    """The id of a token that tokenizer_config.json spells as a string or as {"content": ...}."""
+    value = config.get(name)
+    token = value.get("content") if isinstance(value, dict) else value
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token) if isinstance(token, str) else None
+    if token_id is None:
+        raise CheckpointError(f"{name} in {path} is {token!r}; expected a token of the vocabulary")
+    return token_id
+
+
+def _listed_ids(path: Path, config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The ids of a field that holds nothing, one id, or a list of ids.
+
+    A model of several parts keeps the field of its language model in `text_config`.
+    """
+    value = config.get(name)
+    if value is None and isinstance(config.get("text_config"), dict):
+        value = config["text_config"].get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise CheckpointError(f"{name} in {path} is {value!r}; expected token ids or null")
+    return tuple(ids)
+
+
+def _eos_token_ids(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    config: Mapping[str, Any],
+    model_configs: Sequence[tuple[str, Mapping[str, Any]]],
+) -> tuple[int, ...]:
+    """The union over all files: chat models often name only some of their ends in each."""
+    ids: list[int] = []
+    for name, model_config in model_configs:
+        ids.extend(_listed_ids(directory / name, model_config, "eos_token_id"))
+    named = _named_token_id(backend, directory / "tokenizer_config.json", config, "eos_token")
+    return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
+
+
+def _bos_token_id(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    config: Mapping[str, Any],
+    model_configs: Sequence[tuple[str, Mapping[str, Any]]],
+) -> int | None:
+    """tokenizer_config.json decides, also by an explicit null; else the model's files do."""
+    if "bos_token" in config:
+        return _named_token_id(backend, directory / "tokenizer_config.json", config, "bos_token")
+    for name, model_config in model_configs:
+        ids = _listed_ids(directory / name, model_config, "bos_token_id")
+        if ids:
+            return ids[0]
+    return None
+
+
+def _bos_rule(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    config: Mapping[str, Any],
+    bos_token_id: int | None,
+) -> BosRule:
+    wanted = config.get("add_bos_token")
+    path = directory / "tokenizer_config.json"
+    if wanted is not None and not isinstance(wanted, bool):
+        raise CheckpointError(f"add_bos_token in {path} is {wanted!r}; expected true or false")
+    if wanted and bos_token_id is None:
+        raise CheckpointError(f"add_bos_token in {path} is true; expected a bos_token beside it")
+    template_adds = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
+    if wanted is None or wanted == template_adds:
+        return BosRule.AS_TEMPLATE
+    return BosRule.ADD if wanted else BosRule.REMOVE
+
+
+def check_same_vocabulary(target: Path, draft: Path) -> None:
+    """Raises CheckpointError, naming both files and the first id that differs, unless
+    `target`/tokenizer.json and `draft`/tokenizer.json have the same token for every id.
+
+    A directory without the file says nothing: nothing is compared. Equal files are not parsed.
+    """
+    ours, other = target / "tokenizer.json", draft / "tokenizer.json"
+    if not (ours.exists() and other.exists()) or filecmp.cmp(ours, other, shallow=False):
+        return
+    expected, found = _tokens_by_id(ours), _tokens_by_id(other)
+    differing = [i for i in expected.keys() | found.keys() if expected.get(i) != found.get(i)]
+    if differing:
+        i = min(differing)
+        raise CheckpointError(
+            f"{other}: id {i} is {found.get(i)!r}; expected {expected.get(i)!r}, as in {ours}: a "
+            f"draft must have the target's vocabulary ({len(differing)} ids differ)"
+        )
+
+
+def _tokens_by_id(path: Path) -> dict[int, str]:
+    return {i: token for token, i in _load_backend(path).get_vocab(with_added_tokens=True).items()}

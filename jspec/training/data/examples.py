@@ -1,0 +1,265 @@
+"""A user's JSONL as rows of tokens, and which of the tokens are to be learnt. No model, no device.
+
+A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
+(the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}; other keys are not read, but
+for the `tools` of a chat. What else a message has (reasoning_content, tool_calls) is the template's
+to show.
+
+A template may write a reply differently once others follow it: many leave out its reasoning then.
+Such a reply is an example of its own, which ends with it, as it was when it was made.
+
+An example longer than a row goes on in the next one; what is left of a row is padding, which no
+token sees and nothing counts.
+
+    length 4, tokens a b c d e f, all learnt: rows [a b c d] and [e f . .]
+    weights, of what the target says at a position: [1 1 1 1] (d is followed by e) and [1 0 0 0]
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.errors import ConfigError, JspecError, shown
+from jspec.text.template.chat_messages import ROLES
+from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.tokenizer.tokenizer import Tokenizer
+
+KINDS = ("text", "messages", "conversations", "input_ids")
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
+
+
+class LossOn(enum.Enum):
+    """Which tokens are to be learnt."""
+
+    ALL = "all"
+    ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A line, or of a chat the part up to one reply. ids: i32[n]; is_learnt: bool[n]. line: what it
+    shares with other parts of one line."""
+
+    ids: np.ndarray
+    is_learnt: np.ndarray
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """ids: i32[R, T], 0 where there is padding; lens: i32[R]; weights: f32[R, T]."""
+
+    ids: np.ndarray
+    lens: np.ndarray
+    weights: np.ndarray
+
+    def part(self, rows: np.ndarray) -> RowTable:
+        return RowTable(ids=self.ids[rows], lens=self.lens[rows], weights=self.weights[rows])
+
+    def batch(self, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+        return {"ids": self.ids[rows], "weights": self.weights[rows]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How lines become tokens. vocab_size: the target's, which every id must lie in."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocab_size: int
+    loss_on: LossOn
+
+    def read(self, path: Path) -> list[Example]:
+        """The examples of a file. Raises ConfigError that names the file, the line and what it has;
+        empty lines are passed over, a file without any other is an error."""
+        examples = self.read_lines(_lines(path), where=str(path))
+        if not examples:
+            raise ConfigError(f"{path} has no line; expected JSON, one example a line")
+        return examples
+
+    def read_lines(self, lines: Iterable[tuple[int, str]], *, where: str) -> list[Example]:
+        """The examples of numbered lines. Raises ConfigError that names the line."""
+        examples = []
+        for number, line in lines:
+            try:
+                examples += [replace(each, line=number) for each in self.examples(line)]
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{where}, line {number}: {error.msg} at character {error.pos + 1}; expected "
+                    "a whole JSON object on every line"
+                ) from error
+            except JspecError as error:
+                raise ConfigError(f"{where}, line {number}: {error}") from error
+        return examples
+
+    def examples(self, line: str) -> list[Example]:
+        """Of one line: one, or of a chat as many as the template makes necessary."""
+        record = json.loads(line)
+        kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
+        if len(kinds) != 1:
+            what = shown(list(record) if isinstance(record, dict) else record)
+            raise ConfigError(f"has {what}; expected an object with one of {', '.join(KINDS)}")
+        value = record[kinds[0]]
+        if kinds[0] in ("messages", "conversations"):
+            chat = self._chat(_messages(value), record.get("tools"))
+            return [self._checked(example) for example in chat]
+        if self.loss_on is LossOn.ASSISTANT:
+            raise ConfigError(
+                f"has {kinds[0]}, of which the assistant says nothing; expected messages or "
+                "conversations, or a loss on all tokens"
+            )
+        ids = self._text_ids(value) if kinds[0] == "text" else _ids(value)
+        return [self._checked(Example(ids=ids, is_learnt=np.ones(len(ids), bool)))]
+
+    def _text_ids(self, text: object) -> np.ndarray:
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"text is {shown(text)}; expected some")
+        return np.asarray(self.tokenizer.encode(text), np.int32)
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Example]:
+        """What the template makes of the messages, each of the assistant's marked."""
+        if self.template is None:
+            raise ConfigError("has messages, but the target has no chat template; expected one")
+        if not isinstance(tools, list | None):
+            raise ConfigError(f"tools is {shown(tools)}; expected a list")
+        render = partial(self.template.render, tools=tools)
+        text = render(messages, add_generation_prompt=False)
+        if self.loss_on is LossOn.ALL:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            return [Example(ids=np.asarray(ids, np.int32), is_learnt=np.ones(len(ids), bool))]
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for through, first in _replies(render, messages):
+            whole = text if text.startswith(through) else through
+            spans.setdefault(whole, []).append((first, len(through)))
+        if not spans:
+            raise ConfigError("the assistant says nothing; expected a message of its own")
+        return [self._marked(whole, spoken) for whole, spoken in spans.items()]
+
+    def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
+        """spans: (first character, one past the last) of what is learnt."""
+        encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
+        begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)
+        is_learnt = np.zeros(len(begins), bool)
+        for first, last in spans:
+            is_learnt |= (begins >= first) & (begins < last)
+        return Example(ids=np.asarray(encoded.ids, np.int32), is_learnt=is_learnt)
+
+    def _checked(self, example: Example) -> Example:
+        outside = (example.ids < 0) | (example.ids >= self.vocab_size)
+        if outside.any():
+            raise ConfigError(
+                f"has the token id {example.ids[outside][0]}; expected ids in "
+                f"[0, {self.vocab_size}), the target's vocabulary"
+            )
+        return example
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of those that are not empty."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; expected one with JSON lines")
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, line
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error.reason}; expected text") from error
+
+
+def _ids(value: object) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise ConfigError(f"input_ids is {shown(value)}; expected a list of token ids")
+    return np.asarray(value, np.int64)
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Messages in the template's words, from either spelling. A call without words has none."""
+    found = []
+    for item in value if isinstance(value, list) else []:
+        given: dict[str, Any] = item if isinstance(item, dict) else {}
+        role, content = given.get("role", given.get("from")), given.get("content")
+        content = given.get("value") if content is None else content
+        content = "" if content is None and given.get("tool_calls") else content
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ConfigError(
+                f"has the message {shown(item)}; expected role and content, or from and value, "
+                "both text"
+            )
+        rest = {key: each for key, each in given.items() if key not in ("from", "value")}
+        if role not in (*ROLES, *SHAREGPT):
+            raise ConfigError(
+                f"has a message of the role {shown(role)}; expected one of "
+                f"{', '.join((*ROLES, *SHAREGPT))}"
+            )
+        found.append({**rest, "role": SHAREGPT.get(role, role), "content": content})
+    if not found:
+        raise ConfigError(f"has the messages {shown(value)}; expected a list of some")
+    return found
+
+
+def _replies(
+    render: Callable[..., str], messages: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, int]]:
+    """(the chat up to a reply and with it, where the reply begins there) of each."""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:i], add_generation_prompt=True) if i else ""
+        through = render(messages[: i + 1], add_generation_prompt=False)
+        if not through.startswith(before):
+            raise ConfigError(
+                f"the chat template writes the messages before number {i + 1} anew with it, so "
+                "what the assistant says cannot be told apart; expected a loss on all tokens"
+            )
+        yield through, len(before)
+
+
+def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
+    """The examples in rows, see above. Raises ConfigError if nothing is to be learnt."""
+    parts = [
+        (example, start)
+        for example in examples
+        for start in range(0, len(example.ids), length)
+        if len(example.ids) - start >= SHORTEST
+    ]
+    ids = np.zeros((len(parts), length), np.int32)
+    weights = np.zeros((len(parts), length), np.float32)
+    lens = np.zeros(len(parts), np.int32)
+    for row, (example, start) in enumerate(parts):
+        own = example.ids[start : start + length]
+        following = example.is_learnt[start + 1 : start + 1 + length]
+        ids[row, : len(own)], weights[row, : len(following)] = own, following
+        lens[row] = len(own)
+    if not weights.sum():
+        raise ConfigError(
+            f"of {len(examples)} examples nothing is to be learnt; expected some of at least "
+            f"{SHORTEST} tokens"
+        )
+    return RowTable(ids=ids, lens=lens, weights=weights)
+
+
+def held_out_from(
+    examples: Sequence[Example], *, every: int = 20
+) -> tuple[list[Example], list[Example]]:
+    """(to train on, held out): one line in `every` is held out, at least one. ConfigError for one
+    line alone."""
+    lines = [list(own) for _, own in groupby(examples, key=lambda each: each.line or id(each))]
+    if len(lines) < 2:
+        raise ConfigError(
+            "the data has 1 example; expected at least 2, since one is held out, or a file with "
+            "held-out ones beside it"
+        )
+    last = min(every, len(lines)) - 1
+    train = [example for i, own in enumerate(lines) if i % every != last for example in own]
+    return train, [example for i, own in enumerate(lines) if i % every == last for example in own]

@@ -1,0 +1,96 @@
+"""Training an EAGLE-1 head: it guesses the target's next feature, and through it the next token.
+
+The published recipe (arXiv:2401.15077) trains one depth; unrolled over its own outputs, as HASS
+does (arXiv:2408.15766), the head meets in training what it meets in serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.heads.eagle1 import Eagle1Head, eagle1_params, run_first_layer, save_eagle1
+from jspec.models.placement import init_params
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import Eagle1Config, ModelSpec
+from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
+from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedEagle1:
+    """One layer over fc; embedding and lm_head are the target's and are not trained."""
+
+    config: Eagle1Config
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
+        """Random."""
+        del target_params, draft_ids
+        params = init_params(eagle1_params(self.config), seed=seed)
+        del params["embed"], params["lm_head"], params["draft_ids"]
+        return params
+
+    def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
+        shared = {name: target_params[name] for name in ("embed", "lm_head")}
+        return {**params, **shared, "draft_ids": draft_ids}
+
+    def guesses(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        features: TargetFeatures,
+        *,
+        num_depths: int,
+        dtype: DTypeLike,
+    ) -> list[Guess]:
+        head, attend = Eagle1Head(self.config, Ops()), UnrolledAttention()
+
+        def step(ids: jax.Array, positions: jax.Array, hidden: Float[Array, "B T E"]) -> jax.Array:
+            return run_first_layer(
+                params["layers"][0],
+                head.joined(params, embed(params["embed"], ids).astype(dtype), hidden),
+                positions,
+                attend,
+                spec=self.config.layer.one_layer,
+                settings=LayerSettings(Ops()),
+            )
+
+        outs = unroll(step, token_ids, features.hidden.astype(dtype), num_depths=num_depths)
+        return [Guess(logits=head.logits(params, out), feature=out) for out in outs]
+
+    def save(
+        self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
+    ) -> None:
+        """With a bias of fc, of zeros: SGLang's class makes one whether a file has it or not, and
+        would leave it as it was made. vLLM reads over it."""
+        del draft_ids, target
+        shared = ("embed", "lm_head")  # the target's, which nothing stores
+        whole = jax.device_get({name: x for name, x in params.items() if name not in shared})
+        width = self.config.layer.hidden_size
+        whole["fc"] = {**whole["fc"], "bias": np.zeros(width, np.float32)}
+        save_eagle1(folder, replace(self.config, fc_bias=True), whole, dtype=dtype)
+
+
+def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
+    """A head with its target's heads, width and vocabulary; fc has no bias, as Llama 3's published
+    head has none."""
+    layer = plain_layer(target, intermediate_size=intermediate_size)
+    return TrainedEagle1(
+        Eagle1Config(
+            layer=one_layer_model(target, layer),
+            draft_vocab_size=target.vocab_size,
+            fc_bias=False,
+        )
+    )

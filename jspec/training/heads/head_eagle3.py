@@ -1,0 +1,112 @@
+"""Training an EAGLE-3 head: unrolled over its own outputs (training-time test)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jspec.errors import ConfigError
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params, run_head_layer
+from jspec.models.heads.hf_eagle3 import save_eagle3
+from jspec.models.placement import init_params
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import Eagle3Config, ModelSpec
+from jspec.training.heads.draft_head import Guess, TargetFeatures, one_layer_model, plain_layer
+from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedEagle3:
+    """One layer, whatever its vocabulary. ConfigError for a head of several, or one that feeds back
+    what it normed."""
+
+    config: Eagle3Config
+
+    def __post_init__(self) -> None:
+        if self.config.layer.num_layers != 1 or self.config.feeds_back_normed:
+            raise ConfigError(
+                f"the head has {self.config.layer.num_layers} layers and feeds_back_normed is "
+                f"{self.config.feeds_back_normed}; expected 1 and False, which is all that is "
+                "trained here"
+            )
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return self.config.aux_layer_ids
+
+    def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
+        """Random, but the final norm and lm_head are the target's."""
+        params = init_params(eagle3_params(self.config), seed=seed)
+        del params["embed"], params["draft_ids"]
+        if self.config.target_hidden_size == self.config.layer.hidden_size:
+            kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
+            params["lm_head"]["kernel"] = kernel[:, draft_ids]
+            params["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
+        return params
+
+    def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
+        table = target_params["embed"]["table"]
+        return {**params, "embed": {"table": table}, "draft_ids": draft_ids}
+
+    def guesses(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        features: TargetFeatures,
+        *,
+        num_depths: int,
+        dtype: DTypeLike,
+    ) -> list[Guess]:
+        head, attend = Eagle3Head(self.config, Ops()), UnrolledAttention()
+
+        def step(ids: jax.Array, positions: jax.Array, hidden: Float[Array, "B T E"]) -> jax.Array:
+            return run_head_layer(
+                params["layer"],
+                embed(params["embed"], ids).astype(dtype),
+                hidden,
+                positions,
+                attend,
+                config=self.config,
+                settings=LayerSettings(Ops()),
+            )
+
+        given = features.aux if self.config.aux_layer_ids else features.hidden
+        hidden = head.features(params, given.astype(dtype))
+        outs = unroll(step, token_ids, hidden, num_depths=num_depths)
+        return [Guess(logits=head.logits(params, out)) for out in outs]
+
+    def save(
+        self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
+    ) -> None:
+        """Without the embedding: the target's is shared."""
+        del target
+        own = {name: x for name, x in params.items() if name != "embed"}
+        host = {**jax.device_get(own), "draft_ids": draft_ids}
+        save_eagle3(folder, self.config, host, dtype=dtype)
+
+
+def eagle3_head(
+    target: ModelSpec,
+    *,
+    draft_vocab_size: int,
+    intermediate_size: int,
+    aux_layer_ids: tuple[int, ...],
+) -> TrainedEagle3:
+    """A head with its target's heads and width."""
+    return TrainedEagle3(
+        Eagle3Config(
+            layer=one_layer_model(target, plain_layer(target, intermediate_size=intermediate_size)),
+            draft_vocab_size=draft_vocab_size,
+            target_hidden_size=target.hidden_size,
+            aux_layer_ids=aux_layer_ids,
+        )
+    )

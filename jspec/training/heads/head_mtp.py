@@ -1,0 +1,109 @@
+"""Training layers for multi-token prediction, each with a pool of its own (multi-layer EAGLE).
+
+Layer s reads the pairs (the target's feature i, token i + s + 1) of rows 0..i alone, in serving as
+in training, so nothing is unrolled: depth s is one causal forward of layer s over the whole row.
+The layout is MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
+
+In a chain (Step-3.5-Flash's layout) layer s reads instead what layer s - 1 made of the same row i,
+before its final norm, and every layer has an lm_head of its own, which starts as the target's. It
+is the same forward, so a later depth's loss trains the layers before it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from jspec.layers.embedding import embed
+from jspec.models.decoder import LayerSettings, Params
+from jspec.models.heads.hf_mtp import save_mtp, shared, written_config
+from jspec.models.heads.mtp import MtpHead, run_mtp_layer
+from jspec.models.heads.mtp_params import mtp_params
+from jspec.models.placement import init_params
+from jspec.pallas_kernels.ops import Ops
+from jspec.spec.model_spec import ModelSpec, MtpConfig
+from jspec.training.dense import causal_attend
+from jspec.training.heads.draft_head import Guess, TargetFeatures, plain_layer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedMtp:
+    """As many layers as depths; the embedding, and an lm_head that is the target's, are not
+    trained."""
+
+    config: MtpConfig
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return () if self.config.reads_normed else (self.config.target_num_layers,)
+
+    def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
+        """Random, but the norms before lm_head, and each layer's own lm_head, are the target's."""
+        del draft_ids
+        params = init_params(mtp_params(self.config), seed=seed)
+        for layer in params["layers"].values():
+            layer["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
+            if self.config.own_heads:
+                kernel = jnp.asarray(target_params["lm_head"]["kernel"], jnp.float32)
+                layer["lm_head"]["kernel"] = kernel
+        return {"layers": params["layers"]}
+
+    def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
+        del draft_ids
+        return {**params, **{name: target_params[name] for name in shared(self.config)}}
+
+    def guesses(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        features: TargetFeatures,
+        *,
+        num_depths: int,
+        dtype: DTypeLike,
+    ) -> list[Guess]:
+        head, attend_of = MtpHead(self.config, Ops()), causal_attend("xla")
+        hidden = (features.hidden if self.config.reads_normed else features.aux).astype(dtype)
+        batch_size, length = token_ids.shape
+        padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
+        positions = jnp.broadcast_to(jnp.arange(length), (batch_size, length))
+        found = []
+        for i in range(num_depths):
+            spec, ids = self.config.model.layers[i], padded[:, 1 + i : 1 + i + length]
+            out = run_mtp_layer(
+                params["layers"][i],
+                embed(params["embed"], ids).astype(dtype),
+                hidden,
+                positions,
+                attend_of(spec.attention),
+                spec=spec,
+                hidden_first=self.config.hidden_first,
+                settings=LayerSettings(Ops()),
+            )
+            found.append(Guess(logits=head.logits(params, i, out[:, : length - 1 - i])))
+            if self.config.chained:
+                hidden = head.handed_on(params, i, out)
+        return found
+
+    def save(
+        self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
+    ) -> None:
+        """With a copy of the target's embedding in a chain: SGLang's class for it shares none."""
+        del draft_ids
+        stored = ("layers", "embed") if self.config.chained else ("layers",)
+        host = jax.device_get({name: params[name] for name in stored})
+        save_mtp(folder, self.config, host, target=target, dtype=dtype)
+
+
+def mtp_head(
+    target: ModelSpec, *, num_layers: int, intermediate_size: int, chained: bool = False
+) -> TrainedMtp:
+    """Layers with the target's heads and width."""
+    layer = plain_layer(target, intermediate_size=intermediate_size)
+    return TrainedMtp(written_config(target, layer, num_layers=num_layers, chained=chained))

@@ -1,0 +1,36 @@
+"""The state of a training run, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jspec.device.pytree import pytree
+
+Params = dict[str, Any]
+
+
+@pytree
+class TrainState:
+    """All that a step reads and writes; float32."""
+
+    params: Params
+    ema: Params
+    opt_state: Any
+    step: jax.Array  # i32[]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a checkpoint holds beside the arrays."""
+
+    seconds: float = 0.0
+    best_loss: float = math.inf
+    best_step: int = 0
+    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
+
+
+Resumed = tuple[TrainState, Params, Progress]  # a checkpoint: state, best EMA, the rest

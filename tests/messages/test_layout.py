@@ -1,0 +1,135 @@
+"""The packed i32 array: what goes in comes out, and a wrong shape never goes in."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.device.batch import DecodeBatch, PrefillBatch, decode_batch, pack_output, prefill_batch
+from jspec.messages.layout import (
+    OutputColumns,
+    PackedLayout,
+    decode_layout,
+    output_columns,
+    prefill_layout,
+)
+
+DECODE = decode_layout(batch=3, num_grants=5, num_windows=2)
+SHARING = decode_layout(batch=3, num_grants=5, num_windows=2, is_sharing=True)
+PREFILL = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5)
+
+MASKED = prefill_layout(tokens=12, rows=2, pages_per_row=4, num_windows=2, num_grants=5, words=3)
+
+
+def random_fields(layout: PackedLayout, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(-(2**31), 2**31, shape, np.int32) for name, shape in layout.fields}
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"), [(DECODE, DecodeBatch), (MASKED, PrefillBatch)], ids=["decode", "prefill"]
+)
+def test_layouts_name_the_fields_of_their_batches(layout: PackedLayout, batch: type) -> None:
+    named = list(dict.fromkeys(name.split(".")[0] for name, _ in layout.fields))
+    assert named == [field.name for field in fields(batch) if field.name != "shared"]
+
+
+def test_a_decode_that_is_told_of_shared_prefixes_has_them() -> None:
+    values = {name: jnp.asarray(x) for name, x in random_fields(SHARING, 0).items()}
+    batch = decode_batch(values)
+    assert batch.shared is not None
+    np.testing.assert_array_equal(batch.shared.leaders, values["leaders"])
+    np.testing.assert_array_equal(batch.shared.num_keys, values["shared_keys"])
+    without = {name: values[name] for name, _ in DECODE.fields}
+    assert decode_batch(without).shared is None
+
+
+def test_an_engine_without_windows_sends_nothing_for_them() -> None:
+    without = (
+        (DECODE, decode_layout(batch=3, num_grants=5)),
+        (PREFILL, prefill_layout(tokens=12, rows=2, pages_per_row=4, num_grants=5)),
+    )
+    for windowed, plain in without:
+        left = tuple(field for field in windowed.fields if field[0] != "window_grants")
+        assert plain.fields == left
+
+
+@pytest.mark.parametrize("layout", [DECODE, PREFILL], ids=["decode", "prefill"])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_round_trip_on_the_host(layout: PackedLayout, seed: int) -> None:
+    values = random_fields(layout, seed)
+    flat = layout.pack(values)
+    assert flat.shape == (layout.size,)
+    assert flat.dtype == np.int32
+    back = layout.unpack(flat)
+    assert back.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(back[name], value)
+
+
+def test_round_trip_through_a_jitted_pytree() -> None:
+    values = random_fields(PREFILL, 1)
+    batch = jax.jit(lambda flat: prefill_batch(PREFILL.unpack(flat)))(
+        jnp.asarray(PREFILL.pack(values))
+    )
+    assert isinstance(batch, PrefillBatch)
+    for name, value in values.items():
+        array = batch
+        for part in name.split("."):
+            array = getattr(array, part)
+        np.testing.assert_array_equal(np.asarray(array).view(np.int32), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("slots", np.zeros(4, np.int32), r"slots is int32\(4,\); expected int32\(3,\)"),
+        ("grants", np.zeros((3, 5), np.int32), r"grants is int32\(3, 5\)"),
+        ("slots", np.zeros(3, np.int64), r"slots is int64\(3,\)"),
+        ("slots", np.zeros(3, np.float32), r"slots is float32\(3,\)"),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_refused(name: str, value: np.ndarray, message: str) -> None:
+    values = random_fields(DECODE, 0)
+    values[name] = value
+    with pytest.raises(ValueError, match=message):
+        DECODE.pack(values)
+
+
+def test_a_missing_field_is_refused() -> None:
+    values = random_fields(DECODE, 0)
+    del values["grants"]
+    with pytest.raises(KeyError, match="grants"):
+        DECODE.pack(values)
+
+
+@pytest.mark.parametrize("max_emitted", [1, 4])
+def test_outputs_are_read_as_they_were_packed(max_emitted: int) -> None:
+    """Also with columns of another kind after: they are named in one place."""
+    columns = OutputColumns((*output_columns(max_emitted).fields, ("more", (2, 3))))
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.integers(-(2**31), 2**31, (5, *shape), np.int32) for name, shape in columns.fields
+    }
+    packed = np.asarray(jax.jit(lambda v: pack_output(columns, v))(values))
+    assert packed.shape == (5, columns.width)
+    assert columns.width == 1 + max_emitted + 6
+    np.testing.assert_array_equal(packed[:, 0], values["num_emitted"])
+    for back in (columns.unpack(packed), columns.unpack(packed[None])):
+        assert back.keys() == values.keys()
+        for name, value in values.items():
+            np.testing.assert_array_equal(back[name].reshape(value.shape), value)
+    assert columns.unpack(packed[None])["more"].shape == (1, 5, 2, 3)
+
+
+@pytest.mark.parametrize("shapes", [{}, {"num_emitted": (2,), "emitted_ids": (2, 3)}])
+def test_an_output_that_is_not_as_described_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
+    values = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=r"expected {'num_emitted': \(\), 'emitted_ids': \(4,\)}"):
+        pack_output(output_columns(4), values)

@@ -1,0 +1,184 @@
+"""A dial that needs no table: for a target whose next token is always the last one plus 1.
+
+With such a target the true continuation follows from a request's seed alone, so acceptance can be
+set request by request while an engine of any size serves: the seed's lower half names the token at
+position 0, its upper half the dial. The head runs whole, its logits and ranking too, so that a
+step costs what it costs with a head of one's own.
+
+    seed_of(first=7, acceptance=0.5): the token at position p is (7 + p) % V, and after right
+    tokens the first candidate is right with probability 0.5 at each depth, whatever the shape
+
+The head is more or less sure from position to position, and says so by its scores: sure to a share
+c it is right with its first candidate in c of all cases, with the second in c r, then c r^2, where
+r = OTHERS (1 - c). So a tree accepts more than a chain, and a score is worth something, though what
+is right is drawn anew each time. After a wrong token all candidates are wrong, and the head is as
+sure of them. One of four is right in 0.68, 0.83 and 0.93 of all cases where the first of them is in
+0.52, 0.69 and 0.85; of the bundled pair in 0.69, 0.89 and 0.89 (acceptance.json, depth 1 of 3/1/4
+and of 4/4/16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.config.limits import Algorithm
+from jspec.device.noise import mix32
+from jspec.device.state import SamplingRows
+from jspec.models.decoder import KVPool, Params
+from jspec.speculative.beams import BeamRows
+from jspec.speculative.drafters.eagle import EagleDrafter
+from jspec.speculative.drafters.registry import DRAFTERS
+from jspec.speculative.drafters.source import DraftRequest, DraftSource, ReadSource
+
+LEVELS = 65536  # of the dial
+# A table's row against what 32 layers of random weights add to it: the last token decides.
+EMBEDDING_SCALE = 1000.0
+OTHERS = 0.6
+# How far confidence goes from the dial, either way, of the way to the nearer of 0 and 1.
+SPREAD = 0.9
+LEAST_SHARE = 1e-6  # what the head gives to what it holds for impossible: scores are finite
+# Which of a position's draws.
+CONFIDENCE, RANK, WRONG = 0x51ED27, 0x2545F5, 0x9E3779
+
+
+def seed_of(*, first: int, acceptance: float) -> int:
+    """The seed of a request whose tokens are (first + position) % V; acceptance from 0 to 1."""
+    return round(acceptance * (LEVELS - 1)) << 32 | first
+
+
+def counting_weights(params: Params) -> Params:
+    """The target's random params such that token v + 1 follows v, whatever came before.
+
+    The target has an output head of its own (not tied): its columns become the embedding's rows,
+    each one later.
+    """
+    table, head = params["embed"]["table"], params["lm_head"]["kernel"]
+    turned = jnp.roll(table, 1, axis=0).T.astype(head.dtype)
+    scaled = (table * EMBEDDING_SCALE).astype(table.dtype)
+    return {
+        **params,
+        "embed": {**params["embed"], "table": jax.device_put(scaled, table.format)},
+        "lm_head": {**params["lm_head"], "kernel": jax.device_put(turned, head.format)},
+    }
+
+
+def true_tokens(seed: jax.Array, positions: jax.Array, *, vocab_size: int) -> jax.Array:
+    """i32[B, R]: what lies at these positions of requests with these seeds, u32[B, 2]."""
+    return (seed[:, 1:].astype(jnp.int32) + positions) % vocab_size
+
+
+def dialled(
+    seed: jax.Array,
+    positions: jax.Array,
+    *,
+    topk: int,
+    vocab_size: int,
+    after: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the head guesses at positions [B, R] and the log-probability of each: [B, R, K], best
+    first. after: the tokens before, all wrong; None: they are right.
+
+    The first of K are what they are for any other K.
+    """
+    high, low = seed[:, :1], seed[:, 1:]
+    key = mix32(low * jnp.uint32(2654435761) ^ mix32(positions.astype(jnp.uint32)))
+    if after is not None:
+        key = mix32(key ^ mix32(after.astype(jnp.uint32) + jnp.uint32(WRONG)))
+    acceptance = high.astype(jnp.float32) / (LEVELS - 1)
+    reach = SPREAD * jnp.minimum(acceptance, 1 - acceptance)
+    sure = (acceptance + reach * (2 * _uniform(key, CONFIDENCE) - 1))[..., None]
+    place = jnp.arange(topk, dtype=jnp.int32)
+    shares = sure * (OTHERS * (1 - sure)) ** place
+    is_missed = _uniform(key, RANK)[..., None] >= jnp.cumsum(shares, axis=-1)
+    rank = jnp.sum(is_missed, axis=-1, dtype=jnp.int32) if after is None else topk
+    true_ids = true_tokens(seed, positions, vocab_size=vocab_size)
+    shift = 1 + (mix32(key ^ jnp.uint32(WRONG)) % (vocab_size - topk - 1)).astype(jnp.int32)
+    wrong = ((true_ids + shift)[..., None] + place) % vocab_size
+    is_right = place == jnp.asarray(rank)[..., None]
+    ids = jnp.where(is_right, true_ids[..., None], wrong)
+    return ids.astype(jnp.int32), jnp.log(jnp.maximum(shares, LEAST_SHARE))
+
+
+def _uniform(key: jax.Array, draw: int) -> jax.Array:
+    """From 0 to below 1."""
+    return (mix32(key ^ jnp.uint32(draw)) >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class CountingDial(EagleDrafter):
+    """EAGLE's drafter with the dial's ids and scores in place of the head's."""
+
+    def candidates(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As EagleDrafter.candidates, at its full cost, if what comes before is right."""
+        found, scores = EagleDrafter.candidates(
+            self, params, hidden, positions=positions, sampling=sampling
+        )
+        ids, terms = self._dialled(positions, sampling)
+        # Never negative, which the compiler does not know: so it keeps what made them.
+        is_none = found < 0
+        return jnp.where(is_none, found, ids), jnp.where(is_none, scores, terms)
+
+    def expand(
+        self,
+        caches: KVPool,
+        ids: jax.Array,
+        carried: jax.Array,
+        beams: BeamRows,
+        *,
+        params: Params,
+        sampling: SamplingRows,
+    ) -> tuple[KVPool, jax.Array, jax.Array, jax.Array]:
+        """As EagleDrafter.expand. A beam is right if its token is: what follows a wrong one is
+        wrong, so nothing on its way is."""
+        caches, hidden, found, terms = EagleDrafter.expand(
+            self, caches, ids, carried, beams, params=params, sampling=sampling
+        )
+        others, other_terms = self._dialled(beams.positions, sampling, after=ids)
+        size = self.head.config.layer.vocab_size
+        before = true_tokens(sampling.seed, beams.positions - 1, vocab_size=size)
+        is_right = (ids == before)[..., None]
+        return (
+            caches,
+            hidden,
+            jnp.where(is_right, found, others),
+            jnp.where(is_right, terms, other_terms),
+        )
+
+    def _dialled(
+        self, positions: jax.Array, sampling: SamplingRows, *, after: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        return dialled(
+            sampling.seed,
+            positions,
+            topk=self.spec.topk,
+            vocab_size=self.head.config.layer.vocab_size,
+            after=after,
+        )
+
+
+def counting_source(request: DraftRequest) -> DraftSource:
+    """EAGLE-3's row of the registry with this dial. Its head must draft from all of the target's
+    vocabulary or a part of it: ids are not looked up."""
+    source = DRAFTERS[Algorithm.EAGLE3](request)
+
+    def make(ops: Any, shard: Any) -> CountingDial:
+        drafter = source.make(ops, shard)
+        assert isinstance(drafter, EagleDrafter)
+        return CountingDial(drafter.head, drafter.spec, draft_noise=drafter.draft_noise)
+
+    return replace(source, make=make)
+
+
+COUNTING: Mapping[Algorithm, ReadSource] = {**DRAFTERS, Algorithm.EAGLE3: counting_source}

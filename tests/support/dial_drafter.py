@@ -1,0 +1,194 @@
+"""The dial drafter: EAGLE's whole drafting path, with guesses whose quality is set by a dial.
+
+It knows the true continuation of every request (from a plain run) and, at each position, puts the
+true token at a random rank among the K candidates with probability `acceptance`, and leaves it
+out otherwise. A random draft accepts nothing and proves nothing; this one accepts every count
+from 0 to S, through first and later children. The head still runs and writes its KV.
+
+    params = {"head": the head's params,
+              "dial": {"seeds": u32[R, 2], "truth": i32[R, C], "decoy": i32[]}}
+
+Requests are told apart by their seed; truth[r, p] is the token at position p of request r. A decoy
+(an id, or -1 for none) is guessed at every position, at the best rank that the truth leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.device.noise import mix32
+from jspec.device.state import SamplingRows
+from jspec.layers.linear import Shard
+from jspec.models.decoder import KVPool, Params
+from jspec.models.params import ParamTable, prefixed
+from jspec.pallas_kernels.attention.rows import AttentionRows
+from jspec.pallas_kernels.ops import Ops
+from jspec.speculative.drafters.eagle import EagleDrafter, FeatureHead, HeadConfig
+from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class DialHead:
+    """A head whose params lie one level deeper, beside the dial's."""
+
+    inner: FeatureHead
+
+    @property
+    def table(self) -> ParamTable:
+        return prefixed(self.inner.table, path=("head",), stored="")
+
+    @property
+    def config(self) -> HeadConfig:
+        return self.inner.config
+
+    @property
+    def shard(self) -> Shard:
+        return self.inner.shard
+
+    @property
+    def ops(self) -> Ops:
+        return self.inner.ops
+
+    def features(self, params: Params, given: jax.Array, /) -> jax.Array:
+        return self.inner.features(params["head"], given)
+
+    def forward(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        kv: KVPool,
+        rows: AttentionRows,
+        *,
+        queries_per_row: int | None,
+        kept: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVPool]:
+        return self.inner.forward(
+            params["head"], token_ids, hidden, kv, rows, queries_per_row=queries_per_row, kept=kept
+        )
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        return self.inner.logits(params["head"], hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DialDrafter(EagleDrafter):
+    """acceptance: probability that the true token is among the K candidates of its position."""
+
+    acceptance: float = 0.8
+
+    def candidates(
+        self,
+        params: Params,
+        hidden: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dial's, whatever the head says."""
+        del hidden
+        return dialled(
+            params["dial"],
+            sampling,
+            positions=positions,
+            topk=self.spec.topk,
+            acceptance=self.acceptance,
+            vocab_size=self.head.config.layer.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DialMultiLayerDrafter(MultiLayerDrafter):
+    """The same for layers of one's own. The dial's params lie beside theirs, under "dial"."""
+
+    acceptance: float = 0.8
+
+    def candidates(
+        self,
+        params: Params,
+        layer: int,
+        out: jax.Array,
+        *,
+        positions: jax.Array,
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The dial's, whatever the layer says."""
+        del layer, out
+        return dialled(
+            params["dial"],
+            sampling,
+            positions=positions,
+            topk=self.spec.topk,
+            acceptance=self.acceptance,
+            vocab_size=self.head.config.model.vocab_size,
+        )
+
+
+def dialled(
+    dial: Params,
+    sampling: SamplingRows,
+    *,
+    positions: jax.Array,
+    topk: int,
+    acceptance: float,
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The dial's ids and scores; ranks fall off geometrically, as a good draft's do."""
+    seed = sampling.seed
+    row = jnp.argmax(jnp.all(dial["seeds"][None] == seed[:, None], axis=2), axis=1)
+    width = dial["truth"].shape[1]
+    true_ids = dial["truth"][row[:, None], jnp.clip(positions, 0, width - 1)]
+    rank = dial_rank(seed[:, None, 1], positions, topk=topk, acceptance=acceptance)
+    place = jnp.arange(topk, dtype=jnp.int32)
+    wrong = (true_ids[..., None] + 1 + place) % vocab_size
+    is_decoy = (place == jnp.where(rank == 0, 1, 0)[..., None]) & (dial["decoy"] >= 0)
+    wrong = jnp.where(is_decoy, dial["decoy"], wrong)
+    ids = jnp.where(place == rank[..., None], true_ids[..., None], wrong)
+    scores = jnp.log(jnp.float32(0.7)) * (place + 1)
+    return ids.astype(jnp.int32), jnp.broadcast_to(scores, ids.shape)
+
+
+def dial_rank(seed_low: Any, positions: Any, *, topk: int, acceptance: Any) -> Any:
+    """Rank of the true token at each position, or `topk` where the dial leaves it out.
+
+    acceptance: a number, or an array that broadcasts to the others.
+    """
+    bits = mix32(
+        jnp.asarray(seed_low).astype(jnp.uint32) * jnp.uint32(2654435761)
+        ^ mix32(jnp.asarray(positions).astype(jnp.uint32) + jnp.uint32(0x51ED27))
+    )
+    inside = (bits >> 16).astype(jnp.float32) < acceptance * 65536.0
+    is_first = (bits & 1) == 0  # half the time, so that deep paths survive the tree's pruning
+    rank = jnp.where(is_first, 0, ((bits & 0xFFFF) >> 1).astype(jnp.int32) % topk)
+    return jnp.where(inside, rank, topk)
+
+
+def dial_params(
+    truths: dict[int, tuple[int, ...]], *, rows: int, width: int, decoy: int = -1
+) -> Params:
+    """The dial's tables: `truths` maps a request's seed to all its tokens, prompt included.
+
+    decoy: an id that is guessed at every position, whatever the truth; -1 for none.
+
+    Raises ValueError for more requests than `rows` or tokens than `width`.
+    """
+    if len(truths) > rows or any(len(ids) > width for ids in truths.values()):
+        longest = max(len(ids) for ids in truths.values())
+        raise ValueError(
+            f"{len(truths)} requests of at most {longest} tokens; expected {rows} of {width}"
+        )
+    seeds = np.full((rows, 2), 0xFFFFFFFF, np.uint32)
+    truth = np.zeros((rows, width), np.int32)
+    for r, (seed, ids) in enumerate(truths.items()):
+        seeds[r] = (seed >> 32, seed & 0xFFFFFFFF)
+        truth[r, : len(ids)] = ids
+    return {
+        "seeds": jnp.asarray(seeds),
+        "truth": jnp.asarray(truth),
+        "decoy": jnp.asarray(decoy, jnp.int32),
+    }

@@ -1,0 +1,399 @@
+"""A runner without a device: deterministic tokens, and a check of every plan it is given.
+
+It plays the device's part (true lengths, page tables, which step runs when) in plain integers and
+raises PlanError as soon as the host plans something that a device could not run safely. It
+computes a step when it is dispatched and hands the result over when it is collected, so the host
+knows no more than it would of a device.
+
+The token at position p of a request is token_at(request, p), whatever the batch, the chunking or
+the acceptance; a round at length L accepts accepted_at(request, L) drafts. What the checks
+cover is listed at `FakeRunner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from jspec.config.limits import ServeLimits
+from jspec.errors import EngineClosedError
+from jspec.messages.features import PLAIN
+from jspec.messages.plan import (
+    Admission,
+    PageGrant,
+    PrefillChunk,
+    RoundResult,
+    RowRef,
+    StepKind,
+    StepPlan,
+    StepResult,
+)
+from jspec.messages.request import Request
+from jspec.messages.seeds import MAX_SEED
+from jspec.scheduler.pages import budget
+from tests.support.fake_limits import small_limits as small_limits
+from tests.support.fake_pages import FakePages
+from tests.support.fake_rows import FakeRow, FakeWindows, require
+from tests.support.fake_text import VOCAB_SIZE
+
+TokenAt = Callable[[Request, int], int]
+LOOKAHEAD = 1  # tokens that any fake drafter sees beyond what is written
+
+
+def hash_token(request: Request, position: int) -> int:
+    """A token of the fake text from (seed, position) alone, but never a stop id that is masked.
+
+    As on the device, stop ids are masked while fewer than min_new_tokens are out.
+    """
+    num_out = position - len(request.prompt_ids)
+    masked = request.stop_ids if num_out < request.sampling.min_new_tokens else ()
+    allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in masked]
+    return allowed[_mix(request.seed, position) % len(allowed)]
+
+
+def scripted_tokens(scripts: dict[str, tuple[int, ...]]) -> TokenAt:
+    """token_at that reads output token i of a request from scripts[request_id][i].
+
+    Past the script's end come zeros: what a device emits past a stop is anybody's guess.
+    """
+
+    def token_at(request: Request, position: int) -> int:
+        index = position - len(request.prompt_ids)
+        script = scripts[request.request_id]
+        return script[index] if index < len(script) else 0
+
+    return token_at
+
+
+def random_acceptance(rate: float, num_steps: int, *, salt: int = 0) -> TokenAt:
+    """accepted_at in which each further draft is accepted with probability `rate`, by a hash."""
+
+    def accepted_at(request: Request, seq_len: int) -> int:
+        for level in range(num_steps):
+            coin = _mix(request.seed ^ (salt << 8) ^ (level + 1), seq_len) / MAX_SEED
+            if coin >= rate:
+                return level
+        return num_steps
+
+    return accepted_at
+
+
+def _mix(seed: int, position: int) -> int:
+    """64 well-mixed bits (the finaliser of splitmix64 by Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (seed + position * 0x9E3779B97F4A7C15) & MAX_SEED
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return x ^ (x >> 31)
+
+
+class FakeRunner:
+    """Runner for tests; raises PlanError unless every dispatched plan obeys these rules.
+
+    - Messages survive pickling; all calls come from one thread; steps count up by one; at most
+      overlap_depth steps are unread at a dispatch; a plan has the fields of its kind and no other.
+    - Rows: real slots, no slot twice, the epoch of the slot's current tenant; a slot gets a new
+      tenant, of a higher epoch, only when no step in flight names the old one.
+    - Pages: real ids; never owned by two rows, unless the old owner's steps are all collected, and
+      then the old owner never runs again; never past the width of the table, never more at once
+      than the packed put has room for. Cached pages hold what their reader would have written, and
+      nobody writes them (`FakePages`). In the window spaces: `FakeWindows`.
+    - Prefill: within rows and tokens of the largest bucket; admitted with the first chunk; chunks
+      contiguous; next_id right; every write on an own page; the fill is the prompt and then tokens
+      that the request would really emit.
+    - Decode: its shape is one of the engine's; at most W tokens of a row wait for its drafter, none
+      when it drafts; the final chunk is dispatched; some token is left to emit; for each round
+      that may be of use, the reservation holds for what the host can have read, and the device's
+      true length stays within it; rounds after a row's end stay within the table; no page is
+      granted that is not needed. Rows that are said to share a prefix hold the same pages there,
+      and have all of it.
+    """
+
+    def __init__(
+        self,
+        limits: ServeLimits,
+        *,
+        token_at: TokenAt = hash_token,
+        accepted_at: TokenAt | None = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self._limits = limits
+        self._token_at = token_at
+        self._accepted_at = accepted_at or random_acceptance(0.7, limits.spec.num_steps)
+        self._step_seconds = step_seconds
+        self._rows: dict[int, FakeRow] = {}
+        self._pages = FakePages(limits)
+        self._windows = FakeWindows(limits)
+        self._last_epochs: Counter[int] = Counter()
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._thread: int | None = None
+        self._last_step = 0
+        self.plans: list[StepPlan] = []
+        self.is_closed = False
+
+    @property
+    def limits(self) -> ServeLimits:
+        return self._limits
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        self._check_thread()
+        require(pickle.loads(pickle.dumps(plan)) == plan, "plan changed by pickling")
+        self._check_frame(plan)
+        if plan.kind is StepKind.PREFILL:
+            for admission in plan.admissions:
+                self._admit(admission)
+            self._grant_windows(plan)
+            by_row = [self._prefill(chunk) for chunk in plan.chunks]
+        else:
+            self._grant(plan)
+            self._grant_windows(plan)
+            self._tell(plan)
+            self._pages.check_shared(plan, self._rows)
+            by_row = [self._decode(row, plan) for row in plan.rows]
+        for ref in plan.row_refs:
+            self._rows[ref.slot].steps_in_flight += 1
+        self._last_step = plan.step
+        rounds = tuple(self._round(plan, ids) for ids in zip(*by_row, strict=True))
+        self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        self._check_thread()
+        require(bool(self._in_flight), "collect with nothing in flight")
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        plan, result = self._in_flight.popleft()
+        for ref in plan.row_refs:
+            self._rows[ref.slot].steps_in_flight -= 1
+        for of_round in result.rounds:
+            for ref, ids in zip(plan.row_refs, of_round.emitted_ids, strict=True):
+                row = self._rows[ref.slot]
+                row.num_read += len(ids)
+                if plan.kind is StepKind.DECODE:
+                    row.unread_rounds -= 1
+                    row.unread_tokens -= plan.spec(self._limits).max_emitted
+                    row.read_len += len(ids)
+        return result
+
+    def restart(self) -> None:
+        raise EngineClosedError(f"a fake runner is not begun anew after step {self._last_step}")
+
+    def give_up(self) -> None: ...
+
+    def close(self) -> None:
+        self._check_thread()
+        self.is_closed = True
+
+    def _check_thread(self) -> None:
+        here = threading.get_ident()
+        self._thread = self._thread or here
+        require(self._thread == here, f"thread {here} calls; expected only {self._thread}")
+
+    def _check_frame(self, plan: StepPlan) -> None:
+        limits, refs = self._limits, plan.row_refs
+        require(plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}")
+        unread = len(self._in_flight)
+        require(unread <= limits.overlap_depth, f"{unread} unread steps at a dispatch")
+        slots = [ref.slot for ref in refs]
+        require(bool(slots) and len(set(slots)) == len(slots), f"slots {slots} of one plan")
+        require(all(1 <= slot <= limits.num_slots for slot in slots), f"slots {slots}")
+        if plan.kind is StepKind.PREFILL:
+            is_full = any(grant.space == 0 for grant in plan.grants)
+            require(not plan.rows and not is_full, "a prefill with rows or grants")
+            require(len(slots) <= limits.prefill_rows, f"{len(slots)} rows of a prefill")
+            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            require(num_tokens <= limits.chunk_size, f"{num_tokens} tokens of a prefill")
+            begun = {chunk.row: chunk.start for chunk in plan.chunks}
+            admitted = {admission.row: admission.cached_len for admission in plan.admissions}
+            for row in (*admitted, *(row for row, start in begun.items() if start == 0)):
+                is_first = row in admitted and begun.get(row) == admitted[row]
+                require(is_first, f"admitted {admitted} with chunks from {begun}")
+        else:
+            require(not plan.chunks and not plan.admissions, "a decode with chunks")
+            require(len(slots) <= limits.decode_buckets[-1], f"{len(slots)} rows of a decode")
+        new = {admission.row: admission.request for admission in plan.admissions}
+        requests = [new[ref] if ref in new else self._row(ref).admission.request for ref in refs]
+        needed = PLAIN.union(request.sampling.features for request in requests)
+        require(plan.features == needed, f"features are {plan.features}; expected {needed}")
+
+    def _row(self, ref: RowRef) -> FakeRow:
+        row = self._rows.get(ref.slot)
+        require(row is not None and row.admission.row == ref, f"{ref} is not the slot's tenant")
+        assert row is not None
+        return row
+
+    def _admit(self, admission: Admission) -> None:
+        ref, request = admission.row, admission.request
+        old, epoch = self._rows.get(ref.slot), self._last_epochs[ref.slot]
+        require(epoch < ref.epoch, f"{ref} follows epoch {epoch}")
+        require(old is None or old.steps_in_flight == 0, f"{ref} before its slot is collected")
+        self._last_epochs[ref.slot] = ref.epoch
+        require(admission.prompt_len == len(request.prompt_ids), f"prompt_len of {ref}")
+        require(len(admission.page_ids) <= self._limits.pages_per_row, f"many pages for {ref}")
+        self._rows[ref.slot] = FakeRow(
+            admission=admission, page_ids=[], window_pages=[{} for _ in self._limits.windows]
+        )
+        row = self._rows[ref.slot]
+        row.num_filled = admission.cached_len
+        fill_ids, text = admission.fill_ids, self._text(row, len(admission.fill_ids))
+        require(fill_ids == tuple(text), f"fill {fill_ids} not {text}")
+        self._pages.share(row, text)
+        for page in admission.page_ids[len(row.page_ids) :]:
+            self._pages.own(page, ref, self._rows)
+
+    def _text(self, row: FakeRow, length: int) -> list[int]:
+        """The row's tokens, as many as `length` at least: its prompt, then what it emits."""
+        request = row.admission.request
+        row.text = row.text or list(request.prompt_ids)
+        row.text += [self._token_at(request, p) for p in range(len(row.text), length)]
+        return row.text
+
+    def _prefill(self, chunk: PrefillChunk) -> tuple[tuple[int, ...], ...]:
+        row = self._row(chunk.row)
+        fill_ids, end = row.admission.fill_ids, chunk.start + len(chunk.token_ids)
+        require(chunk.start == row.num_filled, f"chunk at {chunk.start} after {row.num_filled}")
+        require(len(chunk.token_ids) > 0, f"empty chunk of {chunk.row}")
+        require(chunk.token_ids == fill_ids[chunk.start : end], f"chunk tokens of {chunk.row}")
+        require(end <= self._num_owned(row), f"{chunk.row} writes {end} of {self._num_owned(row)}")
+        self._windows.check(row, first=chunk.start, end=end)
+        text = self._text(row, end + LOOKAHEAD)
+        self._pages.write(row, text, first=chunk.start, end=end, scratch=0)
+        self._windows.write(row, text, first=chunk.start, end=end, scratch=0)
+        row.num_filled = row.seq_len = end
+        row.read_len = len(fill_ids)  # what the host may assume once the fill is dispatched
+        next_id = None if row.is_filled else fill_ids[end]
+        require(chunk.next_id == next_id, f"next_id {chunk.next_id} not {next_id}")
+        if not row.is_filled:
+            return ((),)
+        row.num_emitted = 1
+        return ((self._token_at(row.admission.request, row.seq_len),),)
+
+    def _grant(self, plan: StepPlan) -> None:
+        refs = {ref.slot: ref for ref in plan.rows}
+        grants = [grant for grant in plan.grants if grant.space == 0]
+        per_slot = Counter(grant.slot for grant in grants)
+        for slot, count in per_slot.items():
+            require(slot in refs, f"grant to slot {slot}, which does not run")
+            require(count <= self._limits.grants_per_row, f"{count} grants to slot {slot}")
+        for grant in grants:
+            self._check_grant(grant, self._row(refs[grant.slot]))
+            self._pages.own(grant.page, refs[grant.slot], self._rows)
+        for slot in per_slot:
+            row = self._rows[slot]
+            needed, without = self._needed(row), self._num_owned(row) - self._limits.page_size
+            require(needed > without, f"slot {slot} needs {needed} and had {without} granted")
+
+    def _grant_windows(self, plan: StepPlan) -> None:
+        refs, limits = {ref.slot: ref for ref in plan.row_refs}, self._limits
+        grants = [grant for grant in plan.grants if grant.space > 0]
+        room = limits.window_grants_of_prefill(sum(len(chunk.token_ids) for chunk in plan.chunks))
+        room = len(plan.rows) * limits.grants_per_row if plan.rows else room
+        for space, count in Counter(grant.space for grant in grants).items():
+            require(count <= room, f"{count} grants in space {space}; room for {room}")
+        for grant in grants:
+            require(grant.slot in refs, f"grant to slot {grant.slot}, which does not run")
+            self._windows.grant(grant, refs[grant.slot], self._rows)
+
+    def _check_grant(self, grant: PageGrant, row: FakeRow) -> None:
+        require(grant.index == len(row.page_ids), f"{grant} after {len(row.page_ids)} pages")
+        require(grant.index < self._limits.pages_per_row, f"{grant} past the page table")
+
+    def _needed(self, row: FakeRow) -> int:
+        """Positions that the rounds of the next step may write to any purpose."""
+        spec = self._limits.spec
+        first = row.read_len + row.unread_tokens
+        final = first + (self._limits.num_rounds - 1) * spec.max_emitted
+        return max(first, min(final, self._last(row))) + spec.num_scratch_rows
+
+    def _last(self, row: FakeRow) -> int:
+        """Length at which the request's last token may be still to come."""
+        admission, sampling = row.admission, row.admission.request.sampling
+        most = budget.clip_max_new_tokens(
+            self._limits, admission.prompt_len, sampling.max_new_tokens
+        )
+        return budget.last_committed(admission.prompt_len, most)
+
+    def _tell(self, plan: StepPlan) -> None:
+        """What a drafter was not told waits by row; nothing does where no step can be plain."""
+        limits, rows = self._limits, [self._row(ref) for ref in plan.rows]
+        require(plan.spec(limits) in limits.shapes, f"shape {plan.shape} of {limits.shapes}")
+        if plan.owed:
+            found = tuple(row.owed for row in rows)
+            require(plan.owed == found, f"owed are {plan.owed}; expected {found}")
+        for row in rows:
+            if plan.owed and row.owed:  # the drafter reads and writes from there on
+                self._windows.check(row, first=row.seq_len - row.owed, end=row.seq_len)
+                row.owed = 0
+            if limits.deferred_tokens and plan.spec(limits).is_plain:
+                row.owed += plan.num_rounds(limits)
+                require(row.owed <= limits.deferred_tokens, f"{row.owed} tokens wait")
+            else:
+                require(row.owed == 0, f"a row drafts while {row.owed} tokens wait")
+
+    def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
+        of_round = RoundResult.of(ids)
+        if plan.shape is None:
+            return of_round
+        proposed = np.full(len(ids), plan.shape.num_draft_tokens - 1, np.int32)
+        return dataclasses.replace(of_round, num_proposed=proposed)
+
+    def _decode(self, ref: RowRef, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The row's ids, round by round."""
+        row = self._row(ref)
+        require(row.is_filled, f"{ref} decodes before its final chunk")
+        reserved = row.read_len + row.unread_tokens
+        reserved += self._limits.spec.num_scratch_rows
+        owned = self._num_owned(row)
+        require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+        require(row.seq_len + self._limits.spec.num_scratch_rows <= reserved, f"{ref} ran ahead")
+        self._check_tokens_left(row)
+        return tuple(self._run_round(row, plan) for _ in range(self._limits.num_rounds))
+
+    def _run_round(self, row: FakeRow, plan: StepPlan) -> tuple[int, ...]:
+        shape = plan.spec(self._limits)
+        spec, ref, request = self._limits.spec, row.admission.row, row.admission.request
+        last, owned = self._last(row), self._num_owned(row)
+        written = row.seq_len + spec.num_scratch_rows
+        if row.seq_len <= last:
+            start = min(row.read_len + row.unread_tokens, last)
+            reserved = start + spec.num_scratch_rows
+            require(reserved <= owned, f"{ref} needs {reserved} positions and owns {owned}")
+            require(written <= reserved, f"{ref} writes up to {written} of {reserved} reserved")
+            self._windows.check(row, first=row.seq_len, end=reserved)
+        width = self._limits.pages_per_row * self._limits.page_size
+        require(written <= width, f"{ref} writes up to {written}, past a table of {width}")
+        is_drafting = request.sampling.speculative
+        num_accepted = self._accepted_at(request, row.seq_len) if is_drafting else 0
+        require(0 <= num_accepted <= spec.num_steps, f"accepted_at gave {num_accepted}")
+        num_accepted = min(num_accepted, shape.num_steps)
+        first = row.seq_len + 1  # the root is at seq_len; the first draft's position is next
+        emitted = tuple(self._token_at(request, first + i) for i in range(num_accepted + 1))
+        start, end = row.seq_len, row.seq_len + len(emitted)
+        text = self._text(row, end + LOOKAHEAD)
+        self._pages.write(row, text, first=start, end=end, scratch=written - end)
+        self._windows.write(row, text, first=start, end=end, scratch=written - end)
+        row.seq_len = end
+        row.num_emitted += len(emitted)
+        row.unread_rounds += 1
+        row.unread_tokens += shape.max_emitted
+        return emitted
+
+    def _check_tokens_left(self, row: FakeRow) -> None:
+        """What the host has read (an unread final chunk is one), and its unread rounds, fit."""
+        admission = row.admission
+        before = len(admission.fill_ids) - admission.prompt_len
+        known = before + max(row.num_read, 1) + row.unread_rounds
+        most = admission.request.sampling.wanted_tokens
+        require(known < most, f"{admission.row} decodes with {known} of {most} tokens out")
+
+    def _num_owned(self, row: FakeRow) -> int:
+        return len(row.page_ids) * self._limits.page_size

@@ -1,0 +1,22 @@
+"""A small pair on disk, and the flags with which one stream of it is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.tiny_models import write_tiny_pair
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
+
+
+def flags_of_one_stream(folder: Path) -> list[str]:
+    """What `jspec generate` chooses, said for `serve` too; its programs are kept in `folder`."""
+    pair = write_tiny_pair(folder, max_position=16384)
+    (pair.target_path / "chat_template.jinja").write_text(TEMPLATE)
+    return [
+        *("--model-path", str(pair.target_path), "--speculative-algorithm", "EAGLE3"),
+        *("--speculative-draft-model-path", str(pair.draft_path)),
+        *("--max-running-requests", "1", "--chunked-prefill-size", "32"),
+        *("--context-length", "16384", "--max-total-tokens", "20000"),
+        *("--compilation-cache-dir", str(folder / "programs")),
+    ]

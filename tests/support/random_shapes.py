@@ -1,0 +1,44 @@
+"""A chooser of shapes that wants the worst: at random, for one step or for many in a row."""
+
+from __future__ import annotations
+
+import random
+
+from jspec.config.limits import ServeLimits, SpeculativeConfig
+from jspec.messages.features import StepFeatures
+from jspec.messages.plan import StepPlan, StepResult
+from jspec.scheduler.shapes.shape_policy import ShapeTotals
+
+LONGEST_RUN = 24  # beyond what may wait for a drafter (core.config.LEAST_DEFERRED)
+
+
+class RandomShapes:
+    """Of the engine's shapes, in an order that `seed` decides. used: how often each was chosen."""
+
+    def __init__(self, limits: ServeLimits, *, seed: int) -> None:
+        self._shapes = limits.shapes
+        self._random = random.Random(seed)
+        self._deck: list[SpeculativeConfig] = []
+        self._shape, self._num_left = limits.spec, 0
+        self.used = dict.fromkeys(limits.shapes, 0)
+
+    @property
+    def totals(self) -> ShapeTotals:
+        return ShapeTotals()
+
+    def choose(self, *, num_rows: int, features: StepFeatures) -> SpeculativeConfig:
+        del num_rows, features
+        if not self._num_left:
+            if not self._deck:  # none is left out for long
+                self._deck = self._random.sample(self._shapes, len(self._shapes))
+            self._shape = self._deck.pop()
+            self._num_left = self._random.choice((1, 1, 2, 3, LONGEST_RUN))
+        self._num_left -= 1
+        self.used[self._shape] += 1
+        return self._shape
+
+    def read(self, plan: StepPlan, result: StepResult) -> None:
+        del plan, result
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        del plan, seconds

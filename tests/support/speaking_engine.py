@@ -1,0 +1,117 @@
+"""An engine that says what it is told: the real loop, scheduler, tokenizer and template; no model.
+
+What a server makes of an answer (calls of tools, reasoning, stop strings) is tested with it, in
+steps of several tokens as speculation makes them. It knows no weights and no configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jspec.engine.programs.compilation import Progress
+from jspec.engine.runner import DeviceRunner
+from jspec.engine.weights.served_weights import ServedWeights
+from jspec.messages.grammar import GrammarKind, GrammarSource, ReasoningMarks
+from jspec.messages.request import Request
+from jspec.scheduler.scheduler import Scheduler
+from jspec.serving.engine import Engine
+from jspec.text.intake import Intake
+from jspec.text.stream import stream_of
+from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.tokenizer.tokenizer import Tokenizer
+from tests.support.failing_runner import FailingRunner, Fails
+from tests.support.fake_runner import small_limits
+
+EOS = "<|eos|>"
+
+
+def write_text_files(directory: Path, *, special: Sequence[str] = (), template: str) -> Path:
+    """A tokenizer of one token a byte, with these special tokens, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: token_id for token_id, char in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS, *special])
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    config = json.dumps({"eos_token": EOS})
+    (directory / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return directory
+
+
+class SpeakingEngine(Engine):
+    """Answers every request with `says`, and then ends it. directory: of `write_text_files`.
+
+    prompts: the text of every prompt that was run, in order. grammars, reasoning: what requests
+    asked for; what is said does not follow it. fails, may_restart: FailingRunner's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        says: str = "",
+        fails: Fails = lambda _: False,
+        may_restart: threading.Event | None = None,
+    ) -> None:
+        self.says = says
+        self._fails, self._may_restart = fails, may_restart
+        self.prompts: list[str] = []
+        self.grammars: list[GrammarSource | None] = []
+        self.reasoning: list[ReasoningMarks | None] = []
+        self._directory = directory
+        super().__init__()
+
+    def _start(self, progress: Progress | None) -> None:
+        del progress
+        tokenizer = self._tokenizer = Tokenizer.from_directory(self._directory)
+        self.eos_token_ids = tokenizer.eos_token_ids
+        self._limits = small_limits(
+            context_length=8192, num_pages=2048, page_size=16, chunk_size=256
+        )
+        runner = FailingRunner(
+            self._limits,
+            token_at=self._token_at,
+            fails_at_collect=self._fails,
+            may_restart=self._may_restart,
+        )
+        self._runner = cast(DeviceRunner, runner)
+        self._init_weights(cast(ServedWeights, None))  # there are none, and nobody asks for them
+        self._intake = Intake(
+            tokenizer,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            context_length=self._limits.context_length,
+            chat_template=ChatTemplate.from_directory(self._directory),
+        )
+        make_stream = functools.partial(stream_of, self._tokenizer)
+        self._scheduler = Scheduler(self._limits, make_stream=make_stream)
+
+    async def _constrained(self, requests: Sequence[Request]) -> Sequence[Request]:
+        self.reasoning += (request.reasoning for request in requests)
+        self.grammars += (request.sampling.grammar for request in requests)
+        free: dict[str, Any] = dict.fromkeys(kind.value for kind in GrammarKind)
+        return [replace(each, sampling=replace(each.sampling, **free)) for each in requests]
+
+    def _token_at(self, request: Request, position: int) -> int:
+        index = position - len(request.prompt_ids)
+        if index == 0:
+            prompt = self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+            self.prompts.append(prompt)
+        script = self._script(self.says)
+        return script[index] if index < len(script) else self.eos_token_ids[0]
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  (a few texts, as long as the engine)
+    def _script(self, text: str) -> tuple[int, ...]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
