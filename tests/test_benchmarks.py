@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import load_checkpoint, peers
+from benchmarks import peers
 from benchmarks.decode_floor import experts_touched, read_bytes
 from benchmarks.environment import without_paths
 from benchmarks.h200_table import (
@@ -339,20 +338,3 @@ def test_the_whole_table_as_a_command(tmp_path: Path) -> None:
     assert result["cells"]["tree/2"]["acceptance_length"] == 3.0
     assert str(tmp_path) not in json.dumps(result)
     assert "| tree/2 |" in done.stdout
-
-
-def test_a_written_checkpoint_is_loaded_in_every_way(tmp_path: Path) -> None:
-    spec = WORKLOADS["tiny"].target
-    load_checkpoint.write_random(tmp_path, spec, dtype="bfloat16", shard_mib=0)
-    assert len(load_checkpoint.weight_files(tmp_path)) > 10  # 0 MiB: a file for each tensor
-    for kind in load_checkpoint.KINDS:
-        found = load_checkpoint.measure(kind, tmp_path)
-        assert found["seconds"] > 0
-        assert found["host_mib"] >= 0
-    host, device = (load_checkpoint.KINDS[kind](tmp_path) for kind in ("host", "device"))
-    for a, b in zip(jax.tree.leaves(host), jax.tree.leaves(device), strict=True):
-        assert isinstance(b, jax.Array)
-        assert np.isfinite(a.astype(np.float32)).all()
-        np.testing.assert_array_equal(a, np.asarray(b), strict=True)
-    tensors = load_checkpoint.read_safetensors(tmp_path)
-    assert sum(x.size for x in tensors.values()) == sum(x.size for x in jax.tree.leaves(host))

@@ -2,7 +2,7 @@
 
 A decode or verification step is bound by reading the weights of the experts that it touches, which
 wants at least two programs a multiprocessor, each with some 64 KiB on their way: reckoned, and then
-timed on an H200 (docs/kernels.md, Experts; benchmarks/experts_gpu.py and few_tiles_gpu.py).
+timed on an H200 (decision 39; benchmarks/experts_gpu.py).
 
 Seen in programs compiled for an H200 (jax 0.12): XLA makes of its grouped product a dense one, of
 [R, X * E], a copy of x that is 0 but for each row's expert, and [X * E, N]. So one token reads the
