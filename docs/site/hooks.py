@@ -1,5 +1,4 @@
-"""What the site has beyond the files of docs/: the page of flags, an index of decisions, and links
-out of docs/, which name files of the repository and become their text there.
+"""Additions of the site to the files of docs/: an index of decisions, and links out of docs/, which name files of the repository and become their text there.
 """
 
 from __future__ import annotations
@@ -11,21 +10,11 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from jspec.cli.flags import markdown_table
-
 DOCS = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FLAGS = """# Flags
-
-Every flag of `jspec serve`; `jspec flags` prints the same. [The server](server.md#flags) says what
-they do together.
-
-"""
-
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages."""
-    files.append(File.generated(config, "flags.md", content=FLAGS + markdown_table()))
     titles = "".join(
         f"- [{_title(path)}]({path.name})\n" for path in sorted((DOCS / "decisions").glob("0*.md"))
     )

@@ -207,7 +207,7 @@ def _expected(kind: FlagKind) -> str:
 
 
 def markdown_table() -> str:
-    """All flags as Markdown tables, for docs/server.md."""
+    """All flags as Markdown tables, for docs/flags.md."""
     lines: list[str] = []
     for title, flags in GROUPS.items():
         lines += [f"### {title}", "", "| flag | value | class | |", "|---|---|---|---|"]

@@ -1,7 +1,7 @@
 """What a user may set on an engine, under SGLang's names; None where jspec shall choose.
 
 Host only, and from the arguments alone. A field is declared once: its check, its flag and its row
-in docs/server.md come from it. What follows from checkpoint and devices: `config.resolved_config`.
+in docs/flags.md come from it. What follows from checkpoint and devices: `config.resolved_config`.
 """
 
 from __future__ import annotations

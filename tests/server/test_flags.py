@@ -15,7 +15,7 @@ from jspec.config.peer_flags import OF_VLLM
 from jspec.errors import ConfigError
 from jspec.server.server_args import ServerArgs, Settings
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "server.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 SAMPLES = {FlagKind.INT: "1", FlagKind.FLOAT: "0.5", FlagKind.TEXT: "x", FlagKind.MANY: "x"}
 
 
@@ -265,7 +265,7 @@ def test_rounds_a_step_are_an_engine_argument() -> None:
 
 
 def test_the_docs_hold_the_table() -> None:
-    message = "docs/server.md is out of date: replace its tables by the output of `jspec flags`"
+    message = "docs/flags.md is out of date: replace its tables by the output of `jspec flags`"
     assert markdown_table().strip() in DOCS.read_text(encoding="utf-8"), message
 
 
