@@ -217,8 +217,10 @@ class Scheduler:
         return True
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """From now on rows find and add nothing of other weights. renames: they are the same."""
+        """Rows find, add and keep nothing of other weights from now on. renames: only a name."""
         self._pages.set_weight_version(version, renames=renames)
+        for sequence in () if renames else self._waiting:
+            sequence.forget_prompt()
 
     # Plans out.
 
@@ -358,9 +360,7 @@ class Scheduler:
         tenancy = Tenancy.begin(RowRef(slot, self._epochs[slot]), sequence, self._table)
         self._pages.admit(tenancy, hit, num_pages)
         self._table.pages[slot] = len(tenancy.page_ids)
-        if not sequence.num_retractions:
-            sequence.cached_tokens = tenancy.cached_len
-            self._totals.num_cached_tokens += tenancy.cached_len
+        self._totals.num_cached_tokens += 0 if sequence.num_retractions else tenancy.cached_len
         self._tenancies[tenancy.row] = tenancy
         self._running[sequence.request.request_id] = sequence
         self._decodes.changed()

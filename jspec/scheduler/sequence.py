@@ -172,7 +172,8 @@ class Sequence:
     watch, or no text_stream. transcript: its reader's. former_ids: emitted before the present
     tenancy. features: what its steps must have, asked for at every plan.
     num_losses: times that it was in a step when the runner failed.
-    cached_tokens: of the prompt, found in the prefix cache when it was first admitted.
+    cached_tokens: of the prompt, found in the prefix cache when the weights that answer first
+    admitted it; None before.
     weight_version: of the weights when it was last admitted. constraint: where its grammar stands
     after the output so far, or who watches its trees; None without either.
     """
@@ -188,7 +189,7 @@ class Sequence:
     former_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     num_losses: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     weight_version: str = DEFAULT_VERSION
     features: StepFeatures = field(init=False)
     constraint: Constraint | None = field(init=False)
@@ -228,7 +229,7 @@ class Sequence:
     @property
     def origin(self) -> Origin:
         """Of what comes of its tenancy."""
-        return Origin(self.num_retractions, self.cached_tokens, self.weight_version)
+        return Origin(self.num_retractions, self.cached_tokens or 0, self.weight_version)
 
     @property
     def held_tenancy(self) -> Tenancy:
@@ -277,6 +278,12 @@ class Sequence:
         tenancy, self.former_ids = self.held_tenancy, self.emitted_ids
         self.tenancy = None
         return tenancy
+
+    def forget_prompt(self) -> None:
+        """Drop what former weights computed of the prompt, unless it went out with a token."""
+        if not self.num_emitted:
+            self.logprobs, self.hidden = SequenceLogprobs(self.request), SequenceHidden(self.request)
+            self.cached_tokens = None
 
     @property
     def sharable_ids(self) -> tuple[int, ...]:

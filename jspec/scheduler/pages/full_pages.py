@@ -148,6 +148,8 @@ class FullPages:
                 for node in (last, hit.reached or last):
                     self._cache.seek(node)
         tenancy.cached_len = tenancy.num_filled = hit.num_pages * self._limits.page_size
+        if tenancy.sequence.cached_tokens is None:
+            tenancy.sequence.cached_tokens = tenancy.cached_len
         tenancy.page_ids.extend(self.allocate(num_pages - hit.num_pages))
         self._windows.admit(tenancy, hit.last)
 
