@@ -142,7 +142,8 @@ class LiveWeights:
         draft's. Options:
         weight_version: what the weights are called from then on; None: as before.
         abort_all_requests: requests that are there end; otherwise they are retracted, and go on
-            after the update with prompt and output filled anew by the new weights.
+            after the update with prompt and output filled again by the new weights. All numbers of
+            a prompt whose first token was not emitted before are those of the new weights.
         wait_for_requests: they end by themselves first, and newer ones wait.
         keep_pause: nothing is generated until continue_generation().
         flush_cache: taken for SGLang's sake; no KV of former weights is ever found.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
+from jspec.messages.plan import StepKind, StepPlan
 from jspec.models.files.convert import Format, convert
 from jspec.serving.engine import Engine
 from tests.support.tiny_models import TinyPair
@@ -158,6 +161,65 @@ def test_requests_that_are_there_can_end_first_or_at_once(
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
     assert result["output_ids"] == after[: len(result["output_ids"])]
     assert ids_of(served, PROMPT, length) == before
+
+
+def pause_at_prefill(engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the engine plan no step after so many prefills."""
+    plain, left = engine._runner.dispatch, iter(range(count - 1, -1, -1))
+
+    def dispatch(plan: StepPlan) -> None:
+        plain(plan)
+        if plan.kind is StepKind.PREFILL and next(left, None) == 0:
+            engine._loop.pause()
+
+    monkeypatch.setattr(engine._runner, "dispatch", dispatch)
+
+
+def test_a_prompt_that_is_half_filled_has_all_its_numbers_of_the_new_weights(
+    served: Engine, fresh: Engine, other_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two choices of eight chunks: one is half filled, the other waits for its pages."""
+    asked = {**SEEDED, "max_new_tokens": 6, "n": 2, "return_hidden_states": True}
+    options: dict[str, Any] = {
+        "input_ids": [1 + 7 * i % 90 for i in range(256)],
+        "sampling_params": asked,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    }
+    wanted = fresh.generate(**options)
+    other = served.generate(**options)
+    served.flush_cache()
+    found: list[Any] = []
+    with monkeypatch.context() as patched:
+        pause_at_prefill(served, 4, patched)
+        asking = threading.Thread(target=lambda: found.extend(served.generate(**options)))
+        asking.start()
+        while not served.is_paused:
+            time.sleep(0.005)
+        assert served.stats.num_running > 0
+        served.update_weights_from_disk(**both(other_pair), weight_version="2")
+        asyncio.run(served.continue_generation())
+        asking.join(timeout=60)
+    for result, new, old in zip(found, wanted, other, strict=True):
+        meta = result["meta_info"]
+        assert result["output_ids"] == new["output_ids"]
+        assert meta["weight_version"] == "2"
+        for name in ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs"):
+            assert numbers_of(meta[name]) == pytest.approx(numbers_of(new["meta_info"][name]))
+            assert numbers_of(meta[name]) != pytest.approx(numbers_of(old["meta_info"][name]))
+        for state, its in zip(
+            meta["hidden_states"], new["meta_info"]["hidden_states"], strict=True
+        ):
+            np.testing.assert_allclose(state, its, atol=1e-5)
+    assert max(result["meta_info"]["num_retractions"] for result in found) == 1
+
+
+def numbers_of(value: Any) -> list[float]:
+    """All numbers of nested lists, in order."""
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in numbers_of(each)]
+    return [] if value is None else [value]
 
 
 def test_requests_that_come_meanwhile_find_whole_weights(
