@@ -112,7 +112,7 @@ def engine_arguments(
         "max_queued_requests": max(128, settings.num_prompts),
         "max_total_tokens": settings.num_rows * (context + 2 * PAGE_SIZE),  # none waits for pages
         "chunked_prefill_size": 128,
-        "compile_at_start": "all",  # a larger program than needed may round otherwise
+        "compile_at_start": "common",  # a larger program than needed may round otherwise
         **settings.engine,
     }
     shape = MODES[configuration.mode]

@@ -1,5 +1,4 @@
-"""Additions of the site to the files of docs/: an index of decisions, and links out of docs/, which name files of the repository and become their text there.
-"""
+"""Additions of the site to the files of docs/: an index of decisions, and links out of docs/, which name files of the repository and become their text there."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages."""

@@ -207,7 +207,9 @@ _OTHER_SERVER = (
     _warns("--log-level-http", _TEXT, "--log-level serves both"),
     _warns("--log-requests-level", _INT, "a line has route, status and seconds; never text"),
     _warns("--show-time-cost", _SWITCH, "start-up times are always shown"),
-    _warns("--skip-server-warmup", _SWITCH, "nothing is compiled when a request comes"),
+    _warns(
+        "--skip-server-warmup", _SWITCH, "--compile-at-start all compiles what any request needs"
+    ),
     _warns("--enable-cache-report", _SWITCH, "cached_tokens is always reported"),
     _warns("--tokenizer-worker-num", _INT, "one process tokenizes"),
     _refused("--admin-api-key", _TEXT, "there are no admin endpoints"),
@@ -216,7 +218,7 @@ _OTHER_SERVER = (
     _warns(
         "--enable-return-hidden-states",
         _SWITCH,
-        "any request may ask for them; its programs are made then",
+        "any request may ask for them; --compile-at-start says when its programs are made",
     ),
     _refused("--json-model-override-args", _TEXT, "edit config.json instead", neutral=("{}",)),
 )

@@ -25,6 +25,13 @@ NEAR_NAME = 0.7  # least likeness of a name that is suggested: stop is not tp
 # Also gs:/b/c, which is what pathlib makes of gs://b/c.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
 
+AT_START = (  # of compile_at_start
+    "Programs compiled before serving. first: the few that run all requests but those for "
+    "grammars, draft trees or hidden states. common: all for these, with S/K/N as given. all: also "
+    "those for grammars, draft trees, hidden states and adaptive shapes: nothing is compiled "
+    "later. With the first two the rest is compiled while serving, what grammars, draft trees and "
+    "hidden states need at the first request for them. auto: common if few (11), else first"
+)
 SGLANG_ATTENTION = (  # its names of kernels
     *("aiter", "ascend", "cutlass_mla", "dual_chunk_flash_attn", "fa3", "fa4", "flashinfer"),
     *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jspec.config.arguments import (
+    AT_START,
     SGLANG_ATTENTION,
     Shorthand,
     argument,
@@ -277,9 +278,9 @@ class EngineArgs:
     )
     compile_at_start: str = argument(
         "auto",
-        "all, first (what serves everything; the rest while serving), or auto: all if few (11)",
+        AT_START,
         _MEMORY,
-        choices=("auto", "first", "all"),
+        choices=("auto", "first", "common", "all"),
     )
     attention_backend: str = argument(
         "auto",

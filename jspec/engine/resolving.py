@@ -111,7 +111,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
     if config.compile_at_start != "auto":
         return config
     are_few = len(step_programs(config)) <= FEW_PROGRAMS
-    return replace(config, compile_at_start="all" if are_few else "first")
+    return replace(config, compile_at_start="common" if are_few else "first")
 
 
 def _other_shapes(args: EngineArgs, checkpoint: CheckpointFacts) -> tuple[SpeculativeConfig, ...]:

@@ -282,7 +282,10 @@ class Sequence:
     def forget_prompt(self) -> None:
         """Drop what former weights computed of the prompt, unless it went out with a token."""
         if not self.num_emitted:
-            self.logprobs, self.hidden = SequenceLogprobs(self.request), SequenceHidden(self.request)
+            self.logprobs, self.hidden = (
+                SequenceLogprobs(self.request),
+                SequenceHidden(self.request),
+            )
             self.cached_tokens = None
 
     @property

@@ -25,7 +25,9 @@ from jspec.engine.programs.program_keys import (
     program_for,
     program_keys,
     programs_at_start,
+    programs_on_demand,
     ready_shapes,
+    scored_for,
     step_programs,
 )
 from jspec.engine.resolving import prefill_buckets
@@ -140,10 +142,10 @@ def test_of_33_programs_seven_come_first_and_a_cpu_waits_for_all() -> None:
         "recall T=64",
     ]
     assert programs_at_start(H200, "first") == first_programs(H200)
-    assert programs_at_start(H200, "all") == program_keys(H200)
+    assert programs_at_start(H200, "common") == program_keys(H200)
     assert len(program_keys(H200)) == 33
     assert len(step_programs(CPU)) == FEW_PROGRAMS
-    assert programs_at_start(CPU, "all") == program_keys(CPU)
+    assert programs_at_start(CPU, "common") == program_keys(CPU)
     assert programs_at_start(CPU, "first") == first_programs(CPU)
     assert [str(key) for key in later_programs(CPU, first_programs(CPU))] == [
         "decode B=4",
@@ -171,7 +173,7 @@ def test_many_rows_have_programs_that_are_told_of_shared_prefixes_made_last() ->
         *(f"decode B={size} filters+penalties+shared prefixes" for size in (48, 32, 16)),
     ]
     assert [str(key) for key in later_programs(SHARING, first_programs(SHARING))][-6:] == told
-    assert programs_at_start(SHARING, "all") == program_keys(SHARING)
+    assert programs_at_start(SHARING, "common") == program_keys(SHARING)
 
 
 @pytest.mark.parametrize("rows", [5, 17, 48])
@@ -277,7 +279,32 @@ def test_a_shape_is_ready_where_its_program_pads_no_more_than_the_engines_own() 
     plain = decode(4, PLAIN)._replace(shape=off)
     assert ready(plain) == "3/1/4"  # nobody could tell the drafter
     assert ready(plain, ProgramKey(StepKind.CATCH_UP, 4, PLAIN)) == "0/1/1 3/1/4"
-    first, every = programs_at_start(limits, "all"), program_keys(limits)
+    first, every = programs_at_start(limits, "common"), program_keys(limits)
     assert all(key.shape is None and key.kind is not StepKind.CATCH_UP for key in first)
     assert len(set(every)) == len(every) == len(first) + 3 + 2 * 2 * 3
     assert set(later_programs(limits, first)) == set(every) - set(first)
+    assert set(every) < set(programs_at_start(limits, "all"))
+    assert later_programs(limits, programs_at_start(limits, "all")) == ()
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@given(limits=st.builds(limits_with, BUCKETS, BUCKETS), data=st.data())
+def test_of_all_there_is_a_program_for_whatever_rows_ask_for_together(
+    logprobs: bool, limits: ServeLimits, data: st.DataObject
+) -> None:
+    limits = dataclasses.replace(limits, logprobs=logprobs)
+    every = programs_at_start(limits, "all")
+    assert len(set(every)) == len(every)
+    refused = {Feature.SHARED} if logprobs else {Feature.SHARED, Feature.LOGPROBS}
+    asked = StepFeatures(data.draw(st.frozensets(st.sampled_from([*set(Feature) - refused]))))
+    tokens = data.draw(st.integers(1, limits.prefill_buckets[-1]))
+    rows = data.draw(st.integers(1, limits.decode_buckets[-1]))
+    needed = [ProgramKey(StepKind.PREFILL, tokens, asked)]
+    if Feature.GRAMMAR in asked:
+        settle = nearest_program(ProgramKey(StepKind.SETTLE, rows, asked), every)
+        needed += [ProgramKey(StepKind.PROPOSE, rows, PLAIN), scored_for(settle)]
+    else:
+        needed.append(decode(rows, asked))
+    for key in needed:
+        assert can_run(nearest_program(key, every), key)
+    assert not set(programs_on_demand(limits, asked)) - set(every)  # a request waits for nothing

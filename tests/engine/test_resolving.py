@@ -56,7 +56,7 @@ def test_a_cpu() -> None:
     )
     assert (config.decode_buckets, config.prefill_buckets) == ((1, 4, 8), (32, 256))
     assert (config.prefill_rows, config.max_queued_requests) == (4, 1024)
-    assert config.compile_at_start == "all"  # eight programs are few
+    assert config.compile_at_start == "common"  # eight programs are few
     assert config.context_length == 4096
     assert (config.model_path, config.tokenizer_path) == ("/m", "/t")
     assert config.speculative_draft_model_path == "/d"

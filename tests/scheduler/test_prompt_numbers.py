@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from jspec.core.config import ServeLimits
 from jspec.core.hidden_rows import HiddenRows
 from jspec.core.plan import RoundResult, StepKind, StepLogprobs, StepPlan
 from jspec.core.request import Request, StreamChunk
 from jspec.testing.fake_runner import FakeRunner, small_limits
+
 from tests.scheduler.test_scheduler import Bench, make_request
 
 OF_A_WEIGHT = 1000.0

@@ -226,14 +226,14 @@ def compile_all(
     in order, and compiled several at once: a Pallas kernel's text holds where it was first traced
     from and how many came before it, so in any other order jax's cache would not know it again.
     Lowering holds Python's lock anyway.
-    keys: which programs; by default all that an engine wants. first: those of them that are
-    compiled if the store has them not, in this order; None: all.
+    keys: which programs; by default all that an engine wants. first: those that are compiled if
+    the store has them not, in this order; None: all of `keys`.
     """
     # An error of this start keeps no weights.
     recipe = Recipe.of(program, limits, params=params, state=state)
     params = state = None
     keys = program_keys(limits) if keys is None else keys
-    paths = recipe.paths(keys, mesh=mesh, store=store)
+    paths = recipe.paths(dict.fromkeys((*keys, *(first or ()))), mesh=mesh, store=store)
     if first is not None:
         stored = (key for key in keys if key in paths and paths[key].exists())
         keys = tuple(dict.fromkeys((*first, *stored)))

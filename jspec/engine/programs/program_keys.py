@@ -114,8 +114,8 @@ def recall_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
-    """What rows with a grammar need: made when the first one comes. Three sizes of prompts; decodes
-    as large as they get."""
+    """What rows with a grammar need, or whose draft trees are asked for: made when the first one
+    comes, unless they were at the start. Three sizes of prompts; decodes as large as they get."""
     features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.GRAMMAR}))
     sizes = limits.prefill_buckets
     middle = next(size for size in sizes if 8 * size >= sizes[-1])
@@ -132,8 +132,9 @@ def grammar_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 def hidden_programs(
     limits: ServeLimits, *, beside_grammars: bool = False
 ) -> tuple[ProgramKey, ...]:
-    """What rows need whose hidden states are asked for: made when the first one comes, as large as
-    they get. beside_grammars: rows with a grammar may share a batch with them."""
+    """What rows need whose hidden states are asked for: made when the first one comes, unless they
+    were at the start, as large as they get. beside_grammars: rows with a grammar may share a batch
+    with them."""
     features = StepFeatures(frozenset({*(ALL if limits.logprobs else SAMPLING), Feature.HIDDEN}))
     chunk, batch = limits.prefill_buckets[-1], limits.decode_buckets[-1]
     own = (
@@ -181,8 +182,15 @@ def first_programs(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
-    """What is compiled before an engine serves. when: "all" or "first"."""
-    if when == "all":  # of the engine's own shape
+    """Programs compiled before an engine serves.
+
+    when: "first": first_programs. "common": those of the engine's own shape that need no request to
+    ask for them. "all": every program that any request can need, whatever other rows need with it.
+    """
+    if when == "all":
+        asked = StepFeatures(frozenset({Feature.GRAMMAR, Feature.HIDDEN}))
+        return tuple(dict.fromkeys((*program_keys(limits), *programs_on_demand(limits, asked))))
+    if when == "common":
         return (*step_programs(limits), *recall_programs(limits), *sharing_programs(limits))
     return first_programs(limits)
 

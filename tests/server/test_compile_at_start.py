@@ -1,0 +1,105 @@
+"""After a start with `--compile-at-start all` no request of any kind compiles anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jspec.messages.request import SAMPLING_FIELDS, SamplingParams
+from jspec.server.app import create_app
+from jspec.server.server_args import ServerArgs
+from jspec.serving.engine import Engine
+
+from .helpers import ask
+from .test_weights import compilations
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+# A value of each sampling parameter that needs something of a step; together with others below.
+ASKING: dict[str, Any] = {
+    "min_new_tokens": 2,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"7": 2.0},
+    "return_logprob": True,
+    "return_hidden_states": True,
+    "return_draft_trees": True,
+    "json_schema": json.dumps(SCHEMA),
+    "regex": "a+b",
+    "ebnf": 'root ::= "ab" | "cd"',
+    "structural_tag": json.dumps(TAG),
+}
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}
+TOGETHER: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0},
+    {"speculative": False},
+    {"n": 2, "top_k": 3},
+    {**LOGPROBS, "token_ids_logprob": [1, 2], "top_p": 0.5},
+    {**LOGPROBS, "regex": "a+b", "return_hidden_states": True, "return_draft_trees": True},
+    {"return_hidden_states": True, "return_draft_trees": True, "max_new_tokens": 0},
+    {"return_hidden_states": True, "frequency_penalty": 1, "min_p": 0.2},
+)
+
+
+@pytest.fixture(scope="module")
+def whole(engine_arguments: dict[str, Any]) -> Iterator[Engine]:
+    with Engine(**engine_arguments, compile_at_start="all") as engine:
+        yield engine
+
+
+def test_every_parameter_that_needs_a_program_is_asked_for() -> None:
+    assert set(ASKING) == {field.name for field in SAMPLING_FIELDS if field.needs is not None}
+    for name, value in ASKING.items():
+        assert SamplingParams.from_mapping({name: value}).features
+
+
+def test_no_request_of_any_kind_compiles(whole: Engine) -> None:
+    asked = [*({name: value} for name, value in ASKING.items()), *TOGETHER]
+    params = [{"max_new_tokens": 6, "sampling_seed": 1, **each} for each in asked]
+    prompts = [[1 + i, *range(2, 2 + 9 * (i % 9))] for i in range(len(params))]
+    before = whole.get_server_info()
+    with compilations() as compiled:
+        for prompt, each in zip(prompts, params, strict=True):
+            whole.generate(input_ids=prompt, sampling_params=each)
+        # Two rows run at a time: each pair of kinds that are neighbours in either order.
+        whole.generate(input_ids=prompts, sampling_params=params)
+        whole.generate(input_ids=prompts[::2], sampling_params=params[::2])
+        whole.score("a", ["b", "c"], [3, 4])
+    after = whole.get_server_info()
+    assert compiled == []
+    counted = ("num_programs", "num_programs_wanted", "compile_at_start")
+    assert [after[name] for name in counted] == [before[name] for name in counted]
+    assert after["num_programs"] == after["num_programs_wanted"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 6, "seed": 1}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+OVER_HTTP: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/generate", {"text": "a", "return_draft_trees": True, "return_spec_tokens": True}),
+    ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2, "max_tokens": 3}),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "tool_choice": "required"}),
+    ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [3, 4]}),
+)
+
+
+def test_no_route_compiles(whole: Engine) -> None:
+    app = create_app(whole, ServerArgs(log_interval=0))
+    with compilations() as compiled:
+        for path, body in OVER_HTTP:
+            answer = ask(app, "POST", path, json=body)
+            assert answer.status_code == 200, answer.text
+    assert compiled == []
