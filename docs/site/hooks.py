@@ -1,4 +1,4 @@
-"""Additions of the site to the files of docs/: an index of decisions, and links out of docs/, which name files of the repository and become their text there."""
+"""Additions of the site to docs/: an index of decisions, and links out of docs/ as their text."""
 
 from __future__ import annotations
 

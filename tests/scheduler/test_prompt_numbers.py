@@ -1,4 +1,4 @@
-"""Numbers of a prompt that comes in chunks: all of them are of the weights that choose its token."""
+"""Numbers of a prompt that comes in chunks: all are of the weights that choose its first token."""
 
 from __future__ import annotations
 

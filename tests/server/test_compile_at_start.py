@@ -103,3 +103,11 @@ def test_no_route_compiles(whole: Engine) -> None:
             answer = ask(app, "POST", path, json=body)
             assert answer.status_code == 200, answer.text
     assert compiled == []
+
+
+def test_a_later_start_finds_all_of_them(whole: Engine, engine_arguments: dict[str, Any]) -> None:
+    how: list[str] = []
+    again = {**engine_arguments, "compile_at_start": "all"}
+    with Engine(**again, progress=lambda *told: how.append(told[3])) as engine:
+        assert how == ["loaded"] * whole.get_server_info()["num_programs"]
+        assert engine.get_server_info()["num_programs"] == len(how)
