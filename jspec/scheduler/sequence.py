@@ -14,7 +14,6 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from jspec.scheduler.pages.prefix_cache import CachedPage
 from jspec.config.limits import SpeculativeConfig
 from jspec.errors import InvariantError
 from jspec.messages.features import StepFeatures
@@ -22,11 +21,12 @@ from jspec.messages.grammar import Constraint
 from jspec.messages.plan import Admission, RowRef
 from jspec.messages.protocols import StopWatch, TextCut, TextStream
 from jspec.messages.request import DEFAULT_VERSION, FinishKind, FinishReason, Request
-from jspec.scheduler.pages import budget
 from jspec.scheduler.cut import Cut, first_stop
 from jspec.scheduler.draft_trees import constraint_of, tree_after
 from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
+from jspec.scheduler.pages import budget
+from jspec.scheduler.pages.prefix_cache import CachedPage
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.token_history import Origin, Piece, Transcript
 

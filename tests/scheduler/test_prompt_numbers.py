@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jspec.core.config import ServeLimits
-from jspec.core.hidden_rows import HiddenRows
-from jspec.core.plan import RoundResult, StepKind, StepLogprobs, StepPlan
-from jspec.core.request import Request, StreamChunk
-from jspec.testing.fake_runner import FakeRunner, small_limits
 
+from jspec.config.limits import ServeLimits
+from jspec.messages.plan import RoundResult, StepKind, StepLogprobs, StepPlan
+from jspec.messages.request import Request, StreamChunk
+from jspec.spec.hidden_rows import HiddenRows
 from tests.scheduler.test_scheduler import Bench, make_request
+from tests.support.fake_runner import FakeRunner, small_limits
 
 OF_A_WEIGHT = 1000.0
 
