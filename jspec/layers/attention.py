@@ -1,9 +1,9 @@
-"""Grouped-query attention around a pluggable `attend`: the projections, no cache.
+"""Grouped-query attention around a pluggable `attend`: the projections, without a cache.
 
-The caller passes `attend(heads, rotation, sinks) -> out`. Training passes dense causal attention, a
-step passes paged attention over its pool; the layer cannot tell them apart. Heads are handed over
-as the projection leaves them, with their norms and the rotation still to come, so that an attend
-may fuse those with the writing of K and V; who wants q, k and v apart calls `rotate_and_split`.
+The caller passes `attend(heads, rotation, sinks) -> out`: dense causal attention in training, paged
+attention over the step's pool in serving. Heads are passed as the projection returns them, before
+norms and rotation, so that an `attend` may fuse those with writing K and V. An `attend` that needs
+q, k and v separately calls `rotate_and_split`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attend = Callable[[jax.Array, Rotation, jax.Array | None], jax.Array]
 
 
 def kv_heads_per_shard(num_kv_heads: int, shard: Shard) -> int:
-    """G of one shard; heads are replicated when there are more shards than heads."""
+    """Return G of one shard; heads are replicated if there are more shards than heads."""
     return max(num_kv_heads // shard.size, 1)
 
 
@@ -40,15 +40,15 @@ def attention(
     shard: Shard,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """The projections of one layer around `attend`.
+    """Run the projections of one layer around `attend`.
 
-    kept: of the rows of x [T, I], those whose result is asked for; None: all. K and V of the
-    others are handed to `attend` like theirs.
+    kept: indices of the rows of x [T, I] whose output is needed; None: all. K and V of the other
+    rows are still passed to `attend`.
 
-    params: qkv holds, shard by shard, the columns of q, then k, then v; with q_norm and k_norm
-    every head of q and of k is normed before RoPE, by `attend`; sinks, where there are some, go to
-    it, too; with gate, the columns of one shard's heads, what heads give is gated (`HeadGate`).
-    spec counts the heads of all shards; the shapes inside are one shard's.
+    params: qkv has, per shard, the columns of q, then k, then v. With q_norm and k_norm, `attend`
+    applies RMSNorm to every q and k head before RoPE. sinks are passed to it as well. With gate
+    (per shard the columns of its heads), the output of the heads is gated (`HeadGate`).
+    spec counts the heads of all shards; the shapes here are one shard's.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x), num_heads=num_heads, spec=spec)
@@ -68,14 +68,14 @@ def attention(
 
 
 def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Array, "..."]:
-    """The rows of x that are asked for; all without `kept`."""
+    """Return the rows of x selected by `kept`; all if None."""
     return x if kept is None else jnp.take(x, kept, axis=0, mode="clip")
 
 
 def _heads(
     projected: Float[Array, "*b O"], *, num_heads: int, spec: AttentionSpec
 ) -> Float[Array, "*b heads D"]:
-    """q, k and v as heads of one width: values that are narrower are padded with zeros."""
+    """Split into q, k and v heads of one width; narrower values are zero-padded."""
     D, Dv = spec.head_dim, spec.value_dim
     if spec.v_dim is None and spec.value_scale == 1.0:
         return projected.reshape(*projected.shape[:-1], -1, D)
@@ -91,7 +91,7 @@ def _heads(
 def causal_attention(
     heads: Float[Array, "B T heads D"], rotation: Rotation, sinks: jax.Array | None = None
 ) -> Float[Array, "B T H D"]:
-    """Dense causal attention as an attend, for references; softmax in float32, no sinks."""
+    """Dense causal attention as an `attend`, for references; float32 softmax, no sinks."""
     if sinks is not None:
         raise ValueError("dense causal attention has no sinks; expected None")
     q, k, v = rotate_and_split(heads, rotation)

@@ -1,8 +1,8 @@
-"""Matrix products, and where tensor parallelism puts its one collective.
+"""Matrix products, and the one collective that tensor parallelism needs.
 
 Kernels are [in, out]. Inside a step's shard_map every function sees its own shard: a
-column-parallel product needs nothing, a row-parallel one sums over the `tensor` axis. Layers know
-the axis by name only; None means the caller is not inside a shard_map (training, references).
+column-parallel product needs no collective, a row-parallel one is an all-reduce over the `tensor`
+axis. An axis of None means that the caller is outside a shard_map (training, references).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How many ways a model is split and over which mesh axis."""
+    """The number of shards of a model, and the mesh axis over which it is split."""
 
     size: int = 1
     axis: str | None = None
@@ -29,7 +29,7 @@ class Shard:
 def linear(
     params: Mapping[str, jax.Array], x: Float[Array, "*b I"], *, reduce: Shard | None = None
 ) -> Float[Array, "*b O"]:
-    """x @ kernel (+ bias); `reduce` makes it row-parallel: the product is summed over the shards.
+    """Return x @ kernel (+ bias). With `reduce` it is row-parallel: summed over the shards.
 
     A row-parallel bias is added once, after the sum.
     """
@@ -40,5 +40,5 @@ def linear(
 
 
 def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Float[Array, "*b V"]:
-    """hidden @ kernel, leaving in float32: sampling never sees a rounded logit."""
+    """Return hidden @ kernel in float32, so that sampling never sees rounded logits."""
     return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)

@@ -1,6 +1,6 @@
-"""The gated MLP of Llama (SwiGLU, Shazeer 2020), gate and up in one product.
+"""The gated MLP of Llama (SwiGLU, Shazeer 2020), with gate and up in one product.
 
-For many tokens a platform may have one kernel for that product and its gate (`Ops.gated_product`).
+A platform may fuse that product with its activation (`Ops.gated_product`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def gated_mlp(
     of_prompts: bool = False,
     limit: float | None = None,
 ) -> Float[Array, "*b E"]:
-    """down(silu(gate(x)) * up(x)); gate_up holds, shard by shard, gate columns and then up columns.
+    """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns and then up columns.
 
-    of_prompts: whether the tokens are prompts' chunks, for `Ops.gated_product`. limit: silu(gate)
-    is at most that, up within it.
+    of_prompts: the tokens are prefill chunks (for `Ops.gated_product`). limit: clamp silu(gate) to
+    at most limit and up to [-limit, limit].
     """
     if "bias" in params["gate_up"] or limit is not None:
         gate, up = jnp.split(linear(params["gate_up"], x), 2, axis=-1)

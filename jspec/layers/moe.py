@@ -1,8 +1,7 @@
-"""A mixture of gated MLPs: a router picks experts for every token, their results are summed.
+"""A mixture of experts (MoE): a router selects gated MLPs for every token and sums their outputs.
 
-Each expert's weights meet all of its tokens in one grouped product (`Ops.experts`). Under tensor
-parallelism every shard holds a share of each expert's inner columns, and one sum over the shards
-follows.
+One grouped product multiplies each expert's weights by all of its tokens (`Ops.experts`). Under
+tensor parallelism every shard has a part of each expert's inner columns, and an all-reduce follows.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from jspec.spec.model_spec import MoESpec, Routing
 def route(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """(experts of each token, best first; their weights in float32)."""
-    if spec.has_correction:  # as DeepSeek-V3's, scored in float32
+    """Return (experts of each token, best first; their weights in float32)."""
+    if spec.has_correction:  # DeepSeek-V3's router; scores in float32
         logits = logits_of(x, params["kernel"])
         logits = logits + params["bias"] if "bias" in params else logits
         return _by_sigmoid(logits, params["correction"], spec=spec)
@@ -42,7 +41,7 @@ def route(
 def _by_sigmoid(
     logits: Float[Array, "T X"], correction: Float[Array, "X"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Chosen by score plus correction, weighted by the score alone (DeepSeek-V3's router)."""
+    """Select by score plus router bias, but weight by the score alone (DeepSeek-V3's router)."""
     scores = jax.nn.sigmoid(logits)
     _, ids = jax.lax.top_k(scores + correction.astype(jnp.float32), spec.top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
@@ -54,14 +53,14 @@ def _by_sigmoid(
 def mixture(
     params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
 ) -> Float[Array, "T E"]:
-    """Each token through its top_k experts, weighted, and through the shared one if there is one.
+    """Run each token through its top_k experts, weighted, and through the shared expert if any.
 
     params: router, experts, shared.
     """
     ids, weights = route(params["router"], x, spec=spec)
     experts = params["experts"]
     out = shard.sum(ops.experts(x, ids, weights, experts, gate=spec.gate))
-    if "down_bias" in experts:  # once, after the sum over the shards
+    if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
         limit = spec.shared.limit
@@ -79,7 +78,7 @@ def mixture_of_sum(
     shard: Shard,
     ops: Ops,
 ) -> Residual:
-    """x + mixture(norm(x)) of the stream's sum x, the last sum left to whoever is next."""
+    """Return the stream x + MoE(norm(x)), x being its sum; the last add is left pending."""
     if shard.size == 1 and spec.shared is None and isinstance(stream.delta, jax.Array):
         fused = ops.mixture_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec

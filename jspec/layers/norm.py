@@ -1,8 +1,7 @@
-"""RMSNorm (Zhang and Sennrich, 2019), and the residual stream that it closes.
+"""RMSNorm (Zhang and Sennrich, 2019) and the residual stream.
 
-A layer hands its last contribution on without adding it: the norm that comes next needs the sum
-anyway, and a platform may have one kernel for both (`Ops.add_norm`). The numbers are those of an
-addition followed by a norm.
+A layer returns its last contribution without adding it: the next norm needs the sum, and a platform
+may fuse both (`Ops.add_norm`). The result is that of an add followed by a norm.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Residual:
     """The residual stream as two summands of one shape and dtype."""
 
     x: jax.Array  # [*b, E]
-    # [*b, E], not yet added; None where nothing was computed yet
+    # [*b, E], not yet added; None before the first layer
     delta: jax.Array | Mixed | None = None
 
     def sum(self) -> jax.Array:
@@ -35,14 +34,13 @@ class Residual:
 def norm(
     params: Mapping[str, jax.Array], x: Float[Array, "*b E"], *, eps: float
 ) -> Float[Array, "*b E"]:
-    """The RMSNorm of x with the parameters' `scale`."""
     return rms_norm(x, params["scale"], eps=eps)
 
 
 def norm_of_sum(
     params: Mapping[str, jax.Array], stream: Residual, *, eps: float, ops: Ops
 ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-    """(the stream's sum, its norm)."""
+    """Return (the stream's sum, its norm)."""
     if stream.delta is None:
         return stream.x, norm(params, stream.x, eps=eps)
     if isinstance(stream.delta, Mixed):

@@ -1,7 +1,7 @@
 """Rotary position embedding, half-split layout (Su et al., 2021; Hugging Face's Llama).
 
-Angles come from the positions themselves, so no table bounds the context: a draft whose config
-says max_position_embeddings 2048 still runs at the target's positions.
+Angles are computed from positions, not read from a table, so the context is unbounded: a draft
+whose config specifies max_position_embeddings 2048 still runs at the target's positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jspec.spec.rope import RopeConfig, YarnConfig
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """f32[D/2] angle per position, computed in float64; slowed as YaRN or Llama 3.1 say."""
+    """Return f32[D/2] angles per position, computed in float64, scaled by YaRN or Llama 3.1."""
     inv = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.yarn is not None:
         slowed = _yarn_ramp(head_dim, rope, rope.yarn)
@@ -35,10 +35,10 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
 
 
 def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
-    """f64[D/2] how far each pair is slowed: 0 keeps its frequency, 1 divides it by the factor."""
+    """Return f64[D/2] interpolation: 0 keeps a pair's frequency, 1 divides it by the factor."""
 
     def pair_that_turns(times: float) -> float:
-        """The (fractional) pair that turns so often over the original context."""
+        """Return the (fractional) pair that turns `times` times over the original context."""
         wavelength = rope.original_max_position / (2 * math.pi * times)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -47,16 +47,16 @@ def _yarn_ramp(head_dim: int, rope: RopeConfig, yarn: YarnConfig) -> np.ndarray:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # transformers' guard, so that the step lies where theirs does
+        last += 0.001  # the guard of transformers, so that the step is at the same place
     return np.clip((np.arange(head_dim // 2) - first) / (last - first), 0, 1)
 
 
 def angles_of(
     positions: Int[Array, "*b"], *, head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """f32 (cos, sin) of each token's angles, half a head wide: the same for all heads.
+    """Return f32 (cos, sin) of each token's angles, half a head wide, shared by all heads.
 
-    YaRN's are multiplied by its attention factor, so that scores grow by its square.
+    With YaRN both are multiplied by its attention factor, which scales scores by its square.
     """
     inv = jnp.asarray(inverse_frequencies(head_dim, rope))
     angle = positions.astype(jnp.float32)[..., None] * inv

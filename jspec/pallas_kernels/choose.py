@@ -1,4 +1,4 @@
-"""Which bundle of kernels an engine runs on: the only place that looks at a platform's name."""
+"""The choice of an engine's kernel bundle: the only module that checks the platform's name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def _tpu(*, interpret: bool = False) -> Ops:
 
 
 class Bundles(Mapping[str, Ops]):
-    """Bundles by name, each imported when it is asked for: Mosaic GPU alone is a quarter of the
-    time that a process takes to import the engine."""
+    """Bundles by name, each imported on first use: Mosaic GPU alone takes a quarter of the time to
+    import the engine.
+    """
 
     def __init__(self, makers: Mapping[str, Callable[[], Ops]]) -> None:
         self._makers = {name: cache(maker) for name, maker in makers.items()}
@@ -41,7 +42,7 @@ class Bundles(Mapping[str, Ops]):
         return name in self._makers
 
 
-# By the names that tests and measurements use; `interpret` runs anywhere, very slowly.
+# The names that tests and benchmarks use; `interpret` runs anywhere, very slowly.
 OPS = Bundles(
     {
         "reference": ReferenceOps,
@@ -55,11 +56,11 @@ OPS = Bundles(
 
 
 def choose_ops(platform: str, requested: str = "auto", *, gpu_problem: str | None = None) -> Ops:
-    """The bundle for jax devices of `platform`: "cpu", "gpu" or "tpu".
+    """Return the bundle for jax devices of `platform`: "cpu", "gpu" or "tpu".
 
-    requested: "auto"; "xla", on anything; "pallas", the platform's own kernels. gpu_problem: why
-    the Hopper kernels do not serve (ops_gpu.gpu_problem); XLA does then, unless they were asked
-    for by name. Raises ConfigError.
+    requested: "auto"; "xla" on any platform; "pallas" for the platform's own kernels. gpu_problem:
+    why the Hopper kernels cannot be used (ops_gpu.gpu_problem); "auto" then falls back to XLA and
+    "pallas" raises ConfigError, as it does on other platforms.
     """
     if requested == "pallas" and platform not in ("gpu", "tpu"):
         raise ConfigError(

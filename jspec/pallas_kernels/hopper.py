@@ -1,6 +1,4 @@
-"""What the Mosaic GPU kernels share: the chip's limits, what both attentions ask of a call, and how
-a kernel is run where there is no chip.
-"""
+"""Shared parts of the Mosaic GPU kernels: chip limits, argument checks, interpreter options."""
 
 from __future__ import annotations
 
@@ -17,24 +15,24 @@ from jax.typing import DTypeLike
 from jspec.pallas_kernels.gated_mlp.plan import SHARED_BYTES
 
 LOG2E = math.log2(math.e)
-SWIZZLE = 128  # bytes; a tile's rows of 64 bf16 are spread over the banks by it
-MEMBER = "member"  # axis of a cluster's blocks
-NOTHING = -1e30  # the maximum, or height, over no keys: finite, so that differences are never NaN
+SWIZZLE = 128  # bytes: a row of 64 bf16 in a swizzled tile, without bank conflicts
+MEMBER = "member"  # the axis of a cluster's blocks
+NOTHING = -1e30  # maximum (or height) over no keys; finite, so differences are not NaN
 
 
 def has_mosaic_gpu() -> bool:
-    """Whether this jax can compile and interpret the kernels: 0.11 can."""
+    """Return whether this jax can compile and interpret the kernels (0.11 or later)."""
     return hasattr(plgpu, "InterpretGPUParams")
 
 
 def require_mosaic_gpu() -> None:
-    """Raises NotImplementedError where this jax cannot run the kernels."""
+    """Raise NotImplementedError if this jax cannot run the kernels."""
     if not has_mosaic_gpu():
         raise NotImplementedError(f"the GPU kernel needs jax 0.11 or later, not {jax.__version__}")
 
 
 def interpret_options(interpreted: bool) -> dict[str, Any]:
-    """For plgpu.kernel: nothing on a chip; else the interpreter, with its race detector."""
+    """Return arguments of plgpu.kernel: the interpreter with race detection, or none."""
     if not interpreted:
         return {}
     params: Any = getattr(plgpu, "InterpretGPUParams")  # noqa: B009  # absent in jax 0.10
@@ -42,15 +40,18 @@ def interpret_options(interpreted: bool) -> dict[str, Any]:
 
 
 def swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
-    """Transforms of shared memory that TMA fills and the matrix instruction reads."""
+    """Return the transforms of shared memory that TMA fills and wgmma reads."""
     columns = row_bytes // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))
 
 
 def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> dict[str, Any]:
-    """Of a ring that a producer fills with `copies` copies a stage: "full" and "empty"."""
+    """Return the barriers "full" and "empty" of a ring that a producer fills.
+
+    copies: copies per stage.
+    """
     empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
-    if cluster > 1:  # a multicast writes into all members: all must be done with the stage
+    if cluster > 1:  # a multicast writes to all members, so all must have released the stage
         empty = plgpu.ClusterBarrier(
             collective_axes=(MEMBER,), num_arrivals=consumers, num_barriers=stages
         )
@@ -58,7 +59,7 @@ def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> 
 
 
 def each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
-    """body(i) for i in [start, stop)."""
+    """Call body(i) for i in [start, stop)."""
     lax.fori_loop(start, stop, lambda i, _: body(i), None)
 
 
@@ -71,9 +72,9 @@ def check_attention(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """Raises ValueError for what neither attention serves: q [T, H, Dq] and a pool.
+    """Raise ValueError for arguments that neither attention kernel serves. q: its shape [T, H, Dq].
 
-    block_tokens: keys of one step; shared_bytes: what the tuning needs of a program's.
+    block_tokens: keys per iteration. shared_bytes: shared memory that the tuning needs per program.
     """
     require_mosaic_gpu()
     _, page_size, two_g, width = kv_pages.shape
@@ -94,13 +95,13 @@ def check_attention(
 
 
 def capped(scores: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, float]:
-    """(scores, factor) such that scores * factor is log2(e) * c * tanh(scale * scores / c), or
+    """Return (scores, factor) whose product is log2(e) * c * tanh(scale * scores / c), or
     log2(e) * scale * scores without a cap c.
 
-    The factor stays out of the scores: it is half of a fused multiply-add in what follows.
+    The factor stays separate because it folds into the fused multiply-add that follows.
     """
     if soft_cap is None:
         return scores, scale * LOG2E
-    # tanh by exp2: the chip's own tanh is off by 5e-4, times the cap, in an exponent.
+    # tanh by exp2: the hardware tanh is off by 5e-4, and the cap multiplies that in an exponent.
     power = jnp.exp2(scores * (2 * scale / soft_cap * LOG2E))
     return 1.0 - 2.0 / (1.0 + power), soft_cap * LOG2E

@@ -1,10 +1,10 @@
-"""The platform's kernels as one frozen bundle, chosen once where an engine is built.
+"""The bundle of kernels of a platform, chosen once when an engine is built.
 
-`Ops` runs anywhere: its methods are what XLA compiles. ops_tpu.TpuOps and ops_gpu.GpuOps replace
-those for which the platform has a kernel. Models, drafters and samplers call methods and never ask
-which platform they are on; a new fusion is a new method with its XLA form here.
+`Ops` runs anywhere: its methods are plain XLA. ops_tpu.TpuOps and ops_gpu.GpuOps override the
+methods for which the platform has a kernel. Models, drafters and samplers call these methods and
+never check the platform. To add a fusion, add a method with its XLA implementation here.
 
-Bundles are static and compared by value: equal ones share compiled programs.
+Bundles are frozen and compared by value, so equal bundles share compiled programs.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ from jspec.spec.model_spec import Gate, MoESpec
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """XLA's programs."""
+    """The XLA implementation of every operation."""
 
     name: ClassVar[str] = "xla"
     default_page_size: ClassVar[int] = 16
-    # Whether a layer leaves its last sum to the norm that comes next (`add_norm`).
+    # Layers leave their last residual add to the next norm (`add_norm`).
     defers_sums: ClassVar[bool] = False
-    # Whether attention meets a prompt's queries with their own row's keys alone, so that long
-    # prefill steps pay.
+    # The prefill kernel reads each query's own row only, so long prefill steps are efficient.
     prefers_long_chunks: ClassVar[bool] = False
-    # Whether experts pay that stay packed in memory, in bfloat16 and whole on one device.
+    # Experts run faster when kept packed (mxfp4) in memory; with bfloat16 and a single device.
     reads_packed: ClassVar[bool] = False
-    # Bytes of one layer's K and V that a decode need not read, from which it pays to read what rows
-    # begin with once for several (and at so many rows); None: there is no kernel for it.
+    # Shared prefixes are read once (cascade attention) only if that saves at least this many bytes
+    # of one layer's K and V per decode step, and only for at least sharing_least_rows rows. None:
+    # no kernel for it.
     sharing_pays_from: ClassVar[int | None] = None
     sharing_least_rows: ClassVar[int] = 1
 
     @property
     def by_columns(self) -> bool:
-        """Whether weights marked so lie as [out, in] in memory."""
+        """True if weights marked `by_columns` are stored column-major, as [out, in]."""
         return False
 
     def with_columns(self, columns: bool) -> Ops:
-        """The same for weights that lie by columns, or not, where its kernels can read them so."""
+        """Return this bundle for column-major weights, or not, if its kernels can read them."""
         del columns
         return self
 
     def rows_a_pack(self, *, queries_per_row: int, group: int) -> int:
-        """Rows of which a kernel reads a shared prefix at once. group: heads of a kv head."""
+        """Return how many rows share one read of a prefix. group: query heads per kv head."""
         del queries_per_row, group
         return 1
 
     def pool_width(self, head_dim: int) -> int:
-        """D of a KV pool for heads of `head_dim`."""
+        """Return the D of a KV pool for heads of `head_dim`."""
         return head_dim
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """What XLA is told beside its defaults. decode_tokens: of a decode step, None of a prefill.
+        """Return XLA options that differ from the defaults, for speed alone.
 
-        For speed alone: a compiler that does not know one of them does without.
+        decode_tokens: tokens of a decode step; None for a prefill. A compiler that does not know an
+        option runs without it.
         """
         del decode_tokens
         return {}
@@ -85,7 +86,7 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-        """Writes k_new and v_new, then attends: the contract of attention/contract.py."""
+        """Write k_new and v_new, then attend, as attention/contract.py specifies."""
         check_call(q, kv_pages, rows, call)
         kv_pages = _written(k_new, v_new, kv_pages, rows, call)
         out = streaming.attend(
@@ -102,9 +103,9 @@ class Ops:
         call: AttentionCall,
         sinks: Float[Array, "H"] | None = None,
     ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 Dp"]]:
-        """A layer's attention from projected heads (q, then k, then v) to mixed ones.
+        """Run one layer's attention from projected heads (q, then k, then v) to its output.
 
-        rotation: all that is still to be done to the heads, their norms included.
+        rotation: the steps still to be applied to the heads, including q and k norms.
         """
         q, k, v = rotate_and_split(heads, rotation)
         out, kv_pages = self.attend(q, k, v, kv_pages, rows, call, sinks)
@@ -118,14 +119,14 @@ class Ops:
         *,
         eps: float,
     ) -> tuple[Float[Array, "*b E"], Float[Array, "*b E"]]:
-        """(x + delta, the RMSNorm of that sum times scale)."""
+        """Return (x + delta, RMSNorm of that sum times scale)."""
         total = x + delta
         return total, rms_norm(total, scale, eps=eps)
 
     def gated_product(
         self, x: Float[Array, "*b E"], kernel: Float[Array, "E I2"], *, of_prompts: bool
     ) -> Float[Array, "*b I"]:
-        """silu(x @ gate) * (x @ up), gate and up side by side in `kernel`."""
+        """Return silu(x @ gate) * (x @ up); `kernel` is gate and up concatenated by columns."""
         del of_prompts
         gate, up = jnp.split(x @ kernel, 2, axis=-1)
         return jax.nn.silu(gate) * up
@@ -139,9 +140,9 @@ class Ops:
         *,
         gate: Gate,
     ) -> Float[Array, "T E"]:
-        """The weighted sum of each token's experts, without what `down` adds as a bias.
+        """Return the weighted sum of each token's experts, without the bias of `down`.
 
-        params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one.
+        params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I].
         """
         return experts.run_experts(x, ids, weights, params, gate=gate)
 
@@ -155,9 +156,10 @@ class Ops:
         eps: float,
         spec: MoESpec,
     ) -> tuple[Float[Array, "*b E"], Mixed] | None:
-        """(x + delta, the whole mixture of that sum's norm), or None: there is no kernel for it.
+        """Return (x + delta, the MoE output for that sum's norm); None if there is no kernel for
+        it.
 
-        For weights that are whole on this device. params: router and experts.
+        Only for weights that are not sharded. params: router and experts.
         """
         del x, delta, scale, params, eps, spec
         return None
@@ -165,7 +167,7 @@ class Ops:
     def mixed_norm(
         self, x: Float[Array, "T E"], mixed: Mixed, scale: Float[Array, "E"], *, eps: float
     ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-        """`add_norm` of x and a mixture's sum."""
+        """Apply `add_norm` to x and the sum of an MoE output."""
         return self.add_norm(x, mixed.sum(), scale, eps=eps)
 
     def commit(
@@ -176,7 +178,7 @@ class Ops:
         node_path: Int[Array, "B M"],
         num_accepted: Int[Array, "B"],
     ) -> tuple[jax.Array, ...]:
-        """`compaction.compact_path` of every layer's pool, in place when the pools are donated."""
+        """Apply `compaction.compact_path` to every layer's pool, in place for donated pools."""
         return tuple(
             compaction.compact_path(pages, page_table, seq_lens, node_path, num_accepted)
             for pages in kv
@@ -189,7 +191,7 @@ class Ops:
         node_path: Int[Array, "B M"],
         num_accepted: Int[Array, "B"],
     ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-        """(emitted ids, bonus token, hidden rows along the path), 0 after each path."""
+        """Return (emitted ids, bonus token, hidden states of the path), 0 after each path."""
         return bonus_token.gather_emitted(target_ids, hidden, node_path, num_accepted)
 
     def sample(
@@ -203,10 +205,10 @@ class Ops:
         threshold: Float[Array, "B N"] | None,
         is_split: bool,
     ) -> tuple[Float[Array, "B N"], Int[Array, "B N"]]:
-        """(value, id) of the largest logit + T * noise at each node, the lowest id on ties.
+        """Return (value, id) of each node's largest logit + T * noise; the lowest id wins ties.
 
-        threshold: only what reaches it, scaled by `scaled`, may be chosen. is_split: token_ids is
-        one of several shards' (they count up from its first id).
+        threshold: only tokens whose `scaled` logit reaches it may be chosen. is_split: token_ids is
+        one shard's range of the vocabulary, counting up from its first id.
         """
         del is_split
         logits = without_nan(logits)
@@ -229,9 +231,10 @@ class Ops:
         scale: float,
         lowest: float,
     ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
-        """(largest of scale * (logit + T * noise), its first column, the sum of exp(score - it)).
+        """Return (top = largest scale * (logit + T * noise), its first column, sum of exp(score -
+        top)).
 
-        lowest: what NaN and lower scores count as, and -lowest what higher ones do.
+        lowest: the value of NaN and lower scores; -lowest bounds scores above.
         """
         found = rank.reference(
             logits.reshape(-1, logits.shape[-1]),
@@ -248,7 +251,7 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOps(Ops):
-    """Attention by its definition: for tests."""
+    """`Ops` with attention by its definition, for tests."""
 
     name: ClassVar[str] = "reference"
 
@@ -271,12 +274,12 @@ class ReferenceOps(Ops):
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
-    """NaN as the lowest: it is not chosen where anything else is."""
+    """Replace NaN by -inf, so that it is chosen only if every logit is NaN or -inf."""
     return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
 def scaled(logits: Float[Array, "B N V"], temperature: Float[Array, "B"]) -> jax.Array:
-    """What the filters compare: logits / T, or the logits where T is 0; no NaN."""
+    """Return what the filters compare, without NaN: logits / T, or the logits where T is 0."""
     wide = temperature[:, None, None]
     return without_nan(logits) / jnp.where(wide > 0, jnp.maximum(wide, noise.COLDEST), 1.0)
 

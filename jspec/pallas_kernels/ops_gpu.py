@@ -1,4 +1,4 @@
-"""A Hopper GPU's kernels (Mosaic GPU, Triton), or the same interpreted anywhere, for tests."""
+"""The kernel bundle for Hopper GPUs (Mosaic GPU, Triton); interpreted on any platform in tests."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import rank_gpu
 from jspec.spec.model_spec import Gate, MoESpec
 
-# Tokens of a step, and what its products want, by whole steps of Llama-3.1-8B on an H200 (ms):
-#   64    without Triton 6.95, by default 7.24      128   7.13 and 7.26
-#   256   without XLA's split sums 10.74, by default 10.94; without Triton 0.986 of the former
-#   1, 8, 32, 1,024   the default is best, or no worse
+# Decode steps with this many tokens disable Triton matrix products. Whole steps of Llama-3.1-8B on
+# an H200, in ms:
+#   64 tokens: without Triton 6.95, default 7.24; 128: 7.13 and 7.26
+#   256: without XLA's split sums 10.74, default 10.94; without Triton 0.986 of the former
+#   1, 8, 32 and 1,024: the default is as fast or faster
 WITHOUT_TRITON = range(48, 513)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
-    """columns: how weights marked `by_columns` lie. A verification multiplies many tokens at
-    once, which the gated kernel does best when it reads along the inputs; few tokens are multiplied
-    more slowly so (docs/kernels.md), and plain decoding stays with [in, out].
+    """columns: weights marked `by_columns` are stored column-major. That is fastest for the many
+    tokens of a verification, but slower for few (docs/kernels.md), so plain decoding keeps [in,
+    out].
     """
 
     interpret: bool = False
     columns: bool = False
 
     name: ClassVar[str] = "gpu"
-    default_page_size: ClassVar[int] = 64  # one copy a page
+    default_page_size: ClassVar[int] = 64  # one TMA copy per page
     defers_sums: ClassVar[bool] = True
     prefers_long_chunks: ClassVar[bool] = True
     reads_packed: ClassVar[bool] = True
@@ -73,8 +74,9 @@ class GpuOps(Ops):
         return gpu_shared.rows_a_pack(queries_per_row=queries_per_row, group=group)
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """For some numbers of tokens no products by Triton, which XLA's autotuner takes where they
-        are as fast by themselves."""
+        """Disable Triton products for some token counts: XLA's autotuner picks them where they are
+        fast in isolation, but whole steps are slower.
+        """
         return {"xla_gpu_enable_triton_gemm": False} if decode_tokens in WITHOUT_TRITON else {}
 
     def attend(
@@ -145,8 +147,10 @@ class GpuOps(Ops):
         return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
 
     def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
-        """One kernel where there is a faster one for so many tokens. Interpreted it takes minutes
-        at the sizes that it serves: XLA's there."""
+        """Use a fused kernel where one is faster for this many tokens.
+
+        With `interpret`, use XLA: the kernels would take minutes at these sizes.
+        """
         if self.interpret:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         shape = (x.shape[0], *kernel.shape)
@@ -168,7 +172,7 @@ class GpuOps(Ops):
         *,
         gate: Gate,
     ) -> jax.Array:
-        """By the kernels for any number of tokens: XLA's grouped product reads every expert."""
+        """Use the Triton kernels for any token count: XLA's grouped product reads every expert."""
         params, tuning = _planned(params, ids.size, dtype=x.dtype)
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
@@ -186,7 +190,7 @@ class GpuOps(Ops):
         eps: float,
         spec: MoESpec,
     ) -> tuple[jax.Array, Mixed] | None:
-        """A few launches instead of some twenty or thirty. Its routers are those of softmax."""
+        """Use a few launches instead of 20 to 30. Supports the softmax routers only."""
         if x.ndim != 2 or spec.has_correction or spec.num_experts > MOST_RANKED:
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
@@ -273,7 +277,7 @@ class GpuOps(Ops):
 def _planned(
     params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
 ) -> tuple[dict[str, Any], ExpertsTuning | None]:
-    """(experts as the kernels take them, their tiles); None for tiles: XLA's products."""
+    """Return (experts as the kernels take them, their tuning); tuning None: use XLA's products."""
     num_experts, size, inner = sizes_of(params)
     plan = partial(choose_experts, num_pairs, num_experts=num_experts, size=size, inner=inner)
     tuning = plan(is_packed=is_packed(params["down"]))
@@ -285,9 +289,9 @@ def _planned(
 def gpu_problem(
     *, compute_capability: str, dtype: DTypeLike, page_size: int | None, head_dims: tuple[int, ...]
 ) -> str | None:
-    """What the Hopper kernels do not serve, and what they expect; None if they serve all of it.
+    """Return why the Hopper kernels cannot be used and what they expect, or None if they can.
 
-    page_size: None is the default of their bundle.
+    page_size: None means the bundle's default.
     """
     page_size = page_size or GpuOps.default_page_size
     odd = [width for width in head_dims if width not in (64, 128)]

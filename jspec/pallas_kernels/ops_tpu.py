@@ -1,4 +1,4 @@
-"""The TPU's kernels (Mosaic TPU), or the same kernels interpreted on anything, for tests."""
+"""The kernel bundle for TPUs (Mosaic TPU); interpreted on any platform in tests."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LANES = 128
 
 @dataclass(frozen=True, slots=True)
 class TpuOps(Ops):
-    """interpret: thousands of times slower, and on any platform."""
+    """The TPU implementation of `Ops`. interpret: run anywhere, thousands of times slower."""
 
     interpret: bool = False
 
     name: ClassVar[str] = "tpu"
-    default_page_size: ClassVar[int] = 64  # one copy a page, page tables in scalar memory: larger
+    default_page_size: ClassVar[int] = 64  # one DMA per page; large, as page tables are in SMEM
 
     def pool_width(self, head_dim: int) -> int:
-        """The kernels read whole vectors, and a TPU pads the last axis to them: 64 -> 128."""
+        """Round up to whole vectors, which the kernels read and a TPU pads to: 64 -> 128."""
         return -(-head_dim // LANES) * LANES
 
     def attend(
