@@ -1,11 +1,9 @@
-"""What one call of attention means in blocks of keys: bounds, mask bits, shares. Plain XLA.
+"""The plan of an attention call in blocks of keys: bounds and mask bits. Plain XLA.
 
-A kernel that walks a row's keys block by block needs the mask only in the row's last blocks, and
-there as bits: every block before them is seen whole, but for a window's lower bound. The bits come
-from `visible_keys`, so that the mask rule is written once. Nothing here depends on a layer, but
-for its window: a step makes one plan.
-
-It knows nothing about pages, nor about the kernel that reads the plan (gpu.py).
+A kernel that iterates over a row's key blocks needs a mask only in the row's last blocks, given as
+bits; all queries see the earlier blocks in full, except for a window's lower bound. The bits come
+from `visible_keys`, so the mask rule is written once. A plan depends on the window but on nothing
+else of a layer, so a step makes one plan per window.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from jax import lax
 from jspec.device.pytree import pytree
 from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries, visible_keys
 
-TILE_ROWS = 64  # queries x heads of a group that one matrix product takes
-MAX_SPLITS = 16  # chosen by default: more would make the merge dearer
-NUM_SMS = 132  # of an H100 SXM or H200
+TILE_ROWS = 64  # M of one wgmma product: queries x heads of a group
+MAX_SPLITS = 16  # the default limit: more would make the merge too expensive
+NUM_SMS = 132  # multiprocessors of an H100 SXM or H200
 
 
 @pytree
 class BlockPlan:
-    """What one call's rows and mask mean in blocks: the same for all layers of one window."""
+    """The bounds and mask of a call in blocks of keys, for all layers of one window."""
 
     # i32[B, 5]: first block, first masked block, block after the last, keys, valid queries
     bounds: jax.Array
@@ -34,7 +32,7 @@ class BlockPlan:
 
 
 def choose_splits(*, programs: int, max_blocks: int, num_sms: int = NUM_SMS) -> int:
-    """Shares of a row's keys such that about two programs per multiprocessor exist.
+    """Return shares of a row's keys such that about two programs run per multiprocessor.
 
     In:  64 programs (B = 8, G = 8), 512 blocks     Out: 4, so 256 programs on 132 processors
     In:  256 programs (B = 32, G = 8), 512 blocks   Out: 1
@@ -43,9 +41,9 @@ def choose_splits(*, programs: int, max_blocks: int, num_sms: int = NUM_SMS) -> 
 
 
 def num_edge_blocks(*, tail: int | None, queries_per_row: int, block_tokens: int) -> int:
-    """Most blocks of one row that need the mask: those with masked slots, at least the last.
+    """Return the most blocks of a row that need the mask; at least the last one does.
 
-    In:  tail 16, block 64    Out: 2, since 16 slots may lie across a border
+    In:  tail 16, block 64    Out: 2, since 16 slots may cross a block boundary
     In:  tail None, R = 1     Out: 1
     """
     span = max(queries_per_row - 1 if tail is None else tail, 1)
@@ -60,7 +58,6 @@ def plan_blocks(
     window: int | None,
     block_tokens: int,
 ) -> BlockPlan:
-    """Bounds and mask bits of one call; see BlockPlan."""
     batch, block = rows.page_table.shape[0], block_tokens
     shape = (batch, queries_per_row)
     lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]
@@ -68,7 +65,7 @@ def plan_blocks(
     valid = index.valid.reshape(shape)
     position = rows.q_positions.reshape(shape)
     tail = None if rows.tail_positions is None else rows.tail_positions.shape[1]
-    # Slots before `masked` are seen by every query; `keys` slots exist.
+    # Every query sees the slots before `masked`; `keys` slots exist.
     keys = jnp.where(lens > 0, rows.prefix_lens + lens, 0)
     masked = rows.prefix_lens + (1 if tail is None else queries_per_row - tail)
     masked = jnp.maximum(jnp.minimum(masked, keys - 1), 0)
@@ -105,9 +102,9 @@ def plan_blocks(
 
 
 def _tile(x: jax.Array, group: int) -> jax.Array:
-    """[B, R, ...] -> [B, tiles, 64, ...]: a row for each query and head of the group, then zeros.
+    """Reshape [B, R, ...] to [B, tiles, 64, ...]: an entry per query and head of the group, then 0.
 
-    In:  R = 2, group = 3    Out: rows q0 q0 q0 q1 q1 q1 0 0 ...
+    In:  R = 2, group = 3    Out: entries q0 q0 q0 q1 q1 q1 0 0 ...
     """
     x = jnp.repeat(x, group, axis=1)
     tiles = -(-x.shape[1] // TILE_ROWS)

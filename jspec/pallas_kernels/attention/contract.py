@@ -1,29 +1,28 @@
-"""Paged attention: the contract that every program of `Ops.attend` fulfils.
+"""The contract of paged attention, which every implementation of `Ops.attend` fulfils.
 
-    q[T, H, D], k_new, v_new [T, G, D] (or None: nothing is written), kv_pages[NP, S, 2G, D]
-    rows.page_table[B, P], rows.prefix_lens[B]: KV rows before this call's first new row, always
+    q[T, H, D], k_new, v_new [T, G, D] (None: nothing is written), kv_pages[NP, S, 2G, D]
+    rows.page_table[B, P], rows.prefix_lens[B]: tokens in the KV cache before this call's
     rows.cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
 
-Queries lie packed, row after row, unless `queries_per_row` R is given: then row b's queries are
-q[b * R], ..., and those after its length are padding, whose K and V go to the dummy page.
+Queries are packed row after row. With `queries_per_row` R, row b's queries instead start at q[b *
+R]; those beyond its length are padding, whose K and V go to the dummy page.
 
-Which keys query j of row b sees:
+Query j of row b sees these keys:
   - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);
-  - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and of the tail, which is the last W
-    slots through this call's last new row, those w whose bit w is set (W from tail_positions).
-    With `queries_per_row` through the row's last place, also where the row is shorter (a tree that
-    a step's budget has cut): bits of places that nobody wrote are 0.
+  - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and tail slot w if bit w is set. The
+    tail is the row's last W slots, up to this call's last new token (W from tail_positions). With
+    `queries_per_row` it ends at the row's R-th new slot, even if the row is shorter (a tree cut
+    by a node budget); the bits of slots that were not written are 0.
   - window w: only keys with q_position - key_position < w; a tail key's position is
     tail_positions[b, w], any other key's position is its slot.
 
-`sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to
-c * tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
+`sinks` f32[H] adds exp(sink) to each head's softmax denominator; soft_cap c maps scores s to c *
+tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], kv_pages').
 
-What is not finite in k_new or v_new is made so when it is written (kv_write), so the rows
-of a pool that anybody wrote are finite. Slots that nobody wrote may hold anything. XLA and the
-kernels rely on both: they replace what nobody wrote, and multiply a row that only some of their
-queries see by a weight of 0. The reference lets no row reach a query that does not see it,
-whatever it holds.
+Writes replace non-finite values of k_new and v_new (kv_write), so every written slot is finite;
+unwritten slots may hold anything. XLA and the kernels rely on both: they replace unwritten slots,
+and give slots that only some queries see a weight of 0 for the others. The reference does not rely
+on it: no slot reaches a query that does not see it, whatever its value.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """The static half of a call. queries_per_row: None for the chunks of prompts, packed."""
+    """The static arguments of a call. queries_per_row: None for packed prefill chunks."""
 
     queries_per_row: int | None
     scale: float
@@ -47,12 +46,12 @@ class AttentionCall:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What every program takes by name."""
+        """The keyword arguments that every implementation takes."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
 
 def check_call(q: jax.Array, kv_pages: jax.Array, rows: AttentionRows, call: AttentionCall) -> None:
-    """Raises ValueError, while tracing, for shapes that contradict each other."""
+    """Raise ValueError at trace time for shapes that contradict each other."""
     batch = rows.page_table.shape[0]
     if q.shape[1] % (kv_pages.shape[2] // 2):
         raise ValueError(

@@ -1,27 +1,25 @@
 """Paged attention for Hopper GPUs: rows of equal length, bf16 or f16 pools (Pallas Mosaic GPU).
 
-One program of the grid serves one row, one kv head, up to 64 packed queries (group x R, the rows
-of one warpgroup matrix product) and one share of the row's keys. It copies whole pages by TMA
-into a ring of shared memory, both heads K_g and V_g of a token in one box, and keeps an online
-softmax in float32 registers. Shares are merged by a small second kernel (gpu_merge.py);
-one that is a row's whole keys is written to its place in the result, and nothing runs after it.
+A program of the grid handles one row, one kv head, up to 64 packed queries (group x R, the M of a
+wgmma product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared
+memory, K_g and V_g of a token in one box, and keeps an online softmax in float32 registers.
+gpu_merge.py merges the shares. If one share is all of a row's keys, its result is written directly
+to the output and no second kernel runs.
 
     splits     shares of a row's keys, so that few rows still fill the chip
-    consumers  warpgroups that compute; each takes every n-th block of the share, with its own ring
+    consumers  warp groups that compute; each takes every n-th block of the share, with its own ring
     loader     "self": a consumer refills the slot that it has just emptied;
-               "producer": one more warpgroup does nothing but issue copies
+               "producer": one more warp group only issues copies
 
-The mask is bits (block_plan.py), read only in the row's last blocks; blocks before them are seen
-whole, but for a window's lower bound. The slots after the last written row may hold anything, NaN
-included: their scores are replaced and their V rows zeroed in shared memory, so that garbage never
-reaches a product.
+The mask (block_plan.py) is bits, read only in a row's last blocks; earlier blocks are fully visible
+except for a window's lower bound. Slots after the last written one may hold anything, including
+NaN: their scores are replaced and their V zeroed in shared memory, so they reach no product.
 
-It knows nothing about packed prefill, float32 pools or how K and V are written; the XLA path
-serves those. Rounding: P is cast to the pool's type before the second product, and each share's
-result before the merge. Needs jax 0.11 (GPU interpret mode), or says so.
+Packed prefill, float32 pools and KV writes are handled elsewhere. Rounding: P is cast to the pool's
+type before the second product, and each share's result before the merge. Needs jax 0.11.
 
-It is launched before the kernel ahead of it has ended, and waits for it inside: that hides the
-launch. benchmarks/attention_gpu.py has the speed.
+The kernel is launched before the preceding one ends (programmatic dependent launch) and waits for
+it inside, which hides the launch. benchmarks/attention_gpu.py measures it.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ MAX_QUERIES = 64  # R
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Everything static about one kernel."""
+    """The static parameters of a kernel."""
 
     batch: int
     num_kv: int
@@ -65,24 +63,24 @@ class Shape:
     queries: int  # R
     group: int  # heads of a kv head
     tiles: int
-    stored: int  # rows of a tile that exist, rounded up to 8
+    stored: int  # queries of a tile, rounded up to 8
     splits: int
     tuning: Tuning
     dtype: Any
     scale: float
     soft_cap: float | None
     windowed: bool
-    in_parts: bool  # what it gives is merged after it, though it may be one part
+    in_parts: bool  # the result is merged afterwards, even if it is one part
     interpreted: bool
 
     @property
     def copies(self) -> int:
-        """Of one block: a page each, or one where a block is part of a page."""
+        """Copies per block: one per page, or one if a block is part of a page."""
         return max(self.tuning.block_tokens // self.page_size, 1)
 
     @property
     def num_words(self) -> int:
-        """Of mask bits, of one query and block."""
+        """Words of mask bits per query and block."""
         return self.tuning.block_tokens // 32
 
     @property
@@ -91,7 +89,7 @@ class Shape:
 
     @property
     def is_direct(self) -> bool:
-        """Whether a program's result is final, and the program puts it in its place."""
+        """True if a program's result is final and written directly to the output."""
         return self.parts == 1 and not self.in_parts and can_place(self.queries, self.group)
 
     @property
@@ -114,15 +112,15 @@ def attend_rows(
     plan: BlockPlan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """out[T, H, D] as reference.attend gives it, for T = B * R queries.
+    """Return out[T, H, D] like reference.attend, for T = B * R queries.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
-    made once for all layers; it must come from the same rows, window and block_tokens.
-    packed_heads: H, where q comes as query_tiles.pack_queries lays it, in the pool's D and dtype.
-    Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128.
+    plan: may be shared by all layers; must come from the same rows, window and block_tokens.
+    packed_heads: H, if q is in the layout of query_tiles.pack_queries and in the pool's D and
+    dtype. Raises ValueError for unsupported shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)
-    if interpret:  # its matrix product takes no operand from registers
+    if interpret:  # the interpreter's wgmma takes no operand from registers
         tuning = replace(tuning, weights="shared")
     num_queries, num_heads = rows.page_table.shape[0] * queries_per_row, packed_heads or q.shape[1]
     shape = shape_of(
@@ -151,7 +149,7 @@ def attend_rows(
         size = (shape.batch, shape.num_kv, queries_per_row)
         q = pack_queries(q.astype(shape.dtype), *size, width=shape.width)
     packed = q.reshape(-1, shape.stored, shape.width)
-    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g adjacent: one TMA box of 2 D
     results = launch(packed, pool, rows.page_table, plan, shape=shape)
     if shape.is_direct:
         return results[0].reshape(num_queries, num_heads, shape.width)
@@ -173,7 +171,7 @@ def shape_of(
     tuning: Tuning,
     **fixed: Any,  # scale, soft_cap, windowed, in_parts, interpreted
 ) -> Shape:
-    """Checks what is static, and chooses the splits."""
+    """Check the static arguments and choose the splits."""
     _, page_size, two_g, width = kv_pages.shape
     batch, block = rows.page_table.shape[0], tuning.block_tokens
     used = tuning.consumers * (tuning.stages * block * 2 + TILE_ROWS) * width * 2
@@ -219,7 +217,7 @@ def launch(
     *,
     shape: Shape,
 ) -> list[jax.Array]:
-    """[out[B, R, H, D]] if direct, else [parts, heights]. Compiled once, however many layers."""
+    """Return [out[B, R, H, D]] if direct, else [parts, heights]; compiled once for all layers."""
     tuning, programs = shape.tuning, shape.batch * shape.num_kv * shape.tiles
     array: Any = jax.ShapeDtypeStruct
     results = [
@@ -247,8 +245,8 @@ def launch(
     if shape.is_direct:
         num_heads = shape.num_kv * shape.group
         results = [array((shape.batch, shape.queries, num_heads, shape.width), shape.dtype)]
-        # The result lies in tiles that can be cut between any two queries. It takes the queries'
-        # place: two programs could not share a multiprocessor if it had its own.
+        # The result uses tiles that can be cut between any two queries. It reuses the queries'
+        # memory: with memory of its own, two programs would not fit on a multiprocessor.
         cut = (plgpu.TilingTransform((math.gcd(shape.group, 8), 64)), swizzled[1])
         mean = plgpu.SMEM((1, TILE_ROWS, shape.width), shape.dtype, transforms=cut)
         scratch["queries"] = plgpu.RefUnion(scratch["queries"], mean)
@@ -256,7 +254,7 @@ def launch(
         functools.partial(_attend, shape),
         out_type=results,
         scratch_types=scratch,
-        # The last axis varies fastest: the heads of one page are read at the same time.
+        # The last axis varies fastest, so the heads of a page are read at about the same time.
         grid=(shape.batch * shape.splits, shape.tiles, shape.num_kv),
         grid_names=("share", "tile", "head"),
         num_threads=shape.warpgroups,
@@ -265,7 +263,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
+            reduction_scratch_bytes=0,  # reductions stay within four lanes
         ),
         **interpret_options(shape.interpreted),
     )
@@ -274,17 +272,17 @@ def launch(
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """Where one program is: scalars that its warpgroups share."""
+    """The position of one program: scalars that its warp groups share."""
 
     row: Any
     head: Any
     tile: Any
     split: Any
-    begin: Any  # blocks [begin, end) of the row are this share's
+    begin: Any  # this share is blocks [begin, end) of the row
     end: Any
     edge: Any  # first block that needs the mask
     keys: Any  # written slots of the row
-    valid: Any  # queries of the row that are
+    valid: Any  # valid queries of the row
     program: Any  # index of (row, head, tile) in the packed queries and the results
 
 
@@ -309,39 +307,37 @@ def _locate(shape: Shape, bounds: Any) -> _Work:
 
 @dataclass(frozen=True)
 class _Refs:
-    """Inputs, results, shared memory and barriers."""
-
     q: Any
     pool: Any
     page_table: Any
     bounds: Any
     words: Any
     lowest: Any
-    results: tuple[Any, ...]  # of `launch`
+    results: tuple[Any, ...]  # as `launch` returns them
     ring: Any  # [consumers * stages, block, 2 D]
     queries: Any  # [consumers, 64, D]
-    arrived: Any  # the queries are here
-    filled: Any  # a slot of a ring is
+    arrived: Any  # the queries have arrived
+    filled: Any  # a slot of a ring has been filled
     emptied: Any = None  # a slot may be filled again (producer)
-    weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
-    mean: Any = None  # [1, 64, D], in the queries' place (direct)
+    weights: Any = None  # [consumers, 64, block], P if it passes through shared memory
+    mean: Any = None  # [1, 64, D], in the queries' memory (direct)
 
 
 def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
-    """The kernel's body, run by every warpgroup of a program."""
+    """Run the kernel's body in every warp group of a program."""
     if shape.is_direct:
         scratch["queries"], scratch["mean"] = scratch["queries"]
     scratch["results"] = args[6:]
     refs = _Refs(*args[:6], **scratch)
     warpgroup = lax.axis_index("warpgroup")
     if not shape.interpreted:
-        # It is launched before the program ahead of it has ended, whose results it waits for here.
+        # Programmatic dependent launch: wait for the results of the preceding kernel.
         plgpu.griddepcontrol_wait()
     work, consumers = _locate(shape, refs.bounds), shape.tuning.consumers
     if shape.tuning.loader == "self":
         _consume(shape, refs, work, warpgroup)
         return
-    # Two consumers and a producer cannot all have the registers that a consumer wants.
+    # There are not enough registers for two consumers and a producer at the default split.
     rebalance = consumers == 2
 
     @pl.when(warpgroup < consumers)
@@ -358,15 +354,16 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
 
 
 def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
-    """Page ids of a block. Pages after the last written one are that one again: always loaded,
-    never seen, so that every block is the same number of bytes and no index is out of bounds."""
+    """Return the page ids of a block. After the last written page that page is repeated: it is
+    loaded but not seen, so all blocks have the same bytes and no index is out of bounds.
+    """
     last = lax.max(lax.div(work.keys - 1, shape.page_size), 0)
     first = lax.div(block * shape.tuning.block_tokens, shape.page_size)
     return [refs.page_table[work.row, lax.min(first + i, last)] for i in range(shape.copies)]
 
 
 def _load(shape: Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
-    """Starts the copies of one block into slot `slot` of the rings."""
+    """Start the copies of one block into slot `slot` of the rings."""
     tokens = min(shape.page_size, shape.tuning.block_tokens)
     offset: Any = 0
     if shape.page_size > tokens:
@@ -381,7 +378,7 @@ def _load(shape: Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: 
 
 
 def _produce(shape: Shape, refs: _Refs, work: _Work) -> None:
-    """Fills all rings, block by block, each slot as soon as its consumer has emptied it."""
+    """Fill all rings, block by block, each slot as soon as its consumer has emptied it."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
 
     @pl.loop(0, work.end - work.begin)
@@ -394,7 +391,7 @@ def _produce(shape: Shape, refs: _Refs, work: _Work) -> None:
 
 
 def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
-    """One consumer: its blocks, its online softmax, its part of the result."""
+    """Run one consumer: its blocks, their online softmax and its part of the result."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
     refills = shape.tuning.loader == "self"
     num_steps = lax.div(work.end - work.begin - warpgroup + (consumers - 1), consumers)
@@ -425,7 +422,7 @@ def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
 
     def step(i: Any, carry: Any, *, masked: bool) -> Any:
         slot, block = slot_of(i), block_of(i + stages)
-        # What comes from global memory is asked for early: by the time of its use it is here.
+        # Issue global loads early, so that they have arrived when needed.
         pages = _pages_of(shape, refs, work, block) if refills else []
         rule = _rule(shape, refs, work, block_of(i), masked=masked)
         plgpu.barrier_wait(refs.filled.at[slot])
@@ -454,7 +451,7 @@ def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
 
 
 def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
-    """Mean and height of this part; the queries' shared memory is free to stage them."""
+    """Store mean and height of this part, staged in the queries' shared memory."""
     top, total, mixed = carry
     parts, heights = refs.results
     safe = jnp.maximum(total, 1e-30)
@@ -463,7 +460,7 @@ def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -
     plgpu.commit_smem()
     part = work.split * shape.tuning.consumers + warpgroup
     height = jnp.where(total > 0, top + jnp.log(safe) * LOG2E, NOTHING)
-    heights[part, work.program] = height  # few bytes: straight to global memory
+    heights[part, work.program] = height  # few bytes: stored directly to global memory
     plgpu.copy_smem_to_gmem(
         refs.queries.at[warpgroup, pl.ds(0, shape.stored)], parts.at[part, work.program]
     )
@@ -471,7 +468,7 @@ def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -
 
 
 def _place(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
-    """The mean, zero where a query is not valid, to its queries and heads of the result.
+    """Store the mean at its queries and heads of the output, zero for invalid queries.
 
     In:  R = 16, group 4, 3 valid queries    Out: rows 12 to 63 are zero; a copy for every 4 rows
     In:  R = 40, group 4, tile 2             Out: its rows 0 to 31 are queries 32 to 39
@@ -509,7 +506,7 @@ def _absorb(
     *,
     masked: bool,
 ) -> Any:
-    """One block of keys into the online softmax; the maxima are of log2-scaled scores."""
+    """Add one block of keys to the online softmax; maxima are of log2-scaled scores."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     keys = refs.ring.at[slot, :, pl.ds(0, width)]
@@ -541,7 +538,7 @@ def _absorb(
 
 
 def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> None:
-    """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN."""
+    """Zero the V of unwritten slots: 0 times NaN is NaN."""
     tokens, width = shape.tuning.block_tokens, shape.width
     written = work.keys - block * tokens
 
@@ -555,7 +552,7 @@ def _clean(shape: Shape, refs: _Refs, work: _Work, slot: Any, block: Any) -> Non
 
 
 def _rule(shape: Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -> list[Any]:
-    """What a block's mask is made from, one number a query: words of bits, or the lowest slot."""
+    """Load the mask of a block, per query: words of bits, or the lowest visible slot."""
     load: Any = plgpu.load
     if masked:
         edge = block - work.edge
@@ -566,7 +563,7 @@ def _rule(shape: Shape, refs: _Refs, work: _Work, block: Any, *, masked: bool) -
 
 
 def _mask(shape: Shape, block: Any, scores: Any, rule: list[Any], *, masked: bool) -> Any:
-    """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
+    """Set scores of hidden keys to -inf; `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

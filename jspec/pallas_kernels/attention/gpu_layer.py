@@ -1,7 +1,7 @@
-"""A layer's attention on a Hopper GPU from projected heads to mixed ones, in two kernels.
+"""A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
 
-kv_write/gpu.py norms and rotates q and k, writes K and V, and lays q as the second kernel reads it;
-gpu.py (rows of equal length) or prefill/gpu.py (packed rows) attends.
+kv_write/gpu.py applies norms and RoPE to q and k, writes K and V, and stores q in the layout of the
+second kernel, which attends: gpu.py (rows of equal length) or prefill/gpu.py (packed rows).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 
 
 def serves(heads: jax.Array, kv_pages: jax.Array, *, queries_per_row: int | None) -> bool:
-    """Whether the kernels take heads[T, H + 2G, D] and this pool."""
+    """Return whether the kernels support heads[T, H + 2G, D] and this pool."""
     fits = rotate_write_gpu.serves(heads.shape[-1], kv_pages.shape[-1])
     few = (queries_per_row or 1) <= paged_attention_gpu.MAX_QUERIES
     return fits and few and heads.dtype == kv_pages.dtype
@@ -38,10 +38,7 @@ def rotate_write_and_attend(
     sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-    """What contract.py's contract asks for q and k normed and rotated, and v.
-
-    heads are q, then k, then v.
-    """
+    """Fulfil contract.py for heads (q, then k, then v) before norms and RoPE."""
     tokens = heads.shape[0]
     page, offset = new_slots(
         rows, tokens, page_size=kv_pages.shape[1], queries_per_row=queries_per_row

@@ -1,10 +1,9 @@
-"""Merging the shares of a row's keys: one softmax from many, on an NVIDIA GPU (Pallas-Triton).
+"""Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton).
 
-gpu.py cuts a row's keys into shares when few rows would leave the chip idle. Each
-share gives a mean of values and its height, the log2 of its softmax denominator; the result is the
-mean of the means, weighted by 2^height. A sink is one more height, without values. XLA would make
-two or three kernels of it; here one program reads the shares of one query and head and writes them
-to its place in the order of queries.
+gpu.py splits a row's keys into shares when few rows would leave the chip idle. Each share returns
+its mean of values and its height, the log2 of its softmax denominator. The result is the mean of
+the means, weighted by 2^height; a sink is one more height without values. XLA would need two or
+three kernels. Here one program merges one query and head and stores it in query order.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from jspec.pallas_kernels.hopper import LOG2E, NOTHING
 
 @pytree
 class OtherShares:
-    """Shares of what rows read together (gpu_shared.py): items are packs * G there, and a pack's
-    tile holds the R * group rows of its first row, then those of the next."""
+    """Shares of shared prefixes (gpu_shared.py). Items are packs * G, and a pack's tile has the R *
+    group queries of its first row, then those of the next.
+    """
 
     parts: jax.Array  # [P, packs * G, stored, D]
     heights: jax.Array  # f32[P, packs * G, 64]
-    pack_of: jax.Array  # i32[B], -1: none
+    pack_of: jax.Array  # i32[B], -1: in no pack
     place_of: jax.Array  # i32[B]
 
 
@@ -46,10 +46,10 @@ def merge_shares(
     num_kv: int,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """The mixed values of T = B * R queries in order, in the parts' dtype; 0 where not valid.
+    """Return the merged values of T = B * R queries in order, in the parts' dtype; 0 if not valid.
 
-    items are B * G * tiles, laid out by query_tiles.py; D is a power of two. others: shares more,
-    of rows that are in a pack.
+    items are B * G * tiles in the layout of query_tiles.py; D is a power of two. others: additional
+    shares for rows that are in a pack.
     """
     batch, queries = valid.shape
     extra: tuple[jax.Array, ...] = () if sinks is None else (sinks,)
@@ -75,7 +75,7 @@ def reference(
     num_heads: int,
     num_kv: int,
 ) -> Float[Array, "T H D"]:
-    """The definition of `merge_shares`, whole arrays at a time."""
+    """Compute `merge_shares` by definition."""
     heights = heights[:, :, : parts.shape[2]]
     total = jnp.exp2(heights - jnp.max(heights, axis=0))
     mixed = jnp.sum(parts.astype(jnp.float32) * total[..., None], axis=0)
@@ -91,7 +91,7 @@ def reference(
 def in_order(
     mixed: Float[Array, "items stored D"], valid: Bool[Array, "B R"], *, num_heads: int, num_kv: int
 ) -> Float[Array, "T H D"]:
-    """Results as the kernel of rows lays them, in the order of queries; 0 where not valid."""
+    """Reorder results from the layout of query_tiles.py to query order; 0 if not valid."""
     (batch, queries), group = valid.shape, num_heads // num_kv
     mixed = mixed.reshape(batch, num_kv, -1, mixed.shape[-1])[:, :, : queries * group]
     mixed = mixed.reshape(batch, num_kv, queries, group, -1)
@@ -108,7 +108,9 @@ def _merge_one(
     num_kv: int,
     has_sinks: bool,
 ) -> None:
-    """One query and head. In: R = 2, group = 4, query 1, head 6    Out: kv head 1, row 4 + 2."""
+    """Merge one query and head. In: R = 2, group = 4, query 1, head 6; Out: kv head 1, row 4 +
+    2.
+    """
     sinks_ref, others_ref, out_ref = refs[:has_sinks], refs[has_sinks:-1], refs[-1]
     group = out_ref.shape[1] // num_kv
     tiles, _ = tiles_of(queries * group)
@@ -139,8 +141,9 @@ def _merge_one(
 
 
 def _shares_of(parts_ref: Any, heights_ref: Any, item: Any, row: Any, *, exists: Any) -> Any:
-    """(heights of all parts, minus infinity for one that does not exist; what loads their means,
-    0 there) of one row."""
+    """Return (heights of all parts, -inf for missing ones; a function that loads their means, 0 for
+    missing ones) of one row of a tile.
+    """
     num_parts, _, _, width = parts_ref.shape
     part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
     is_there = (part < num_parts) & exists

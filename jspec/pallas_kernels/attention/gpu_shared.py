@@ -1,11 +1,9 @@
-"""Attention of rows that begin alike, on a Hopper GPU: what they share is read once for several.
+"""Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The kernel of rows (gpu.py) runs twice. First over packs: up to 64 packed queries of rows that begin
-in the same pages, against the keys of those pages, of which each is seen by all of them. Then over
-every row, from the first key on that is its own. gpu_merge.py makes one softmax of both.
-
-A pack is read as one row is, so rows of which a tile holds n read their prefix an n-th as often.
-FlashInfer and vLLM call it cascade attention.
+The decode kernel (gpu.py) runs twice. First over packs: up to 64 packed queries of rows with the
+same prefix pages, against the keys of those pages, all visible to all queries. Then over every row,
+starting at the first key of its own. gpu_merge.py merges both softmaxes. A pack reads its prefix as
+one row does, so with n rows per tile a prefix is read 1/n as often.
 """
 
 from __future__ import annotations
@@ -29,32 +27,32 @@ from jspec.pallas_kernels.attention.rows import AttentionRows
 
 @pytree
 class Packs:
-    """P packs of up to C rows with one prefix; a row in none reads all of its keys by itself."""
+    """P packs of up to C rows with one prefix; other rows read all of their keys themselves."""
 
-    rows: jax.Array  # i32[P, C], the rows of each, from the first place on; else 0
-    num_keys: jax.Array  # i32[P], of the prefix; 0: no pack
-    pack_of: jax.Array  # i32[B], -1: none
-    place_of: jax.Array  # i32[B], in its pack
+    rows: jax.Array  # i32[P, C], the rows of each pack; 0 for empty places
+    num_keys: jax.Array  # i32[P], keys of the prefix; 0: empty pack
+    pack_of: jax.Array  # i32[B], -1: in no pack
+    place_of: jax.Array  # i32[B], place in its pack
 
 
 def rows_a_pack(*, queries_per_row: int, group: int) -> int:
-    """C: rows whose queries fit into one tile. In: R = 4, group 4   Out: 4"""
+    """Return C, the rows whose queries fit into one tile. In: R = 4, group 4; Out: 4"""
     return TILE_ROWS // (queries_per_row * group)
 
 
 def serves(*, queries_per_row: int, group: int) -> bool:
-    """Whether two rows fit into one tile: else nothing is read less often."""
+    """Return whether two rows fit into one tile; otherwise sharing saves nothing."""
     return rows_a_pack(queries_per_row=queries_per_row, group=group) > 1
 
 
 def pack_rows(shared: SharedPrefixes, *, capacity: int) -> Packs:
-    """Rows of one leader, in their order, dealt out by `capacity`.
+    """Assign the rows of each leader, in order, to packs of `capacity`.
 
     In:  leaders 0 0 2 0 3, num_keys 128 128 0 128 0, capacity 2
     Out: rows [0 1] [3 .], num_keys 128 128 0 0 0, pack_of 0 0 -1 1 -1, place_of 0 1 0 0 0
 
-    There is room for twice as many packs as B rows of one prefix need: groups that come after are
-    read row by row.
+    There are at most twice as many packs as B rows with one prefix need; rows of further groups are
+    read individually.
     """
     (batch,) = shared.leaders.shape
     num_packs = min(2 * -(-batch // capacity), batch)
@@ -89,9 +87,10 @@ def attend_shared(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """As gpu.attend_rows without a window; q as query_tiles.pack_queries lays it.
+    """Attend like gpu.attend_rows without a window, for q in the layout of
+    query_tiles.pack_queries.
 
-    rows.shared must be there, and `serves` true. Raises as gpu.attend_rows does.
+    Requires rows.shared and `serves`. Raises ValueError otherwise, and as gpu.attend_rows does.
     """
     tuning = tuning or Tuning()
     if interpret:
@@ -141,7 +140,7 @@ def attend_shared(
         interpreted=interpret,
         **fixed,
     )
-    # The prefixes first: rows' own keys are still to be read when these programs have ended.
+    # Prefixes first: the rows' own keys keep the chip busy while these programs end.
     parts, heights = gpu.launch(
         _queries_of_packs(q, packs, num_kv=num_kv, per_row=queries_per_row * group),
         pool,
@@ -168,7 +167,7 @@ def attend_shared(
 
 
 def _after_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockPlan:
-    """A plan whose rows begin after what their pack reads."""
+    """Return the plan with each row starting after the prefix of its pack."""
     keys = jnp.take(packs.num_keys, packs.pack_of, mode="clip")
     first = jnp.where(packs.pack_of >= 0, keys // block_tokens, plan.bounds[:, 0])
     first = jnp.minimum(first, plan.bounds[:, 1])
@@ -176,7 +175,7 @@ def _after_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockP
 
 
 def _plan_of_packs(packs: Packs, *, queries: int, block_tokens: int) -> BlockPlan:
-    """Packs as rows whose every query sees every key: no block needs a mask."""
+    """Return a plan of packs as rows in which every query sees every key: no masks."""
     num_packs, zeros = packs.num_keys.shape[0], jnp.zeros_like(packs.num_keys)
     last = packs.num_keys // block_tokens
     return BlockPlan(
@@ -188,7 +187,7 @@ def _plan_of_packs(packs: Packs, *, queries: int, block_tokens: int) -> BlockPla
 
 
 def _queries_of_packs(q: jax.Array, packs: Packs, *, num_kv: int, per_row: int) -> jax.Array:
-    """[P * G, stored, D]: of each pack and kv head, the rows' queries side by side.
+    """Return [P * G, stored, D]: per pack and kv head, the queries of its rows in order.
 
     In:  P = 1, C = 2, G = 1, rows [3 5], 2 queries each   Out: [q30 q31 q50 q51 . . . .]
     """

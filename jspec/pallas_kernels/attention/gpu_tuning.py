@@ -1,4 +1,4 @@
-"""What changes the speed of the Hopper attention kernel of rows, and how it is chosen."""
+"""Tuning parameters of the Hopper decode attention kernel and their defaults."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What changes the speed and nothing else. `splits` None: chosen by `choose_splits`."""
+    """Parameters that affect speed only. splits: None uses `choose_splits`."""
 
-    block_tokens: int = 64  # keys of one step: 64 or 128
+    block_tokens: int = 64  # keys of one iteration: 64 or 128
     stages: int = 2  # blocks in a consumer's ring
     consumers: int = 1
     loader: Literal["self", "producer"] = "self"
-    weights: Literal["registers", "shared"] = "registers"  # where P is for the second product
+    weights: Literal["registers", "shared"] = "registers"  # where P is stored for the P V product
     splits: int | None = None
 
     def __post_init__(self) -> None:
@@ -27,9 +27,9 @@ class Tuning:
 
 
 def choose_tuning(width: int, *, windowed: bool) -> Tuning:
-    """Blocks of 128 keys for heads of 64, so that a block is as many bytes as of heads of 128.
+    """Return blocks of 128 keys for heads of 64: as many bytes per block as with heads of 128.
 
-    On an H200, 64 rows of 1,168 keys: 48.7 us for 53.7, 8 rows 14.8 for 17.7 (docs/kernels.md). In
-    a window they would be keys that nobody sees.
+    On an H200, 64 rows of 1,168 keys: 48.7 us instead of 53.7; 8 rows: 14.8 instead of 17.7
+    (docs/kernels.md). With a window, larger blocks would load more keys outside the window.
     """
     return Tuning(block_tokens=128) if width == 64 and not windowed else Tuning()

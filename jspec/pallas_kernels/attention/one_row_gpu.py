@@ -1,14 +1,15 @@
-"""Attention of one row's one query on an NVIDIA GPU (Triton): norms, rotation, write, and shares.
+"""Attention of a single row with a single query on an NVIDIA GPU (Triton), fused with RoPE and
+write.
 
-With one row and few thousand keys the time is that of launches and of what each waits for, not of
-reading keys. So one launch does what two did (kv_write/gpu.py and gpu.py): a program takes one kv
-head and a share of the row's keys, norms and rotates that head's queries for itself, and walks its
-blocks of keys. The first share's program also norms and rotates the new key, writes it and its
-value to their page, and counts them from its registers: nobody reads in the pool what this launch
-writes there. gpu_merge.py makes one softmax of the shares.
+With one row and a few thousand keys, launches and latencies take longer than reading the keys. One
+launch therefore does the work of two (kv_write/gpu.py and gpu.py): a program handles one kv head
+and a share of the row's keys, applies norm and RoPE to that head's queries and iterates over its
+key blocks. The first share's program also rotates and writes the new key and value, and includes
+them from registers, so no program reads from the pool what this launch writes. gpu_merge.py merges
+the shares.
 
-Keys outside of the row or the window are not read. Rounded as the two kernels round: q and k after
-the norm and after the rotation, P before the product with V, each share before the merge.
+Keys outside the row or window are not read. Rounding is that of the two kernels: q and k after the
+norm and after RoPE, P before the product with V, each share before the merge.
 """
 
 from __future__ import annotations
@@ -32,20 +33,18 @@ from jspec.pallas_kernels.hopper import NOTHING, capped
 from jspec.pallas_kernels.kv_write.reference import finite
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation
 
-BLOCK = 64  # keys of one step
-MOST_SHARES = 32  # a lane of the merge holds so many
-LEAST_GROUP = 16  # rows of the tensor cores' least tile
+BLOCK = 64  # keys of one iteration
+MOST_SHARES = 32  # heights that a lane of the merge holds
+LEAST_GROUP = 16  # M of the smallest tensor core tile
 MOST_GROUP = 16  # heads of a kv head
-# (H, G, D) at which a step of one row was timed to be faster by it, on an H200
-# (benchmarks/results/step_trace.json), and the longest row that its engine could hold.
+# (H, G, D) for which a step of one row was faster with this kernel on an H200
+# (benchmarks/results/step_trace.json), and the longest row of that engine.
 TIMED = {(32, 4, 128), (64, 8, 64)}  # Qwen3-30B-A3B, gpt-oss
 MOST_KEYS = 8448
 
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """Everything static of a call."""
-
     num_heads: int
     num_shares: int
     scale: float
@@ -55,7 +54,7 @@ class _Static:
 
 
 def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
-    """Whether the kernel takes heads[1, H + 2G, D] and this pool: one row, no tree."""
+    """Return whether the kernel supports heads[1, H + 2G, D] and this pool: one row, no tree."""
     num_kv, width = kv_pages.shape[2] // 2, kv_pages.shape[3]
     return (
         heads.shape[0] == rows.page_table.shape[0] == 1
@@ -69,7 +68,7 @@ def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_he
 
 
 def pays(kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
-    """Whether it is known to be faster than the two kernels that it stands for."""
+    """Return whether the kernel was measured to be faster than the two that it replaces."""
     _, page_size, two_g, width = kv_pages.shape
     fits = rows.page_table.shape[1] * page_size <= MOST_KEYS
     return fits and (num_heads, two_g // 2, width) in TIMED
@@ -87,7 +86,7 @@ def rotate_write_and_attend(
     sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "one H D"], Float[Array, "NP S G2 D"]]:
-    """What contract.py's contract asks for q and k normed and rotated, and v, of one row."""
+    """Fulfil contract.py for one row's heads (q, k, v) before norms and RoPE."""
     num_kv, page_size = kv_pages.shape[2] // 2, kv_pages.shape[1]
     blocks = -(-rows.page_table.shape[1] * page_size // BLOCK)
     static = _Static(
@@ -144,11 +143,11 @@ def _attend(
     sin_ref: Any,
     table_ref: Any,
     place_ref: Any,
-    _before: Any,  # the pool as it came: the same memory as pool_ref
+    _before: Any,  # the input pool, aliased to pool_ref
     *norms_and_out: Any,
     static: _Static,
 ) -> None:
-    """One kv head, one share of the row's keys."""
+    """Attend one share of the row's keys for one kv head."""
     *norm_refs, parts_ref, heights_ref, pool_ref = norms_and_out
     head, share = pl.program_id(0), pl.program_id(1)
     page_size, two_g, width = pool_ref.shape[1:]
@@ -160,7 +159,7 @@ def _attend(
     turn = (plt.load(cos_ref.at[only, lane])[None], plt.load(sin_ref.at[only, lane])[None])
 
     def rotated(which: jax.Array, mask: jax.Array, norm_ref: Any) -> list[jax.Array]:
-        """Both halves of heads `which`, normed, turned and rounded."""
+        """Return both halves of heads `which`, after norm, RoPE and rounding."""
         halves = [
             plt.load(heads_ref.at[only, which, lane[None] + start], mask=mask, other=0.0)
             for start in (0, half)
@@ -222,7 +221,7 @@ def _attend(
     )
     top, total, mixed = lax.fori_loop(first, last, block, carry)
 
-    # The new key, for the first share alone.
+    # The new key belongs to the first share.
     is_mine = (share == 0) & is_row
     one = jnp.zeros((1, 1), jnp.int32)
     num_kv = two_g // 2

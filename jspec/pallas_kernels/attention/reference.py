@@ -1,7 +1,7 @@
-"""The specification of paged attention: gather everything, mask, softmax, in float32.
+"""The reference of paged attention: gather everything, mask, softmax, in float32.
 
-Slow on purpose, and short enough to be read against the contract in contract.py. Every
-kernel is tested against it with NaN in whatever must not be read.
+It is slow and short, to be compared with contract.py. Kernels are tested against it with NaN in
+everything that they must not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jspec.pallas_kernels.kv_write.reference import page_slots, pool_rows, write
 def new_slots(
     rows: AttentionRows, num_queries: int, *, page_size: int, queries_per_row: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """i32[T] (page, offset) where each new row's K and V go; the same for all layers."""
+    """Return i32[T] (page, offset) of each new token's K and V, shared by all layers."""
     index = index_queries(rows.cu_q_lens, num_queries, queries_per_row=queries_per_row)
     slot = jnp.take(rows.prefix_lens, index.row_idx, mode="clip") + index.within
     return page_slots(rows.page_table, index.row_idx, slot, index.valid, page_size=page_size)
@@ -30,7 +30,7 @@ def write_new(
     *,
     queries_per_row: int | None,
 ) -> jax.Array:
-    """Writes new row j of each sequence at slot prefix_len + j; padding goes to page 0."""
+    """Write new token j of each row at slot prefix_len + j; padding goes to page 0."""
     page, offset = new_slots(
         rows, k_new.shape[0], page_size=kv_pages.shape[1], queries_per_row=queries_per_row
     )
@@ -49,7 +49,7 @@ def attend(
     sinks: jax.Array | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """out[T, H, D] by the definition; padding queries return zeros."""
+    """Return out[T, H, D] by definition; padding queries return zeros."""
     two_g, width = kv_pages.shape[2:]
     index = index_queries(rows.cu_q_lens, q.shape[0], queries_per_row=queries_per_row)
     lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]

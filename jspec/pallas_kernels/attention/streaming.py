@@ -1,11 +1,11 @@
 """Paged attention in plain XLA, streaming over blocks of pages (online softmax).
 
-The loop's trip count follows the longest row, so a step costs what its contexts cost, whatever
-the pool or the page table could hold. This is what CPUs and GPUs without a kernel run.
+It runs on CPUs and on GPUs without a kernel. The loop's trip count follows the contexts, not the
+size of the pool or page table.
 
-Two layouts share one body. Rows of equal length attend row by row: groups A = B, queries R, keys
-one block of each row an iteration. Packed prefill is one group: all T queries against one block of
-one row an iteration, masked to that row's queries, so that absent rows cost nothing.
+Rows of equal length: the groups are rows (A = B), and an iteration takes one block of keys of every
+row. Packed prefill is one group: an iteration takes all T queries and one block of one row, masked
+to that row's queries, so absent rows cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 128
 
 @pytree
 class _Partial:
-    """Online softmax over the blocks seen so far: [A, G, Q * group(, D)], float32."""
+    """The online softmax over the blocks so far: [A, G, Q * group(, D)], float32."""
 
     top: jax.Array
     total: jax.Array
@@ -39,7 +39,7 @@ def attend(
     sinks: jax.Array | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """out[T, H, D]; padding queries return unspecified finite values."""
+    """Return out[T, H, D]; padding queries return unspecified finite values."""
     _, page_size, two_g, width = kv_pages.shape
     batch, pages_per_row = rows.page_table.shape
     num_heads, num_kv = q.shape[1], two_g // 2
@@ -52,7 +52,7 @@ def attend(
     queries = _pack(q, groups=groups, num_kv=num_kv, width=width) * scale
 
     blocks = -(-written // (block_pages * page_size))  # of each row
-    ends = jnp.cumsum(blocks)  # packed: row r has the iterations ends[r] - blocks[r] .. ends[r]
+    ends = jnp.cumsum(blocks)  # packed: row r has iterations ends[r] - blocks[r] .. ends[r]
 
     def body(carry: tuple[jax.Array, _Partial]) -> tuple[jax.Array, _Partial]:
         step, partial = carry
@@ -67,13 +67,13 @@ def attend(
             block, limit = step, written
             ids = jax.lax.dynamic_slice_in_dim(table, block * block_pages, block_pages, axis=1)
         slot = block * (block_pages * page_size) + jnp.arange(block_pages * page_size)
-        # Slots and heads in one axis, D kept: on a TPU a wholly flat view has another tiling, and
-        # this loop would then copy the pool in every iteration.
+        # Merge slots and heads into one axis but keep D: on a TPU a fully flat view has another
+        # tiling, and this loop would copy the pool in every iteration.
         flat = kv_pages.reshape(kv_pages.shape[0], -1, width)
         kv = flat.at[ids].get(mode="promise_in_bounds")
         kv = kv.reshape(ids.shape[0], -1, num_kv, 2, width).astype(jnp.float32)
-        # A weight of 0 times NaN is NaN: slots nobody wrote become 0 before any product. What was
-        # written is finite (kv_write).
+        # 0 times NaN is NaN, so zero the unwritten slots before any product. Written slots are
+        # finite (kv_write).
         is_written = (slot < limit[:, None])[:, :, None, None, None]
         kv = jnp.where(is_written, kv, 0.0)
         kv = kv.reshape(groups, -1, num_kv, 2, width)
@@ -93,7 +93,7 @@ def attend(
 
 
 def _pack(q: jax.Array, *, groups: int, num_kv: int, width: int) -> jax.Array:
-    """[T, H, Dq] -> [A, G, Q * group, D] in float32, zero-padded to the pool's width."""
+    """Reshape [T, H, Dq] to float32 [A, G, Q * group, D], zero-padded to the pool's width."""
     q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, width - q.shape[2])))
     q = q.reshape(groups, q.shape[0] // groups, num_kv, -1, width)
     return q.transpose(0, 2, 1, 3, 4).reshape(groups, num_kv, -1, width)
@@ -113,7 +113,7 @@ def _visible(
     window: int | None,
     row: jax.Array | None,
 ) -> jax.Array:
-    """bool[A, Q, C] for one block of slots [C]: of every row, or of the packed row `row`."""
+    """Return bool[A, Q, C] for a block of slots [C]: of every row, or of packed row `row`."""
     index = index_queries(rows.cu_q_lens, num_queries, queries_per_row=queries_per_row)
     batch = rows.prefix_lens.shape[0]
     if queries_per_row is not None:
@@ -147,7 +147,7 @@ def _absorb(
     *,
     soft_cap: float | None,
 ) -> _Partial:
-    """One block into the online softmax: kv [A, C, G, 2, D], seen [A, Q, C]."""
+    """Add one block to the online softmax: kv [A, C, G, 2, D], seen [A, Q, C]."""
     group = queries.shape[2] // seen.shape[1]
     scores = jnp.einsum("agqd,acgd->agqc", queries, kv[:, :, :, 0])
     if soft_cap is not None:

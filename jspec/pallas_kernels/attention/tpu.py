@@ -1,17 +1,16 @@
 """Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
 
-The contract is the one of contract.py with `queries_per_row` given; packed prefill is not
-for this file. One Mosaic kernel (tpu_kernel.py) writes this call's K and V into the
-pool and attends; here its inputs are laid out and its memory is described.
+Implements contract.py for calls with `queries_per_row`. One Mosaic kernel (tpu_kernel.py) writes
+the call's K and V and attends; this module prepares its inputs and memory.
 
-The pool must lie in memory in the order of its indices (see `is_copy_free`), which XLA chooses for
-128 lanes and 2, 4 or a multiple of 8 K and V heads on a shard. So head_dim 64 wants a pool 128
-wide: the bytes are the same, for XLA would pad 64 lanes to 128, and K, V and q may be narrower.
+The pool must be stored in index order (see `is_copy_free`), which XLA chooses for 128 lanes and 2,
+4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128. It
+takes the same memory, since XLA pads 64 lanes to 128; K, V and q may be narrower.
 
-Tensor parallel: call it per shard (shard_map), with the shard's heads.
+With tensor parallelism, call it per shard (shard_map) with the shard's heads.
 
-What was run: every mask and layout in TPU interpret mode, and the compiler for v5e, v5p and v6e
-ahead of time. Nothing was run or timed on a TPU yet; block sizes are from arithmetic.
+Tested in TPU interpret mode with every mask and layout, and compiled ahead of time for v5e, v5p and
+v6e. It has not run on a TPU; block sizes are computed, not measured.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from jspec.pallas_kernels.kv_write.reference import pool_rows
 
 MAX_QUERIES_PER_ROW = 64
 MAX_POSITION = 1 << 30
-SMEM_BYTES = 512 * 1024  # of 1 MiB; the compiler needs some itself
+SMEM_BYTES = 512 * 1024  # of 1 MiB; the compiler needs some of it
 
 
 def is_copy_free(pool_shape: tuple[int, ...]) -> bool:
-    """Does XLA lay a pool [NP, S, 2G, D] out in the order of its indices, as the kernel reads it?
+    """Return whether XLA stores a pool [NP, S, 2G, D] in index order, as the kernel reads it.
 
-    Any other pool is read correctly, but XLA copies it before and after every call.
+    Other pools are read correctly, but XLA copies them before and after every call.
     """
     two_g, width = pool_shape[2:]
     return width % LANES == 0 and (two_g in {2, 4} or two_g % 8 == 0)
@@ -62,12 +61,11 @@ def attend_rows(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out[T, H, D], kv_pages'): writes k_new and v_new [T, G, *], then attends.
+    """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages').
 
-    See contract.py for shapes and masks. T = B * queries_per_row. Donate kv_pages: it is
-    updated in place. What lies after a row's length is written nowhere and gives finite values.
-    `interpret` runs the same kernel on a CPU, for tests. Raises ValueError at trace time for what
-    the kernel does not do.
+    See contract.py for shapes and masks; T = B * queries_per_row. Donate kv_pages, which is updated
+    in place. Queries after a row's length are not written and return finite values. interpret: run
+    on a CPU, for tests. Raises ValueError at trace time for unsupported arguments.
     """
     plan = _make_plan(
         q,
@@ -110,7 +108,7 @@ def _make_plan(
     if page_size & (page_size - 1):
         raise ValueError(f"page_size is {page_size}; expected a power of two")
     tail = 0 if rows.tail_positions is None else rows.tail_positions.shape[1]
-    # Two rows' tables, three scalars a row, and a window's tail positions in whole vectors.
+    # Tables of two rows, three scalars per row, and a window's tail positions in whole vectors.
     positions = -(-tail // LANES) * LANES if settings["window"] is not None else 0
     smem = 4 * (2 * pages_per_row + batch * (3 + positions))
     if smem > SMEM_BYTES:
@@ -139,7 +137,7 @@ def _pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _pack(plan: RowsPlan, q: jax.Array) -> jax.Array:
-    """[T, H, Dq] -> [B, G, packed, D] in the pool's dtype, or float32 where q is."""
+    """Reshape [T, H, Dq] to [B, G, packed, D] in the pool's dtype, or float32 if q is."""
     dtype = plan.dtype if q.dtype == plan.dtype else jnp.float32
     q = jnp.pad(q.astype(dtype), ((0, 0), (0, 0), (0, plan.width - q.shape[2])))
     q = q.reshape(plan.batch, plan.queries, plan.two_g // 2, plan.group, plan.width)
@@ -155,7 +153,7 @@ def _unpack(plan: RowsPlan, out: jax.Array) -> jax.Array:
 
 
 def _describe_rows(plan: RowsPlan, rows: AttentionRows) -> dict[str, jax.Array]:
-    """The rows' scalars and, where a mask needs them, what each query knows of itself.
+    """Return the rows' scalars and, if a mask needs them, mask words and position of each query.
 
     In:  prefix_lens = [9, 0], lengths = [3, 0], q_positions = 9 10 11 | 0 0 0, window 4
     Out: limits = [12, 0], firsts = [6, 0]
@@ -172,7 +170,7 @@ def _describe_rows(plan: RowsPlan, rows: AttentionRows) -> dict[str, jax.Array]:
         real = jnp.arange(plan.queries) < lens[:, None]
         least = jnp.min(jnp.where(real, positions, MAX_POSITION), axis=1)
         firsts = least - plan.window + 1
-        if plan.tail:  # a tail key's position says nothing about its slot
+        if plan.tail:  # a tail key's position does not determine its slot
             firsts = jnp.minimum(firsts, rows.prefix_lens + plan.queries - plan.tail)
         firsts = jnp.clip(firsts, 0, jnp.maximum(limits - 1, 0))
         columns.append(rows.q_positions[:, None])
@@ -186,7 +184,7 @@ def _describe_rows(plan: RowsPlan, rows: AttentionRows) -> dict[str, jax.Array]:
 
 
 def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
-    """Runs the kernel: [out[B, G, packed, D]] and, where it writes, the pool."""
+    """Run the kernel; return [out[B, G, packed, D]] and, if it writes, the pool."""
     step_rows, heads = plan.rows_per_step, plan.two_g // 2
     num_steps = plan.batch // plan.num_splits // step_rows
 
@@ -211,7 +209,7 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
     aliases = {}
     if plan.writes:
         pool = inputs["pages"]
-        # Said to be in HBM, or XLA would bring a small pool, whole, into VMEM and back.
+        # Placed in HBM explicitly, or XLA would copy a small pool to VMEM and back.
         outs["pages_out"] = pltpu.HBM(pool.shape, pool.dtype)
         out_specs.append(hbm)
         aliases[len(scalars) + names.index("pages")] = 1
@@ -231,7 +229,7 @@ def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=plan.vmem_bytes,
-            # Half the instructions of a page's copy would be checks; the interpreter checks too.
+            # Checks would be half the instructions of a page's copy; the interpreter checks anyway.
             disable_bounds_checks=True,
         ),
         interpret=pltpu.InterpretParams() if plan.interpret else False,

@@ -1,22 +1,18 @@
-"""The body of the TPU's row-wise attention kernel: one Mosaic program on one core.
+"""The Mosaic kernel of TPU attention for rows of equal length: one program on one core.
 
-It knows packed queries, rows' scalars and the pool; how they are made, and the contract, is the
-business of tpu.py.
+tpu.py prepares its inputs. A grid step handles a few rows. A producer iterates over (row, block of
+pages) ahead of the consumer and copies pages from HBM into a ring of buffers, NUM_BUFFERS - 1
+blocks ahead and across rows, so memory is not idle at a row's end. It copies only pages with keys
+that some query may see. Page tables stay in HBM; the producer fetches one row's slice at a time
+into SMEM, so P is practically unlimited. New tokens are copied from HBM to HBM in runs of powers of
+two within a page. This call's queries see them because they are also stored into the block in VMEM,
+so no read waits for a write.
 
-A grid step owns a few rows. A producer walks (row, block of pages) ahead of the consumer and copies
-pages from HBM into a ring of buffers, NUM_BUFFERS - 1 blocks ahead and across rows, so the memory
-is not idle at a row's end; it copies only pages that hold keys some query may see. Page tables stay
-in HBM: the producer fetches one row's slice at a time into SMEM, so P has no limit worth naming.
-New rows go from HBM to HBM, in runs of powers of two within a page. The queries of this call see
-them because they are laid over the block in VMEM, not because they were written first: no read
-waits for a write.
-
-What a query may see is computed for the R queries of a row, then spread over the heads of a group
-by a product with a 0/1 matrix. A block that all queries see whole skips all that.
+The mask is computed for the R queries of a row, then expanded to the heads of a group by a product
+with a 0/1 matrix. Blocks that all queries see skip this.
 
     In:  R = 2, group = 3
-    Out: packed rows 0 1 2 | 3 4 5 belong to queries 0 0 0 | 1 1 1; padded to 8 rows, which see
-         nothing
+    Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing
 """
 
 from __future__ import annotations
@@ -33,19 +29,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 NUM_BUFFERS = 4
-# Not tuned on a chip: a block is at least what HBM delivers during one DMA's latency.
+# Not tuned on hardware: a block is at least what HBM delivers during one DMA's latency.
 BLOCK_BYTES, MAX_BLOCK_BYTES = 512 * 1024, 2 * 1024 * 1024
 MIN_BLOCK_KEYS, MAX_BLOCK_KEYS = 256, 1024
 MAX_SCORES = 128 * 1024
 ROWS_BYTES, MAX_ROWS_PER_STEP = 2 * 1024 * 1024, 8
-# Running maxima start at LOW; a key that is not seen scores UNSEEN, so that its weight is exactly 0
-# even in a row that has seen nothing.
+# Running maxima start at LOW; hidden keys score UNSEEN, so their weight is exactly 0 even in a row
+# that has seen nothing.
 LOW, UNSEEN = -1e30, -3e38
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsPlan:
-    """What is static in one call."""
+    """The static parameters of a call."""
 
     batch: int
     queries: int  # R
@@ -64,7 +60,7 @@ class RowsPlan:
 
     @property
     def packed(self) -> int:
-        """Rows of one kv head's products: R * group, whole sublanes."""
+        """M of one kv head's products: R * group, rounded up to whole sublanes."""
         return -(-self.queries * self.group // 8) * 8
 
     @property
@@ -81,7 +77,7 @@ class RowsPlan:
 
     @property
     def block_pages(self) -> int:
-        """Pages of one buffer: a power of two of keys, in whole vectors of lanes."""
+        """Pages of one buffer: a power of two of keys, at least a vector of lanes."""
         key_bytes = self.two_g * max(self.width, LANES) * self.dtype.itemsize
         keys = min(MIN_BLOCK_KEYS, MAX_BLOCK_BYTES // key_bytes)
         keys = min(max(keys, BLOCK_BYTES // key_bytes), MAX_BLOCK_KEYS)
@@ -95,7 +91,7 @@ class RowsPlan:
 
     @property
     def num_splits(self) -> int:
-        """Chips with two cores run one half of the rows on each."""
+        """Halves of the batch, one per core on chips with two cores."""
         return 2 if self.batch % 2 == 0 else 1
 
     @property
@@ -107,7 +103,7 @@ class RowsPlan:
 
     @property
     def vmem_bytes(self) -> int:
-        """What to ask of VMEM: twice what is held, for the products' temporaries, and some."""
+        """The VMEM limit: twice the buffers, for the products' temporaries, plus a margin."""
         width = max(self.width, LANES)
         buffers = NUM_BUFFERS * self.block_keys * self.two_g * width * self.dtype.itemsize
         partial = self.two_g // 2 * self.packed * (2 * LANES + width) * 4
@@ -116,9 +112,9 @@ class RowsPlan:
 
     @property
     def has_strided_heads(self) -> bool:
-        """Can one head's K and V be loaded as every G-th row of 32-bit words?
+        """True if one head's K and V can be loaded as every G-th row of 32-bit words.
 
-        The interpreter knows no view of a buffer; the compiler wants whole tiles and 128 lanes.
+        The interpreter supports no such view; the compiler needs whole tiles and 128 lanes.
         """
         sublanes = self.two_g * self.dtype.itemsize // 4
         whole = sublanes in {1, 2, 4} or sublanes % 8 == 0
@@ -127,11 +123,11 @@ class RowsPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsMemory:
-    """The kernel's memory; `row` counts the batch, `i` the rows of one grid step (N of them)."""
+    """The kernel's memory; `row` indexes the batch, `i` the N rows of a grid step."""
 
     prefix_lens: Any  # SMEM i32[B]
-    limits: Any  # SMEM i32[B], keys of the row, this call's included
-    firsts: Any  # SMEM i32[B], first key that any of its queries may see
+    limits: Any  # SMEM i32[B], keys of the row, including this call's
+    firsts: Any  # SMEM i32[B], first key that some query may see
     q: Any  # VMEM [N, G, packed, D]
     table: Any  # HBM i32[B, 1, P]
     pages: Any  # HBM [NP, S, 2G, D], where pages are read
@@ -153,7 +149,7 @@ class RowsMemory:
     pages_out: Any = None  # HBM, the pool again, where new rows are written
 
 
-# Places in RowsMemory.state: the producer's next (row, block), and how many blocks were produced
+# Indices of RowsMemory.state: the producer's next (row, block), and the numbers of blocks produced
 # and consumed.
 ROW, BLOCK, PRODUCED, CONSUMED = range(4)
 
@@ -190,7 +186,7 @@ def attend_kernel(plan: RowsPlan, order: list[str], *memory: Any) -> None:
 
 
 def _blocks_of(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The row's blocks [first, last)."""
+    """Return the row's blocks [first, last)."""
     return (
         lax.div(refs.firsts[row], plan.block_keys),
         lax.div(refs.limits[row] + plan.block_keys - 1, plan.block_keys),
@@ -200,7 +196,7 @@ def _blocks_of(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> tuple[jax.Ar
 def _pages_of(
     plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Which pages [first, last) of the row are copied for a block: those that hold old keys."""
+    """Return the row's pages [first, last) to copy for a block: those with earlier tokens."""
     held = jnp.minimum(refs.prefix_lens[row], refs.limits[row]) if plan.writes else refs.limits[row]
     last = lax.div(held + plan.page_size - 1, plan.page_size)
     start = block * plan.block_pages
@@ -217,13 +213,13 @@ def _copy_table(refs: RowsMemory, row: jax.Array) -> Any:
 def _copy_page(
     plan: RowsPlan, refs: RowsMemory, page: jax.Array, buffer: jax.Array, place: Any
 ) -> Any:
-    """One page into the `place`-th page of a buffer."""
+    """Copy one page to the `place`-th page of a buffer."""
     target = refs.buffers.at[buffer, pl.ds(place * plan.page_size, plan.page_size)]
     return pltpu.make_async_copy(refs.pages.at[page], target, refs.page_sems.at[buffer])
 
 
 def _enter_row(plan: RowsPlan, refs: RowsMemory, row: jax.Array, last_row: jax.Array) -> None:
-    """The row's table is there; the next one's is fetched, and the row's K and V are written."""
+    """Wait for the row's table, fetch the next row's, and start writing the row's K and V."""
     _copy_table(refs, row).wait()
 
     @pl.when(row + 1 < last_row)
@@ -236,10 +232,10 @@ def _enter_row(plan: RowsPlan, refs: RowsMemory, row: jax.Array, last_row: jax.A
 
 
 def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
-    """Moves the producer to the next row that has blocks left, or to last_row."""
+    """Move the producer to the next row with blocks left, or to last_row."""
 
     def is_finished(row: jax.Array) -> jax.Array:
-        # Short-circuit by index: last_row itself may lie after the arrays.
+        # Clamp the index: last_row may be past the end of the arrays.
         there = jnp.minimum(row, last_row - 1)
         return (row < last_row) & (refs.state[BLOCK] >= _blocks_of(plan, refs, there)[1])
 
@@ -251,7 +247,7 @@ def _skip_finished_rows(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -
 
 
 def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
-    """Starts the copies of the next block, if any is left."""
+    """Start the copies of the next block, if any is left."""
     row, block = refs.state[ROW], refs.state[BLOCK]
 
     @pl.when(row < last_row)
@@ -265,7 +261,7 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
             _copy_page(plan, refs, page, buffer, place).start()
             return carry
 
-        # A whole block has a static trip count, which the compiler can unroll and schedule.
+        # A whole block has a static trip count, so the compiler can unroll and schedule it.
         whole = last - first == plan.block_pages
 
         @pl.when(whole)
@@ -284,7 +280,7 @@ def _produce(plan: RowsPlan, refs: RowsMemory, last_row: jax.Array) -> None:
 def _await_block(
     plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array, buffer: Any
 ) -> None:
-    """A DMA semaphore counts bytes: a whole block is awaited at once."""
+    """Wait for a block; DMA semaphores count bytes, so one wait covers a whole block."""
     first, last = _pages_of(plan, refs, row, block)
     whole = last - first == plan.block_pages
     all_keys = refs.buffers.at[buffer]
@@ -303,7 +299,7 @@ def _await_block(
 
 
 def _runs(most: int, count: jax.Array, act: Any) -> None:
-    """Calls act(offset, size) under a condition for each power of two in `count`, largest first.
+    """Call act(offset, size) under a condition for each power of two in `count`, largest first.
 
     In:  most = 6, count = 5
     Out: act(0, 4), act(4, 1)
@@ -315,7 +311,7 @@ def _runs(most: int, count: jax.Array, act: Any) -> None:
 
 
 def _start_writes(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> None:
-    """Copies the row's new K and V to their pages; past the page table nothing is written."""
+    """Copy the row's new K and V to their pages; nothing is written past the page table."""
     prefix, size = refs.prefix_lens[row], plan.page_size
 
     def write(index: jax.Array, carry: None) -> None:
@@ -359,7 +355,7 @@ def _attend_row(
         refs.top[...] = jnp.maximum(sink, LOW)
         refs.total[...] = jnp.exp(sink - jnp.maximum(sink, LOW))
     refs.mixed[...] = jnp.zeros_like(refs.mixed)
-    # Keys before this slot are in the pool, and every query of the row sees them.
+    # Keys before this slot are in the pool and visible to every query of the row.
     prefix = refs.prefix_lens[row]
     seen_by_all = jnp.minimum(jnp.minimum(prefix, refs.limits[row]), _tail_start(plan, prefix))
 
@@ -407,7 +403,7 @@ def _lay_new_rows(
     block: jax.Array,
     buffer: jax.Array,
 ) -> None:
-    """Puts the new rows of this block where the pool's copy will have them."""
+    """Store this block's new K and V in the buffer at their slots."""
     prefix, start = refs.prefix_lens[row], block * plan.block_keys
 
     def lay(j: jax.Array, carry: None) -> None:
@@ -421,7 +417,7 @@ def _lay_new_rows(
 def _seen(
     plan: RowsPlan, refs: RowsMemory, i: jax.Array, row: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """bool[packed, block_keys]: see contract.py for the rules."""
+    """Return the mask bool[packed, block_keys]; see contract.py for the rules."""
     shape = (plan.query_rows, plan.block_keys)
     slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     prefix = refs.prefix_lens[row]
@@ -442,7 +438,7 @@ def _seen(
     weight = seen.astype(jnp.float32)
     if plan.queries == 1:
         return jnp.broadcast_to(weight[:1], (plan.packed, plan.block_keys)) > 0.5
-    # Query of each packed row; products with 0 and 1 are exact.
+    # Expand queries to packed rows; products with 0 and 1 are exact.
     spread = (plan.packed, plan.query_rows)
     packed_row = lax.broadcasted_iota(jnp.int32, spread, 0)
     query = lax.broadcasted_iota(jnp.int32, spread, 1)
@@ -454,7 +450,7 @@ def _seen(
 def _positions(
     plan: RowsPlan, refs: RowsMemory, row: jax.Array, slot: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """A key's position is its slot, but for the tail, whose first slot is `start`."""
+    """Return key positions: the slot, except for the tail, whose first slot is `start`."""
     if not plan.tail:
         return slot
 
@@ -465,7 +461,7 @@ def _positions(
 
 
 def _held(plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array) -> jax.Array:
-    """bool[block_keys, D]: was this key copied or laid? Anything else in the buffer may be NaN."""
+    """Return bool[block_keys, D]: was this key copied or stored? Other contents may be NaN."""
     shape = (plan.block_keys, plan.width)
     slot = block * plan.block_keys + lax.broadcasted_iota(jnp.int32, shape, 0)
     first = lax.div(refs.firsts[row], plan.page_size) * plan.page_size
@@ -475,7 +471,7 @@ def _held(plan: RowsPlan, refs: RowsMemory, row: jax.Array, block: jax.Array) ->
 def _load_head(
     plan: RowsPlan, refs: RowsMemory, buffer: jax.Array, head: int, held: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V [block_keys, D] of one head; V is 0 where not held."""
+    """Return K and V [block_keys, D] of one head; V is 0 where not `held`."""
 
     def clean(v: jax.Array) -> jax.Array:
         return v if held is None else jnp.where(held, v, jnp.zeros_like(v))
@@ -496,9 +492,9 @@ def _load_head(
 
 
 def split_pair(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V in float32 from words of 32 bits that hold bfloat16 of two heads, 2g and 2g + 1.
+    """Split 32-bit words with bfloat16 of heads 2g and 2g + 1 into K and V in float32.
 
-    The even head is the low half. bfloat16 in the high half of a word is that number in float32.
+    The even head is the low half. bfloat16 in the high half of a word is the same float32.
     """
     k = pltpu.bitcast(pair << 16, jnp.float32)
     return k, pltpu.bitcast(pair & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -513,7 +509,7 @@ def _absorb(
     seen: jax.Array | None,
     held: jax.Array | None,
 ) -> None:
-    """One head of one block into the online softmax."""
+    """Add one head of one block to the online softmax."""
     k, v = _load_head(plan, refs, buffer, head, held)
     q = refs.q[i, head]
     precision = None
