@@ -1,14 +1,11 @@
-"""The residual add and the RMSNorm after it, in one pass over a row, for NVIDIA GPUs (Triton).
+"""The residual add fused with the following RMSNorm, in one pass, for NVIDIA GPUs (Triton).
 
-One program a row: it reads x and delta once, keeps their sum in registers, writes the sum and its
-norm. XLA spends two or three kernels on the same; where it has split the product before into
-partial sums, it adds those in the first of them, which then remains.
+One program per row reads x and delta once, keeps their sum in registers, and writes the sum and its
+norm. XLA needs two or three kernels. If XLA split the preceding product into partial sums, its
+first kernel also adds those and remains.
 
-Rounded as XLA's path rounds: the sum in x's dtype, then the norm of that sum in float32, cast back
-once at the end; only the order in which the squares are added is the kernel's own.
-
-It knows nothing of layers or sharding. `reference` is the specification; docs/kernels.md has the
-times.
+Rounding is that of XLA: the sum in x's dtype, then the norm of that sum in float32, cast once at
+the end. Only the summation order of the squares differs. docs/kernels.md has the times.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-ELEMENTS_PER_THREAD = 16  # of each operand: two 16-byte reads of bfloat16, all in flight at once
+ELEMENTS_PER_THREAD = 16  # of each operand: two 16-byte loads of bfloat16, all in flight at once
 LANES, MAX_WARPS = 32, 16
 
 
 def reference(
     x: Float[Array, "T E"], delta: Float[Array, "T E"], scale: Float[Array, "E"], *, eps: float
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """(x + delta, its RMSNorm times scale): the sum in x's dtype, the norm in float32 inside."""
+    """Return (x + delta in x's dtype, its RMSNorm times scale, computed in float32)."""
     total = x + delta
     wide = total.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -44,9 +41,9 @@ def add_and_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """As `reference`. T and E are free, T = 0 included; E need not be a power of two.
+    """Compute `reference` in one kernel. Any T, including 0; E need not be a power of two.
 
-    x and delta share a dtype; scale may be wider. interpret: on any platform, for tests.
+    x and delta share a dtype; scale may be wider. interpret: run anywhere, for tests.
     """
     num_rows, size = x.shape
     if num_rows == 0:
@@ -69,7 +66,7 @@ def add_and_norm(
 
 
 def num_warps(width: int) -> int:
-    """So many that a thread holds ELEMENTS_PER_THREAD of a row: 4096 -> 8, 64 -> 1, 32768 -> 16."""
+    """Return warps so that a thread has ELEMENTS_PER_THREAD: 4096 -> 8, 64 -> 1, 32768 -> 16."""
     return min(max(width // (LANES * ELEMENTS_PER_THREAD), 1), MAX_WARPS)
 
 
@@ -83,7 +80,8 @@ def _body(
     eps: float,
     width: int,
 ) -> None:
-    """One row. Triton's arrays are powers of two: the columns from E on are masked, read as 0.
+    """Process one row. Triton's arrays are powers of two: columns from E on are masked and read as
+    0.
 
     In: E = 3, row [1 2 2 | .]      Out: sum of squares 9, over E = 3 (not over the 4 of `width`)
     """

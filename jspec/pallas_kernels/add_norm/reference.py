@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019): the definition, for any platform."""
+"""RMSNorm (Zhang and Sennrich, 2019)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*b E"], scale: Float[Array, "E"], *, eps: float) -> jax.Array:
-    """x / rms(x) * scale, computed in float32 whatever the activations are."""
+    """Return x / rms(x) * scale, computed in float32 and rounded to x's dtype."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + eps)

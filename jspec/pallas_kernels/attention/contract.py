@@ -1,7 +1,8 @@
 """The contract of paged attention, which every implementation of `Ops.attend` fulfils.
 
     q[T, H, D], k_new, v_new [T, G, D] (None: nothing is written), kv_pages[NP, S, 2G, D]
-    rows.page_table[B, P], rows.prefix_lens[B]: tokens in the KV cache before this call's
+    rows.page_table[B, P], rows.prefix_lens[B]: tokens of the row before this call's first new one,
+    also when k_new is None
     rows.cu_q_lens[B + 1]: row b has cu_q_lens[b+1] - cu_q_lens[b] queries
 
 Queries are packed row after row. With `queries_per_row` R, row b's queries instead start at q[b *

@@ -337,7 +337,7 @@ def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
     if shape.tuning.loader == "self":
         _consume(shape, refs, work, warpgroup)
         return
-    # There are not enough registers for two consumers and a producer at the default split.
+    # Two consumers and a producer need more registers than exist, so the producer gives up some.
     rebalance = consumers == 2
 
     @pl.when(warpgroup < consumers)

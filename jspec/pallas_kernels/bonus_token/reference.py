@@ -1,6 +1,6 @@
-"""Gathering what a verification emits: the accepted path and the bonus token after it.
+"""Gathering the output of a verification: the accepted path and the bonus token after it.
 
-Arrays stay two-dimensional, by node [B, N] or by path [B, M]; there is no stride to get wrong.
+Arrays stay two-dimensional, by node [B, N] or by path [B, M], so no stride can be wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 def gather_path(
     values: Int[Array, "B N"], node_path: Int[Array, "B M"], num_accepted: Int[Array, "B"]
 ) -> Int[Array, "B M"]:
-    """values[b, node_path[b, i]] for i <= num_accepted[b], and 0 after.
+    """Return values[b, node_path[b, i]] for i <= num_accepted[b], and 0 after.
 
     In:  values = [[11, 12, 13, 14]], node_path = [[0, 1, 3]], num_accepted = [1]
     Out: [[11, 12, 0]]
@@ -24,7 +24,7 @@ def gather_path(
 
 
 def gather_bonus(emitted_ids: Int[Array, "B M"], num_accepted: Int[Array, "B"]) -> Int[Array, "B"]:
-    """The bonus token of each row: the last emitted id, emitted_ids[b, num_accepted[b]]."""
+    """Return each row's bonus token, the last emitted id: emitted_ids[b, num_accepted[b]]."""
     last = num_accepted[:, None]
     return jnp.take_along_axis(emitted_ids, last, axis=1, mode="clip")[:, 0]
 
@@ -35,9 +35,9 @@ def gather_emitted(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """(emitted ids, bonus token, hidden rows along the path), 0 after each path.
+    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path.
 
-    What a settled verification hands on, all at once; `bonus_token_tpu` does it in one launch.
+    tpu.py does it in one launch.
     """
     emitted_ids = gather_path(target_ids, node_path, num_accepted)
     valid = jnp.arange(node_path.shape[1], dtype=jnp.int32) <= num_accepted[:, None]

@@ -1,12 +1,12 @@
-"""What a verification emits, gathered on a TPU in one launch: ids, bonus token, hidden rows.
+"""The gather of a verification's output on a TPU in one launch: ids, bonus token, hidden states.
 
-The same function as `bonus_token.gather_emitted`. Ids are scalars in SMEM. Hidden rows are gathered
-by DMA: a bf16 row shares its 32-bit words with a neighbour and cannot be copied alone, so the
-aligned tile of 8 rows around it is, once for all the path's nodes inside it. As the best nodes of
-a tree come first, most paths need one tile or two of the tree's N / 8.
+Implements `reference.gather_emitted`. Ids are scalars in SMEM; hidden states are gathered by DMA. A
+bf16 row shares its 32-bit words with its neighbour and cannot be copied alone, so the aligned tile
+of 8 rows is copied, once for all path nodes in it. The best nodes of a tree come first, so most
+paths need one or two of the N / 8 tiles.
 
-What was run: TPU interpret mode, and the compiler for v5e, v5p and v6e ahead of time. Nothing was
-run or timed on a TPU yet.
+Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; it has not run on a
+TPU.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jaxtyping import Array, Float, Int
 
 TILE_ROWS = 8  # sublanes of a tile; also the output rows of one grid step
 DEPTH = 2  # grid steps whose tiles are in flight
-CHUNK = 512  # columns that are assembled at once, a few vector registers
+CHUNK = 512  # columns assembled at once, a few vector registers
 
 
 class _RowPlan(NamedTuple):
-    """Where each row of a flat gather comes from, i32[Q rounded up to whole tiles].
+    """The sources of a flat gather, i32[Q rounded up to whole tiles].
 
-    In the kernel its fields are references to scalars, hence no dataclass of arrays.
+    In the kernel the fields are references to scalars, hence no dataclass of arrays.
     """
 
-    source: Any  # row of hidden seen as [B * N, A]
+    source: Any  # row of hidden as [B * N, A]
     valid: Any  # 1 on the path, 0 after it
-    place: Any  # which of its output tile's fetched tiles holds the row
+    place: Any  # index of the row's tile among those fetched for its output tile
     fetches: Any  # 1 if this row is the first that needs its tile
 
 
@@ -46,9 +46,9 @@ def gather_emitted(
     *,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """(emitted ids, bonus token, hidden rows along the path), 0 after each path.
+    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path.
 
-    `interpret` runs the same kernel on a CPU, for tests.
+    interpret: run the kernel on a CPU, for tests.
     """
     batch, most = node_path.shape
     nodes, width = hidden.shape[1:]
@@ -56,10 +56,10 @@ def gather_emitted(
     num_tiles = pl.cdiv(num_rows, TILE_ROWS)
     plan = _plan_rows(node_path, num_accepted, nodes=nodes)
     flat = hidden.reshape(batch * nodes, width)
-    flat = jnp.pad(flat, ((0, -flat.shape[0] % TILE_ROWS), (0, 0)))  # nothing, but for odd trees
-    # Eight rows are a tile up to v6e, so this moves nothing; v7x packs 16 bf16 rows unless told so.
+    flat = jnp.pad(flat, ((0, -flat.shape[0] % TILE_ROWS), (0, 0)))  # no-op unless B * N is odd
+    # A tile is 8 rows up to v6e, so this moves no data; v7x packs 16 bf16 rows by default.
     flat = flat.reshape(-1, TILE_ROWS, width)
-    flat = pltpu.with_memory_space_constraint(flat, pltpu.HBM)  # VMEM is not for all nodes
+    flat = pltpu.with_memory_space_constraint(flat, pltpu.HBM)  # all nodes would not fit VMEM
     in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     emitted, bonus, on_path = pl.pallas_call(
         partial(_gather_kernel, most=most),
@@ -90,9 +90,9 @@ def gather_emitted(
 
 
 def _plan_rows(node_path: jax.Array, num_accepted: jax.Array, *, nodes: int) -> _RowPlan:
-    """Row q = b * M + i of the output is node_path[b, i] of row b.
+    """Plan output row q = b * M + i, which is node_path[b, i] of row b.
 
-    What lies after a path points at the path's last node, so that it fetches nothing.
+    Rows after a path point to its last node, so they fetch nothing.
 
     In:  N = 16, node_path = [[0, 1, 9, -1], [0, -1, -1, -1]], num_accepted = [2, 0]
     Out: source = [0 1 9 9, 16 16 16 16], valid = [1 1 1 0, 1 0 0 0]
@@ -129,7 +129,7 @@ def _gather_kernel(
     *,
     most: int,
 ) -> None:
-    """One grid step assembles one tile of output rows; the next step's tiles are on their way."""
+    """Assemble one tile of output rows while the next step's tiles are being copied."""
     step, num_steps = pl.program_id(0), pl.num_programs(0)
 
     def for_each_tile(of_step: Any, act: Callable[[Any], None]) -> None:
@@ -168,9 +168,9 @@ def _gather_ids(
 
 
 def _assemble(plan: Any, tiles: Any, out: Any, *, first: Any) -> None:
-    """Output row j is row source % 8 of its tile: a rotation brings it to sublane j.
+    """Rotate row source % 8 of its tile to sublane j, for each output row j.
 
-    In float32, since rows of a packed type cannot be rotated; widening and narrowing are exact.
+    In float32, since rows of a packed type cannot be rotated; the conversions are exact.
     """
     width = out.shape[1]
     chunk = CHUNK if width % CHUNK == 0 else width

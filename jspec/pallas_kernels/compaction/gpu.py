@@ -1,17 +1,16 @@
-"""Moving an accepted tree path to the front of its row, on an NVIDIA GPU: 48 layers a launch.
+"""Compaction of accepted paths on an NVIDIA GPU (Pallas-Triton): up to 48 layers per launch.
 
-The same function as `reference.compact_path`, over a tuple of pools. The pools are aliased, so no
-pool is copied. A program serves one row of the batch, a chunk of the columns of a KV row
-[2G * D] and a few layers: it holds what moves in registers, all sources before the first target.
-Programs share nothing, since a row's sources and targets lie on its own pages. Which rows move is
-computed outside, in jnp: the page table itself never enters the kernel.
+Implements `reference.compact_path` over a tuple of pools, which are aliased, not copied. A program
+handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few layers. It
+loads all sources into registers before it stores the first target. Programs are independent, since
+a row's sources and targets are on its own pages. The moves are computed outside, in jnp; the page
+table does not enter the kernel.
 
-What does not move costs no traffic: its loads and stores are masked as a whole, and where nothing
-of a row moves the program ends after reading its flags. What the reference writes to the dummy page
-is dropped here, since nobody reads that page.
+Slots that stay cause no traffic: their loads and stores are masked, and a program without moves
+ends after reading its flags. Writes to the dummy page are dropped, as it is never read.
 
-Written for Pallas's Triton backend, so not only for Hopper. Compiled for an H200 (8B: 69 registers,
-no shared memory, every move of 16 bytes) and run on one; the sizes below are arithmetic.
+Compiled for and run on an H200 (8B: 69 registers, no shared memory, 16 bytes per move); the sizes
+below are computed, not tuned.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from jaxtyping import Array, Int
 
 from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
-MAX_POOLS = 48  # of one launch, each of which is two pointers of its parameters
+MAX_POOLS = 48  # per launch; each takes two pointers of its parameters
 MAX_WARPS = 4  # of one program
-VECTOR_BYTES = 16  # that a thread moves in one instruction
-HELD_VECTORS = 16  # that a thread holds between reading and writing, 4 registers each
+VECTOR_BYTES = 16  # bytes that a thread moves in one instruction
+HELD_VECTORS = 16  # vectors of a thread between load and store, 4 registers each
 
 
 def compact_paths(
@@ -42,10 +41,10 @@ def compact_paths(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`compact_path` of every pool of `kv`, in place when they are donated.
+    """Apply `compact_path` to every pool of `kv`, in place if donated.
 
-    kv: pools [NP, S, 2G, D], one a layer; those of one shape share launches. `interpret` runs the
-    same kernel on a CPU, for tests.
+    kv: pools [NP, S, 2G, D], one per layer; pools of one shape share launches. interpret: run on a
+    CPU, for tests.
     """
     if node_path.shape[1] == 1:
         return kv
@@ -60,7 +59,6 @@ def _compact_alike(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Of equally shaped pools."""
     num_pages, page_size, heads, width = kv[0].shape
     flat = [pages.reshape(num_pages * page_size, heads * width) for pages in kv]
     num_launches = pl.cdiv(len(kv), MAX_POOLS)
@@ -74,7 +72,7 @@ def _compact_alike(
 def _launch(
     moves: tuple[jax.Array, jax.Array, jax.Array], flat: list[jax.Array], *, interpret: bool
 ) -> list[jax.Array]:
-    """The pools [NP * S, 2G * D] after the moves, each in its own place."""
+    """Return the pools [NP * S, 2G * D] after the moves, in place."""
     batch, num_moves = moves[0].shape
     columns = flat[0].shape[1]
     elements = VECTOR_BYTES // flat[0].dtype.itemsize  # of one thread
@@ -100,8 +98,8 @@ def _launch(
 def _move_rows(
     source: Any, target: Any, moves: Any, *refs: Any, block: int, layers: int, interpret: bool
 ) -> None:
-    """One row of the batch, `block` columns, and the layers of one branch: `layers` of them."""
-    # The outputs, which are the inputs: only by one name can the compiler see what overlaps.
+    """Move one row of the batch, for `block` columns and `layers` layers."""
+    # The outputs, aliased to the inputs; the compiler sees overlaps only through one name.
     pools = refs[len(refs) // 2 :]
     row, chunk, share = (pl.program_id(axis) for axis in range(3))
     num_moves, columns = source.shape[1], pools[0].shape[1]
@@ -120,14 +118,14 @@ def _move_rows(
 
     def move(pools: tuple[Any, ...]) -> None:
         held = [plt.load(pool.at[read_from, column], mask=inside) for pool in pools]
-        # Were a column of all steps one thread's, no order would have to be made. But a tile's
-        # layout is Triton's choice, and promised nowhere, so one barrier a program orders all
-        # reads before all writes. The interpreter runs whole arrays and has none.
+        # One barrier per program orders all loads before all stores. It would be superfluous if a
+        # column of all steps belonged to one thread, but Triton chooses a tile's layout and
+        # guarantees none. The interpreter runs whole arrays and has no barrier.
         if not interpret:
             plt.debug_barrier()
         for pool, rows in zip(pools, held, strict=True):
             plt.store(pool.at[write_to, column], rows, mask=inside)
 
-    # Pointers cannot be indexed by a program's number: each share of the layers is a branch.
+    # Pointers cannot be indexed by a program id, so each group of layers is a branch.
     for first in range(0, len(pools), layers):
         pl.when(some & (share == first // layers))(partial(move, pools[first : first + layers]))

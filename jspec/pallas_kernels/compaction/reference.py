@@ -1,4 +1,4 @@
-"""Moving an accepted tree path to the front of its row, where committed K and V lie.
+"""Moving an accepted tree path to the front of its row's scratch slots, where committed KV belongs.
 
 Pools, page 0 and indices are those of kv_write/reference.py.
 """
@@ -26,9 +26,9 @@ def path_moves(
     tuple[Int[Array, "B M1"], Int[Array, "B M1"]],
     Bool[Array, "B M1"],
 ]:
-    """((from page, offset), (to page, offset), valid) of nodes 1.. of each path, [B, M - 1].
+    """Return ((from page, offset), (to page, offset), valid) of path nodes 1.., each [B, M - 1].
 
-    What is not valid, after num_accepted, goes from the dummy page to the dummy page.
+    Invalid moves, after num_accepted, go from the dummy page to the dummy page.
     """
     batch, num_path = node_path.shape
     step = jnp.broadcast_to(jnp.arange(1, num_path, dtype=jnp.int32), (batch, num_path - 1))
@@ -48,9 +48,9 @@ def flat_moves(
     *,
     page_size: int,
 ) -> tuple[Int[Array, "B M1"], Int[Array, "B M1"], Int[Array, "B M1"]]:
-    """(source, target, moves), i32[B, M - 1]: rows of a pool seen as [NP * S, 2G, D].
+    """Return i32[B, M - 1] (source, target, moves): slots of a pool as [NP * S, 2G, D].
 
-    `moves` is 0 for what lies after the path, is in its place already or would go to page 0.
+    `moves` is 0 after the path, for slots already in place and for targets on page 0.
 
     In:  one row on page 2, S = 16, L = 7, node_path = [0, 1, 3, 0], num_accepted = 2
     Out: source = [40, 42, .], target = [40, 41, .], moves = [0, 1, 0]
@@ -68,8 +68,9 @@ def by_shape(
     kv: tuple[jax.Array, ...],
     compact: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
-    """Every pool of `kv` after `compact`, which is given those of one shape at a time: layers may
-    differ in their kv heads, and those of a row then have different widths."""
+    """Apply `compact` to the pools of each shape at a time: layers may differ in kv heads, hence in
+    width.
+    """
     alike: dict[tuple[int, ...], list[int]] = {}
     for layer, pages in enumerate(kv):
         alike.setdefault(pages.shape, []).append(layer)
@@ -88,10 +89,10 @@ def compact_path(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> Float[Array, "NP S G2 D"]:
-    """Moves the KV of the accepted nodes to the slots right after the root.
+    """Move the KV of the accepted nodes to the slots right after the root.
 
-    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All rows are read before any is
-    written, so an overlap of sources and destinations cannot matter.
+    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted. All slots are read before any is
+    written, so sources and destinations may overlap.
 
     In:  L = 7, node_path = [0, 1, 3], num_accepted = 2
     Out: slot 8 -> 8, slot 10 -> 9
@@ -100,6 +101,6 @@ def compact_path(
         page_table, seq_lens, node_path, num_accepted, page_size=pages.shape[1]
     )
     moved = pages.at[from_page, from_offset].get(mode="promise_in_bounds")
-    # The barrier orders the reads before the write, so XLA never keeps a copy of the pool.
+    # The barrier orders reads before the write, so XLA keeps no copy of the pool.
     moved = jax.lax.optimization_barrier(moved)
     return write_rows(pages, to_page, to_offset, moved)

@@ -1,13 +1,12 @@
-"""Moving an accepted tree path to the front of its row, on a TPU: one launch for all layers alike.
+"""Compaction of accepted paths on a TPU: one launch for all layers with equal pools.
 
-The same function as `reference.compact_path`, over a tuple of pools. The pools are aliased, so no
-pool is copied; a moved row [2G, D] travels HBM -> VMEM -> HBM by DMA. Which rows move is computed
-outside, in jnp, and prefetched as scalars: the page table itself never enters the kernel.
+Implements `reference.compact_path` over a tuple of pools, which are aliased, not copied. A KV slot
+[2G, D] moves HBM -> VMEM -> HBM by DMA. The moves are computed outside, in jnp, and prefetched as
+scalars; the page table does not enter the kernel. Writes to the dummy page are dropped, as it is
+never read.
 
-What the reference writes to the dummy page is dropped here, since nobody reads that page.
-
-What was run: TPU interpret mode, and the compiler for v5e, v5p and v6e ahead of time. Nothing was
-run or timed on a TPU yet.
+Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; it has not run on a
+TPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxtyping import Array, Int
 
 from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
-BUFFER_BYTES = 4 << 20  # of VMEM, for the rows of one block of moves
+BUFFER_BYTES = 4 << 20  # of VMEM, for the KV slots of one block of moves
 
 
 def compact_paths(
@@ -37,11 +36,11 @@ def compact_paths(
     buffer_bytes: int = BUFFER_BYTES,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`compact_path` of every pool of `kv`, in place when they are donated.
+    """Apply `compact_path` to every pool of `kv`, in place if donated.
 
-    kv: pools [NP, S, 2G, D], one a layer; those of one shape share a launch. Pools of a width other
-    than 128 lanes lie otherwise in memory than the kernel wants them, and XLA copies them before it
-    and after. `interpret` runs the same kernel on a CPU, for tests.
+    kv: pools [NP, S, 2G, D], one per layer; pools of one shape share a launch. Pools of a width
+    other than 128 are not stored as the kernel needs, so XLA copies them before and after.
+    interpret: run on a CPU, for tests.
     """
     if node_path.shape[1] == 1:
         return kv
@@ -60,7 +59,6 @@ def _compact_alike(
     buffer_bytes: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Of equally shaped pools."""
     num_pages, page_size, heads, width = kv[0].shape
     moves_per_row = all_moves[0].shape[1]
     source, target, moves = (x.reshape(-1) for x in all_moves)
@@ -71,7 +69,7 @@ def _compact_alike(
     flat = [pages.reshape(num_pages * page_size, heads, width) for pages in kv]
     after = pl.pallas_call(
         partial(_move_rows, num_layers=len(kv), block=block),
-        # Results that must lie in HBM: XLA would otherwise bring a small pool, whole, into VMEM.
+        # Keep results in HBM: XLA would otherwise copy a small pool to VMEM and back.
         out_shape=[pltpu.HBM(pages.shape, pages.dtype) for pages in flat],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -94,11 +92,11 @@ def _compact_alike(
 def _move_rows(
     source: Any, target: Any, moves: Any, *refs: Any, num_layers: int, block: int
 ) -> None:
-    """Block after block: all of its reads, then all of its writes. A block holds whole rows.
+    """Process block after block: all reads of a block, then all its writes. A block has whole rows.
 
-    Blocks cannot disturb each other: a row's sources and targets lie on its own pages.
+    Blocks are independent: a row's sources and targets are on its own pages.
     """
-    pools = refs[num_layers : 2 * num_layers]  # the outputs, which are the inputs
+    pools = refs[num_layers : 2 * num_layers]  # the outputs, aliased to the inputs
     buffer, read, written = refs[2 * num_layers :]
     num_moves = source.shape[0]
 
@@ -123,7 +121,7 @@ def _move_rows(
                 pltpu.make_async_copy(buffer.at[i, layer], row, written).start()
 
         def wait(semaphore: Any, i: jax.Array) -> None:
-            # One wait for all layers: a semaphore counts bytes, whoever brought them.
+            # One wait for all layers: a semaphore counts bytes of any copy.
             pltpu.make_async_copy(buffer.at[i], buffer.at[i], semaphore).wait()
 
         for_each_move(start_reads)

@@ -1,16 +1,15 @@
-"""Pallas-Triton kernel: rotates q and k (RoPE) and writes K and V into their pages, in one launch.
+"""RoPE of q and k fused with writing K and V to their pages (Pallas-Triton).
 
-Where every head of q and of k is normed first, it does that, too: XLA makes three launches of the
-two norms and of putting the heads side by side again.
+It also applies q and k norms (Qwen3), for which XLA needs three more launches (two norms and a
+concatenation).
 
-A token's heads lie as the projection left them: q, then k, then v. A program takes up to 16 heads
-of one token, so that one token already keeps a few multiprocessors busy; a thread holds 16 bytes
-of each half of a head. It knows no rows and no lengths: each token comes with its page and offset,
-padding with the dummy page 0, where several may write at once and nobody reads. What goes to the
-pool is made finite on its way (kv_write.reference.finite), as everywhere.
+Heads are stored as the projection returns them: q, then k, then v. A program handles up to 16 heads
+of one token, so even one token occupies several multiprocessors; a thread loads 16 bytes of each
+half of a head. Each token comes with its page and offset; padding has the dummy page 0, which
+several programs may write at once and no program reads. Values written to the pool are made finite
+(kv_write.reference.finite).
 
-Worked example, H = 2, G = 1: heads 0 and 1 go to q, head 2 is K_0, pool head 0, and head 3 is V_0,
-pool head 1.
+Example, H = 2, G = 1: heads 0 and 1 are q; head 2 is K_0, pool head 0; head 3 is V_0, pool head 1.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from jspec.pallas_kernels.kv_write.reference import finite, pool_rows, write_row
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms
 
 HEADS_PER_PROGRAM = 16
-VECTOR_BYTES, WARP = 16, 32  # what one thread loads at once; threads
+VECTOR_BYTES, WARP = 16, 32  # bytes that a thread loads at once; threads of a warp
 
 
 def serves(head_dim: int, pool_width: int) -> bool:
-    """Whether the kernel can be used: heads have halves, and fill the pool's D."""
+    """Return whether the kernel can be used: an even head_dim equal to the pool's D."""
     return head_dim % 2 == 0 and head_dim == pool_width
 
 
@@ -51,14 +50,12 @@ def rotate_and_write(
     queries_per_row: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Float[Array, "NP S G2 D"]]:
-    """(q rotated, the pool with each token's rotated K and its V at [page, offset]).
+    """Return (rotated q, the pool with each token's rotated K and its V at [page, offset]).
 
-    q is [T, H, D]; with queries_per_row it lies as query_tiles.pack_queries would lay it, [B * G,
-    rows, D], its padding not written.
-
-    heads are q (num_heads of them), then k, then v; cos and sin f32, half a head wide. With norms
-    each head of q and k is normed, and rounded, before it turns. The pool is written in place where
-    it is donated. Raises ValueError for heads that do not fit the pool.
+    heads: q (num_heads), then k, then v. cos, sin: f32, half a head wide. norms: applied to each q
+    and k head, and rounded, before RoPE. queries_per_row: None returns q as [T, H, D], else in the
+    layout of query_tiles.pack_queries, [B * G, rows, D], with its padding not written. The pool is
+    written in place if donated. Raises ValueError for heads that do not fit the pool.
     """
     tokens, total, width = heads.shape
     _check(heads, cos, kv_pages, num_heads=num_heads)
@@ -103,7 +100,7 @@ def reference(
     num_heads: int,
     norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "NP S G2 D"]]:
-    """The definition of `rotate_and_write`, step by step."""
+    """Compute `rotate_and_write` by definition."""
     _check(heads, cos, kv_pages, num_heads=num_heads)
     num_kv = (heads.shape[1] - num_heads) // 2
     if norms is not None:
@@ -141,7 +138,7 @@ def _rotate_and_write(
     sin_ref: Any,
     page_ref: Any,
     offset_ref: Any,
-    _: Any,  # the pool as it came: the same memory as pool_ref
+    _: Any,  # the input pool, aliased to pool_ref
     *scales_and_out: Any,
     num_heads: int,
     eps: float | None,
@@ -160,17 +157,17 @@ def _rotate_and_write(
     sin = plt.load(sin_ref.at[token, lane], mask=inside, other=0.0)[None]
     column, inside = lane[None], inside[None]
 
-    # A head that is not written to the pool gets an index outside of it: an interpreter would
-    # write the old value back to any other, perhaps over a head that is written.
+    # Heads that are not written to the pool get an index outside of it: the interpreter implements
+    # a masked store by writing the old value back, which could overwrite another head's new value.
     # In:  H = 2, G = 1, head = [0 1 2 3 4], of which 4 is padding
-    # Out: pool_head = [2 3 0 1 3]: K_0 and V_0 go to 0 and 1, all else to 2G = 2 or beyond
+    # Out: pool_head = [2 3 0 1 3]: K_0 and V_0 go to 0 and 1, all others to 2G = 2 or beyond
     is_query, is_key = head < num_heads, head < num_heads + num_kv
     key = 2 * (head - num_heads)
     pool_head = jnp.where(is_query, 2 * num_kv + head, jnp.where(is_key, key, key - 2 * num_kv + 1))
     page, offset = plt.load(page_ref.at[token]), plt.load(offset_ref.at[token])
 
     q_outer, q_inner = token, head
-    if queries_per_row is not None:  # for other heads again an index outside
+    if queries_per_row is not None:  # other heads get an index outside, as above
         group = num_heads // num_kv
         q_outer = token // queries_per_row * num_kv + head // group
         q_outer = jnp.where(is_query, q_outer, q_ref.shape[0])
@@ -206,7 +203,7 @@ def _normed(
     is_query: jax.Array,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves of each head divided by its rms, times q's or k's scale; v's are not used."""
+    """Divide both halves of each head by its RMS and multiply by q's or k's scale; v is unused."""
     width = scale_refs[0].shape[0]
     inside = lane < width // 2
     mean_square = jnp.sum(first * first + second * second, axis=1, keepdims=True) / width

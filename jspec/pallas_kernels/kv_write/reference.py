@@ -1,11 +1,10 @@
-"""Writing K and V into pages.
+"""Writing K and V to pages.
 
-A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the
-dummy: whatever must not be written anywhere else is written there. No index is ever negative.
+A pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. Page 0 is the dummy,
+which takes all writes that must go nowhere else. Indices are never negative.
 
-What is written is finite (`finite`): a masked weight of 0 times NaN would be NaN, and one row's
-overflow would reach every query whose product takes that row in, seen or not. The GPU's kernel
-that writes (gpu.py) calls the same function.
+Written values are finite (`finite`): 0 times NaN is NaN, so one row's overflow would reach every
+query whose product includes that slot, visible or not. The GPU kernel (gpu.py) uses it, too.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# What an infinity becomes: the largest number of float16. In the wider types their own largest
-# would only overflow in the next product.
+# Replaces infinities: the largest float16. The maximum of a wider type would overflow in the next
+# product.
 LARGE = 65504.0
 
 
 def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """x with NaN as 0 and an infinity as LARGE of its sign; what is finite keeps its bits.
+    """Replace NaN by 0 and infinities by LARGE with their sign; finite values keep their bits.
 
     In:  1.5  inf    -inf    NaN
     Out: 1.5  65504  -65504  0
@@ -33,7 +32,7 @@ def finite(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 def interleave_kv(
     k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int
 ) -> Float[Array, "T G2 D"]:
-    """[K_0, V_0, K_1, V_1, ...] along heads; K and V are zero-padded to the pool's `width`."""
+    """Return heads [K_0, V_0, K_1, V_1, ...], zero-padded to the pool's `width`."""
     pairs = [jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (k, v)]
     return jnp.stack(pairs, axis=2).reshape(k.shape[0], 2 * k.shape[1], width)
 
@@ -41,7 +40,7 @@ def interleave_kv(
 def pool_rows(
     k: Float[Array, "T G Dk"], v: Float[Array, "T G Dv"], *, width: int, dtype: DTypeLike
 ) -> Float[Array, "T G2 D"]:
-    """What a pool of `width` and `dtype` is given to hold: interleaved, rounded and finite."""
+    """Return the values to store in a pool: interleaved, rounded to dtype and finite."""
     return finite(interleave_kv(k, v, width=width).astype(dtype))
 
 
@@ -53,7 +52,7 @@ def page_slots(
     *,
     page_size: int,
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
-    """(page, offset) of slot `slot` of row `row_idx`; the dummy page where not valid.
+    """Return (page, offset) of slot `slot` of row `row_idx`; the dummy page if not valid.
 
     In:  page_table = [[5, 9]], row_idx = [0, 0, 0], slot = [1, 4, 7], valid = [T, T, F], size 4
     Out: page = [5, 9, 0], offset = [1, 0, 3]
@@ -71,5 +70,5 @@ def write_rows(
     offset: Int[Array, "*n"],
     values: Float[Array, "*n G2 D"],
 ) -> Float[Array, "NP S G2 D"]:
-    """pages[page, offset] = values, in place when the pool is donated."""
+    """Set pages[page, offset] = values, in place if the pool is donated."""
     return pages.at[page, offset].set(values.astype(pages.dtype), mode="promise_in_bounds")

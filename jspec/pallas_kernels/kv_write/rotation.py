@@ -1,8 +1,6 @@
-"""Turning heads by their token's angles (RoPE, Su et al., 2021; half-split as in Llama).
-
-Where a family norms every head of q and of k first (Qwen3), that is part of it.
-
-The definition; on a Hopper GPU gpu.py does it while it writes K and V.
+"""Rotary position embedding of heads (RoPE, Su et al., 2021; half-split as in Llama), including the
+q and k norms of some families (Qwen3). This is the definition; gpu.py fuses it with writing K and
+V.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from jspec.pallas_kernels.add_norm.reference import rms_norm
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """The RMSNorm of each head of q and of k, before it is turned: their scales."""
+    """Scales of the RMSNorm of each q and k head, applied before RoPE."""
 
     q: jax.Array  # [D]
     k: jax.Array  # [D]
@@ -29,9 +27,9 @@ class HeadNorms:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """What is still to be done to heads[*b, H + 2G, D]: q, then k, then v, none rotated yet."""
+    """The norms and RoPE to apply to heads[*b, H + 2G, D]: q, then k, then v."""
 
-    cos: jax.Array  # f32[*b, half]; half of what is turned of a head
+    cos: jax.Array  # f32[*b, half]; half of the rotated dimensions
     sin: jax.Array  # f32[*b, half]
     num_heads: int = field(metadata={"static": True})  # H
     norms: HeadNorms | None = None
@@ -40,9 +38,9 @@ class Rotation:
 def rotate(
     x: Float[Array, "*b H D"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]
 ) -> Float[Array, "*b H D"]:
-    """Rotates every head of x by its token's angles; computed in float32, rounded to x's dtype.
+    """Rotate every head of x by its token's angles, in float32, rounded to x's dtype.
 
-    Of a head wider than its angles turn, the numbers after those stay as they are.
+    Dimensions beyond 2 * half are left as they are.
     """
     half = cos.shape[-1]
     if 2 * half < x.shape[-1]:
@@ -57,7 +55,7 @@ def rotate(
 def rotate_and_split(
     heads: Float[Array, "*b heads D"], rotation: Rotation
 ) -> tuple[Float[Array, "*b H D"], Float[Array, "*b G D"], Float[Array, "*b G D"]]:
-    """(q normed and rotated, k normed and rotated, v); without norms, rotated."""
+    """Return (q, k, v), with q and k normed (if there are norms) and rotated."""
     first_k = rotation.num_heads
     first_v = (heads.shape[-2] + first_k) // 2
     q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)

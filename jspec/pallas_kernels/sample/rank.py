@@ -1,4 +1,4 @@
-"""The best candidate of a draft's row and what its probability is of: the definition."""
+"""The top-1 draft candidate of each row and its softmax normalizer: the definition."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def reference(
     scale: float,
     lowest: float,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
-    """(largest score, its first column, sum of exp(score - largest)) of each row, all finite.
+    """Return (largest score, its first column, sum of exp(score - largest)) of each row, all
+    finite.
 
-    temperature, seed: of T / B rows in succession each. token_ids: whose noise a column has.
-    lowest: what NaN and lower scores count as; -lowest bounds them above.
+    temperature, seed: each for T / B consecutive rows. token_ids: the ids whose noise the columns
+    use. lowest: the value of NaN and lower scores; -lowest bounds scores above.
     """
     per_row = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)
@@ -34,5 +35,5 @@ def reference(
 
 
 def finite(scores: jax.Array, *, lowest: float) -> jax.Array:
-    """NaN is the lowest there is."""
+    """Clamp scores to [lowest, -lowest], with NaN as lowest."""
     return jnp.where(scores > lowest, jnp.minimum(scores, -lowest), lowest)

@@ -1,12 +1,11 @@
-"""The best candidate of a draft on GPUs, and what its probability is of, in one read of the logits
-(Pallas, Triton).
+"""The top-1 draft candidate and its softmax normalizer in one read of the logits (Pallas-Triton).
 
-Of each row it computes the largest scaled score, scale * (logit(v) + T * g(seed, position, v)), the
-first column that has it, and the sum of exp(score - largest): what log_softmax needs. One program a
-row and chunk of the vocabulary; XLA joins those. A row at temperature 0 makes no noise, which XLA's
-way makes for all rows alike.
+For each row it computes the largest score, scale * (logit(v) + T * g(seed, position, v)), the first
+column that has it, and the sum of exp(score - largest), which log_softmax needs. One program
+handles a row and a chunk of the vocabulary; XLA reduces the chunks. Rows at temperature 0 compute
+no noise, which XLA computes for all rows.
 
-It knows nothing of more candidates than one, nor of shards. benchmarks/rank_gpu.py has the times.
+It supports neither several candidates nor shards. benchmarks/rank_gpu.py measures it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def rank_one(
     tuning: SampleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
-    """As `rank.reference`, the sum in another order. Static: scale, lowest, tuning."""
+    """Compute `rank.reference`, summing in another order. Static: scale, lowest, tuning."""
     num_rows, width = logits.shape
     tuning = tuning or choose_tuning(num_rows)
     chunk = min(tuning.chunk, pl.next_power_of_2(width))
@@ -79,7 +78,7 @@ def _body(
     scale: float,
     lowest: float,
 ) -> None:
-    """One row's chunk. The last chunk's columns past the row are below all, and weigh nothing."""
+    """Rank one row's chunk. Columns past the row score -inf and add nothing to the sum."""
     row, index = pl.program_id(0), pl.program_id(1)
     batch_row = row // per_row
     column = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
