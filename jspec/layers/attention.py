@@ -1,9 +1,8 @@
 """Grouped-query attention around a pluggable `attend`: the projections, without a cache.
 
 The caller passes `attend(heads, rotation, sinks) -> out`: dense causal attention in training, paged
-attention over the step's pool in serving. Heads are passed as the projection returns them, before
-norms and rotation, so that an `attend` may fuse those with writing K and V. An `attend` that needs
-q, k and v separately calls `rotate_and_split`.
+attention in serving. It gets the heads before norms and RoPE, so that it may fuse those with
+writing K and V; `rotate_and_split` applies them and returns q, k and v.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ def take_kept(x: Float[Array, "..."], kept: Int[Array, "R"] | None) -> Float[Arr
 def _heads(
     projected: Float[Array, "*b O"], *, num_heads: int, spec: AttentionSpec
 ) -> Float[Array, "*b heads D"]:
-    """Split into q, k and v heads of one width; narrower values are zero-padded."""
     D, Dv = spec.head_dim, spec.value_dim
     if spec.v_dim is None and spec.value_scale == 1.0:
         return projected.reshape(*projected.shape[:-1], -1, D)

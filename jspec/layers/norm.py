@@ -34,6 +34,7 @@ class Residual:
 def norm(
     params: Mapping[str, jax.Array], x: Float[Array, "*b E"], *, eps: float
 ) -> Float[Array, "*b E"]:
+    """Return the RMSNorm of x with the parameters' `scale`."""
     return rms_norm(x, params["scale"], eps=eps)
 
 

@@ -46,10 +46,7 @@ def swizzled(dtype: DTypeLike, row_bytes: int = SWIZZLE) -> tuple[Any, ...]:
 
 
 def ring_barriers(stages: int, *, copies: int, consumers: int, cluster: int) -> dict[str, Any]:
-    """Return the barriers "full" and "empty" of a ring that a producer fills.
-
-    copies: copies per stage.
-    """
+    """Return the barriers of a ring that a producer fills with `copies` copies per stage."""
     empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
     if cluster > 1:  # a multicast writes to all members, so all must have released the stage
         empty = plgpu.ClusterBarrier(
@@ -72,9 +69,9 @@ def check_attention(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """Raise ValueError for arguments that neither attention kernel serves. q: its shape [T, H, Dq].
+    """Raise ValueError for what neither attention kernel supports. q: the shape [T, H, Dq].
 
-    block_tokens: keys per iteration. shared_bytes: shared memory that the tuning needs per program.
+    block_tokens: keys per iteration. shared_bytes: shared memory per program.
     """
     require_mosaic_gpu()
     _, page_size, two_g, width = kv_pages.shape

@@ -1,10 +1,8 @@
 """The bundle of kernels of a platform, chosen once when an engine is built.
 
-`Ops` runs anywhere: its methods are plain XLA. ops_tpu.TpuOps and ops_gpu.GpuOps override the
-methods for which the platform has a kernel. Models, drafters and samplers call these methods and
-never check the platform. To add a fusion, add a method with its XLA implementation here.
-
-Bundles are frozen and compared by value, so equal bundles share compiled programs.
+`Ops` is plain XLA and runs anywhere; ops_tpu.TpuOps and ops_gpu.GpuOps override the methods for
+which the platform has a kernel. Callers never check the platform. To add a fusion, add a method
+with its XLA implementation here. Equal bundles (compared by value) share compiled programs.
 """
 
 from __future__ import annotations
@@ -68,10 +66,9 @@ class Ops:
         return head_dim
 
     def compiler_options(self, *, decode_tokens: int | None) -> dict[str, Any]:
-        """Return XLA options that differ from the defaults, for speed alone.
+        """Return XLA options for speed; a compiler that does not know one ignores it.
 
-        decode_tokens: tokens of a decode step; None for a prefill. A compiler that does not know an
-        option runs without it.
+        decode_tokens: tokens of a decode step; None for a prefill.
         """
         del decode_tokens
         return {}
@@ -159,7 +156,7 @@ class Ops:
         """Return (x + delta, the MoE output for that sum's norm); None if there is no kernel for
         it.
 
-        Only for weights that are not sharded. params: router and experts.
+        Only for unsharded weights. params: router and experts.
         """
         del x, delta, scale, params, eps, spec
         return None

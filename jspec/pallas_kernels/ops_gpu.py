@@ -147,10 +147,7 @@ class GpuOps(Ops):
         return add_norm_gpu.add_and_norm(x, delta, scale, eps=eps, interpret=self.interpret)
 
     def gated_product(self, x: jax.Array, kernel: jax.Array, *, of_prompts: bool) -> jax.Array:
-        """Use a fused kernel where one is faster for this many tokens.
-
-        With `interpret`, use XLA: the kernels would take minutes at these sizes.
-        """
+        """Use a fused kernel if one is faster; interpreted, they would take minutes, so use XLA."""
         if self.interpret:
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         shape = (x.shape[0], *kernel.shape)
@@ -172,7 +169,9 @@ class GpuOps(Ops):
         *,
         gate: Gate,
     ) -> jax.Array:
-        """Use the Triton kernels for any token count: XLA's grouped product reads every expert."""
+        """Use Triton kernels for any token count, since XLA's grouped product reads every
+        expert.
+        """
         params, tuning = _planned(params, ids.size, dtype=x.dtype)
         if tuning is None:
             return Ops.experts(self, x, ids, weights, params, gate=gate)
@@ -277,7 +276,6 @@ class GpuOps(Ops):
 def _planned(
     params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
 ) -> tuple[dict[str, Any], ExpertsTuning | None]:
-    """Return (experts as the kernels take them, their tuning); tuning None: use XLA's products."""
     num_experts, size, inner = sizes_of(params)
     plan = partial(choose_experts, num_pairs, num_experts=num_experts, size=size, inner=inner)
     tuning = plan(is_packed=is_packed(params["down"]))

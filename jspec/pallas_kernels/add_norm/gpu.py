@@ -1,11 +1,9 @@
-"""The residual add fused with the following RMSNorm, in one pass, for NVIDIA GPUs (Triton).
+"""The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
 
-One program per row reads x and delta once, keeps their sum in registers, and writes the sum and its
-norm. XLA needs two or three kernels. If XLA split the preceding product into partial sums, its
-first kernel also adds those and remains.
-
-Rounding is that of XLA: the sum in x's dtype, then the norm of that sum in float32, cast once at
-the end. Only the summation order of the squares differs. docs/kernels.md has the times.
+One program per row reads x and delta once and keeps their sum in registers. XLA needs two or three
+kernels; if it split the preceding product into partial sums, its first kernel adds those and
+remains. Rounding is that of XLA: the sum in x's dtype, then the norm in float32, cast once at the
+end. Only the summation order of the squares differs. docs/kernels.md has the times.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ def add_and_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """Compute `reference` in one kernel. Any T, including 0; E need not be a power of two.
-
-    x and delta share a dtype; scale may be wider. interpret: run anywhere, for tests.
-    """
+    """Compute `reference` in one kernel. T may be 0; E need not be a power of two."""
     num_rows, size = x.shape
     if num_rows == 0:
         return x, x
@@ -80,8 +75,7 @@ def _body(
     eps: float,
     width: int,
 ) -> None:
-    """Process one row. Triton's arrays are powers of two: columns from E on are masked and read as
-    0.
+    """Process one row. Columns from E on are masked, as Triton's arrays are powers of two.
 
     In: E = 3, row [1 2 2 | .]      Out: sum of squares 9, over E = 3 (not over the 4 of `width`)
     """

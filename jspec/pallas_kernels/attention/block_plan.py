@@ -1,9 +1,7 @@
 """The plan of an attention call in blocks of keys: bounds and mask bits. Plain XLA.
 
-A kernel that iterates over a row's key blocks needs a mask only in the row's last blocks, given as
-bits; all queries see the earlier blocks in full, except for a window's lower bound. The bits come
-from `visible_keys`, so the mask rule is written once. A plan depends on the window but on nothing
-else of a layer, so a step makes one plan per window.
+Only a row's last blocks need a mask, given as bits from `visible_keys`; earlier blocks are fully
+visible except for a window's lower bound. All layers with one window share a plan.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ NUM_SMS = 132  # multiprocessors of an H100 SXM or H200
 
 @pytree
 class BlockPlan:
-    """The bounds and mask of a call in blocks of keys, for all layers of one window."""
-
     # i32[B, 5]: first block, first masked block, block after the last, keys, valid queries
+    """The bounds and mask of a call in blocks of keys."""
+
     bounds: jax.Array
     words: jax.Array  # i32[B, tiles, edges, block / 32, 64], bit c: the query sees key 32 w + c
     lowest: jax.Array  # i32[B, tiles, 64]: no key in a slot before it is seen (window)
@@ -58,6 +56,7 @@ def plan_blocks(
     window: int | None,
     block_tokens: int,
 ) -> BlockPlan:
+    """Compute the plan of a call."""
     batch, block = rows.page_table.shape[0], block_tokens
     shape = (batch, queries_per_row)
     lens = rows.cu_q_lens[1:] - rows.cu_q_lens[:-1]

@@ -1,22 +1,18 @@
 """Paged attention for Hopper GPUs: rows of equal length, bf16 or f16 pools (Pallas Mosaic GPU).
 
-A program of the grid handles one row, one kv head, up to 64 packed queries (group x R, the M of a
-wgmma product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared
-memory, K_g and V_g of a token in one box, and keeps an online softmax in float32 registers.
-gpu_merge.py merges the shares. If one share is all of a row's keys, its result is written directly
-to the output and no second kernel runs.
+A program handles one row, one kv head, up to 64 packed queries (group x R, the M of a wgmma
+product) and one share of the row's keys. It copies whole pages by TMA into a ring in shared memory,
+K_g and V_g of a token in one box, and keeps an online softmax in float32 registers. gpu_merge.py
+merges the shares; a single share is written directly to the output.
 
     splits     shares of a row's keys, so that few rows still fill the chip
     consumers  warp groups that compute; each takes every n-th block of the share, with its own ring
     loader     "self": a consumer refills the slot that it has just emptied;
                "producer": one more warp group only issues copies
 
-The mask (block_plan.py) is bits, read only in a row's last blocks; earlier blocks are fully visible
-except for a window's lower bound. Slots after the last written one may hold anything, including
-NaN: their scores are replaced and their V zeroed in shared memory, so they reach no product.
-
-Packed prefill, float32 pools and KV writes are handled elsewhere. Rounding: P is cast to the pool's
-type before the second product, and each share's result before the merge. Needs jax 0.11.
+Slots after the last written one may hold anything, including NaN: their scores are replaced and
+their V zeroed in shared memory, so they reach no product. Rounding: P is cast to the pool's type
+before the second product, and each share's result before the merge.
 
 The kernel is launched before the preceding one ends (programmatic dependent launch) and waits for
 it inside, which hides the launch. benchmarks/attention_gpu.py measures it.
@@ -272,8 +268,6 @@ def launch(
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The position of one program: scalars that its warp groups share."""
-
     row: Any
     head: Any
     tile: Any
@@ -324,7 +318,6 @@ class _Refs:
 
 
 def _attend(shape: Shape, *args: Any, **scratch: Any) -> None:
-    """Run the kernel's body in every warp group of a program."""
     if shape.is_direct:
         scratch["queries"], scratch["mean"] = scratch["queries"]
     scratch["results"] = args[6:]
@@ -363,7 +356,6 @@ def _pages_of(shape: Shape, refs: _Refs, work: _Work, block: Any) -> list[Any]:
 
 
 def _load(shape: Shape, refs: _Refs, work: _Work, block: Any, slot: Any, pages: list[Any]) -> None:
-    """Start the copies of one block into slot `slot` of the rings."""
     tokens = min(shape.page_size, shape.tuning.block_tokens)
     offset: Any = 0
     if shape.page_size > tokens:
@@ -391,7 +383,6 @@ def _produce(shape: Shape, refs: _Refs, work: _Work) -> None:
 
 
 def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
-    """Run one consumer: its blocks, their online softmax and its part of the result."""
     consumers, stages = shape.tuning.consumers, shape.tuning.stages
     refills = shape.tuning.loader == "self"
     num_steps = lax.div(work.end - work.begin - warpgroup + (consumers - 1), consumers)
@@ -451,7 +442,6 @@ def _consume(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any) -> None:
 
 
 def _store(shape: Shape, refs: _Refs, work: _Work, warpgroup: Any, carry: Any) -> None:
-    """Store mean and height of this part, staged in the queries' shared memory."""
     top, total, mixed = carry
     parts, heights = refs.results
     safe = jnp.maximum(total, 1e-30)

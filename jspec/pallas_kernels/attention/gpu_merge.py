@@ -1,9 +1,9 @@
 """Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton).
 
-gpu.py splits a row's keys into shares when few rows would leave the chip idle. Each share returns
-its mean of values and its height, the log2 of its softmax denominator. The result is the mean of
-the means, weighted by 2^height; a sink is one more height without values. XLA would need two or
-three kernels. Here one program merges one query and head and stores it in query order.
+Each share of gpu.py returns its mean of values and its height, the log2 of its softmax denominator.
+The result is the mean of the means, weighted by 2^height; a sink is one more height without values.
+One program merges one query and head and stores it in query order; XLA would need two or three
+kernels.
 """
 
 from __future__ import annotations

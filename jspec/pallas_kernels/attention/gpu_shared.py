@@ -1,9 +1,8 @@
 """Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The decode kernel (gpu.py) runs twice. First over packs: up to 64 packed queries of rows with the
-same prefix pages, against the keys of those pages, all visible to all queries. Then over every row,
-starting at the first key of its own. gpu_merge.py merges both softmaxes. A pack reads its prefix as
-one row does, so with n rows per tile a prefix is read 1/n as often.
+The decode kernel (gpu.py) runs twice: over packs, up to 64 queries of rows with the same prefix
+pages against all keys of those pages, and over every row from the first key of its own.
+gpu_merge.py merges both. With n rows per tile a prefix is read 1/n as often.
 """
 
 from __future__ import annotations
@@ -167,7 +166,6 @@ def attend_shared(
 
 
 def _after_prefix(plan: BlockPlan, packs: Packs, *, block_tokens: int) -> BlockPlan:
-    """Return the plan with each row starting after the prefix of its pack."""
     keys = jnp.take(packs.num_keys, packs.pack_of, mode="clip")
     first = jnp.where(packs.pack_of >= 0, keys // block_tokens, plan.bounds[:, 0])
     first = jnp.minimum(first, plan.bounds[:, 1])

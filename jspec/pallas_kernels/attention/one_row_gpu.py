@@ -1,12 +1,11 @@
 """Attention of a single row with a single query on an NVIDIA GPU (Triton), fused with RoPE and
 write.
 
-With one row and a few thousand keys, launches and latencies take longer than reading the keys. One
-launch therefore does the work of two (kv_write/gpu.py and gpu.py): a program handles one kv head
-and a share of the row's keys, applies norm and RoPE to that head's queries and iterates over its
-key blocks. The first share's program also rotates and writes the new key and value, and includes
-them from registers, so no program reads from the pool what this launch writes. gpu_merge.py merges
-the shares.
+With a few thousand keys, launches and latencies take longer than reading the keys, so one launch
+does the work of kv_write/gpu.py and gpu.py. A program handles one kv head and a share of the row's
+keys, and applies norm and RoPE to the head's queries. The first share's program also rotates and
+writes the new key and value, and includes them from registers, so no program reads from the pool
+what this launch writes. gpu_merge.py merges the shares.
 
 Keys outside the row or window are not read. Rounding is that of the two kernels: q and k after the
 norm and after RoPE, P before the product with V, each share before the merge.
@@ -147,7 +146,6 @@ def _attend(
     *norms_and_out: Any,
     static: _Static,
 ) -> None:
-    """Attend one share of the row's keys for one kv head."""
     *norm_refs, parts_ref, heights_ref, pool_ref = norms_and_out
     head, share = pl.program_id(0), pl.program_id(1)
     page_size, two_g, width = pool_ref.shape[1:]

@@ -1,8 +1,7 @@
-"""The query layout of the Hopper decode kernel: by row and kv head, then query and group member.
+"""The query layout of the Hopper decode kernel, [B * G, tiles * stored, D].
 
-One wgmma product multiplies the group x R queries of one kv head, so these are contiguous: [B * G,
-tiles * stored, D]. The end is padded to a multiple of 8 or, with several tiles, of 64. Padding may
-hold anything, as its results are dropped.
+One wgmma product multiplies the group x R queries of a kv head, so these are contiguous. The end is
+padded to a multiple of 8 or, with several tiles, of 64; its results are dropped.
 
 In:  B = 1, R = 2, H = 4, G = 2
 Out: [q0h0 q0h1 q1h0 q1h1 . . . .], [q0h2 q0h3 q1h2 q1h3 . . . .]

@@ -1,7 +1,6 @@
-"""The reference of paged attention: gather everything, mask, softmax, in float32.
+"""The reference of paged attention: gather, mask and softmax in float32.
 
-It is slow and short, to be compared with contract.py. Kernels are tested against it with NaN in
-everything that they must not read.
+Kernels are tested against it with NaN in everything that they must not read.
 """
 
 from __future__ import annotations

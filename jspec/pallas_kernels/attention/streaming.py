@@ -1,11 +1,9 @@
 """Paged attention in plain XLA, streaming over blocks of pages (online softmax).
 
-It runs on CPUs and on GPUs without a kernel. The loop's trip count follows the contexts, not the
-size of the pool or page table.
-
-Rows of equal length: the groups are rows (A = B), and an iteration takes one block of keys of every
-row. Packed prefill is one group: an iteration takes all T queries and one block of one row, masked
-to that row's queries, so absent rows cost nothing.
+It runs on CPUs and on GPUs without a kernel. The trip count follows the contexts, not the size of
+the pool or page table. Rows of equal length: an iteration takes one block of keys of every row, and
+groups are rows (A = B). Packed prefill: an iteration takes one block of one row and all T queries
+(one group), masked to that row's queries, so absent rows cost nothing.
 """
 
 from __future__ import annotations
@@ -93,7 +91,6 @@ def attend(
 
 
 def _pack(q: jax.Array, *, groups: int, num_kv: int, width: int) -> jax.Array:
-    """Reshape [T, H, Dq] to float32 [A, G, Q * group, D], zero-padded to the pool's width."""
     q = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), (0, width - q.shape[2])))
     q = q.reshape(groups, q.shape[0] // groups, num_kv, -1, width)
     return q.transpose(0, 2, 1, 3, 4).reshape(groups, num_kv, -1, width)

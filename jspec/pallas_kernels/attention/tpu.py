@@ -1,13 +1,11 @@
 """Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
 
-Implements contract.py for calls with `queries_per_row`. One Mosaic kernel (tpu_kernel.py) writes
-the call's K and V and attends; this module prepares its inputs and memory.
+One Mosaic kernel (tpu_kernel.py) writes the call's K and V and attends; this module prepares its
+inputs and memory. With tensor parallelism, call it per shard with the shard's heads.
 
 The pool must be stored in index order (see `is_copy_free`), which XLA chooses for 128 lanes and 2,
-4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128. It
-takes the same memory, since XLA pads 64 lanes to 128; K, V and q may be narrower.
-
-With tensor parallelism, call it per shard (shard_map) with the shard's heads.
+4 or a multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128, which
+takes the same memory, since XLA pads 64 lanes to 128.
 
 Tested in TPU interpret mode with every mask and layout, and compiled ahead of time for v5e, v5p and
 v6e. It has not run on a TPU; block sizes are computed, not measured.
@@ -137,7 +135,6 @@ def _pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _pack(plan: RowsPlan, q: jax.Array) -> jax.Array:
-    """Reshape [T, H, Dq] to [B, G, packed, D] in the pool's dtype, or float32 if q is."""
     dtype = plan.dtype if q.dtype == plan.dtype else jnp.float32
     q = jnp.pad(q.astype(dtype), ((0, 0), (0, 0), (0, plan.width - q.shape[2])))
     q = q.reshape(plan.batch, plan.queries, plan.two_g // 2, plan.group, plan.width)
@@ -184,7 +181,6 @@ def _describe_rows(plan: RowsPlan, rows: AttentionRows) -> dict[str, jax.Array]:
 
 
 def _call(plan: RowsPlan, inputs: dict[str, jax.Array]) -> list[jax.Array]:
-    """Run the kernel; return [out[B, G, packed, D]] and, if it writes, the pool."""
     step_rows, heads = plan.rows_per_step, plan.two_g // 2
     num_steps = plan.batch // plan.num_splits // step_rows
 

@@ -186,7 +186,6 @@ def attend_kernel(plan: RowsPlan, order: list[str], *memory: Any) -> None:
 
 
 def _blocks_of(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the row's blocks [first, last)."""
     return (
         lax.div(refs.firsts[row], plan.block_keys),
         lax.div(refs.limits[row] + plan.block_keys - 1, plan.block_keys),
@@ -213,7 +212,6 @@ def _copy_table(refs: RowsMemory, row: jax.Array) -> Any:
 def _copy_page(
     plan: RowsPlan, refs: RowsMemory, page: jax.Array, buffer: jax.Array, place: Any
 ) -> Any:
-    """Copy one page to the `place`-th page of a buffer."""
     target = refs.buffers.at[buffer, pl.ds(place * plan.page_size, plan.page_size)]
     return pltpu.make_async_copy(refs.pages.at[page], target, refs.page_sems.at[buffer])
 
@@ -509,7 +507,6 @@ def _absorb(
     seen: jax.Array | None,
     held: jax.Array | None,
 ) -> None:
-    """Add one head of one block to the online softmax."""
     k, v = _load_head(plan, refs, buffer, head, held)
     q = refs.q[i, head]
     precision = None

@@ -1,7 +1,4 @@
-"""Gathering the output of a verification: the accepted path and the bonus token after it.
-
-Arrays stay two-dimensional, by node [B, N] or by path [B, M], so no stride can be wrong.
-"""
+"""Gathering the output of a verification: the accepted path and the bonus token after it."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ def gather_emitted(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path.
-
-    tpu.py does it in one launch.
-    """
+    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path."""
     emitted_ids = gather_path(target_ids, node_path, num_accepted)
     valid = jnp.arange(node_path.shape[1], dtype=jnp.int32) <= num_accepted[:, None]
     index = jnp.where(valid, node_path, 0)

@@ -1,12 +1,10 @@
 """The gather of a verification's output on a TPU in one launch: ids, bonus token, hidden states.
 
-Implements `reference.gather_emitted`. Ids are scalars in SMEM; hidden states are gathered by DMA. A
-bf16 row shares its 32-bit words with its neighbour and cannot be copied alone, so the aligned tile
-of 8 rows is copied, once for all path nodes in it. The best nodes of a tree come first, so most
-paths need one or two of the N / 8 tiles.
+Ids are scalars in SMEM; hidden states are gathered by DMA. A bf16 row shares its 32-bit words with
+its neighbour and cannot be copied alone, so the aligned tile of 8 rows is copied, once for all path
+nodes in it. The best nodes of a tree come first, so most paths need one or two of the N / 8 tiles.
 
-Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; it has not run on a
-TPU.
+Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; not run on a TPU.
 """
 
 from __future__ import annotations
@@ -46,17 +44,14 @@ def gather_emitted(
     *,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Float[Array, "B M A"]]:
-    """Return (emitted ids, bonus token, hidden states of the path), 0 after each path.
-
-    interpret: run the kernel on a CPU, for tests.
-    """
+    """Compute reference.gather_emitted in one launch. interpret: run on a CPU, for tests."""
     batch, most = node_path.shape
     nodes, width = hidden.shape[1:]
     num_rows = batch * most
     num_tiles = pl.cdiv(num_rows, TILE_ROWS)
     plan = _plan_rows(node_path, num_accepted, nodes=nodes)
     flat = hidden.reshape(batch * nodes, width)
-    flat = jnp.pad(flat, ((0, -flat.shape[0] % TILE_ROWS), (0, 0)))  # no-op unless B * N is odd
+    flat = jnp.pad(flat, ((0, -flat.shape[0] % TILE_ROWS), (0, 0)))  # no-op if 8 divides B * N
     # A tile is 8 rows up to v6e, so this moves no data; v7x packs 16 bf16 rows by default.
     flat = flat.reshape(-1, TILE_ROWS, width)
     flat = pltpu.with_memory_space_constraint(flat, pltpu.HBM)  # all nodes would not fit VMEM

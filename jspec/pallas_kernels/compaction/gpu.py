@@ -1,13 +1,10 @@
 """Compaction of accepted paths on an NVIDIA GPU (Pallas-Triton): up to 48 layers per launch.
 
-Implements `reference.compact_path` over a tuple of pools, which are aliased, not copied. A program
-handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few layers. It
-loads all sources into registers before it stores the first target. Programs are independent, since
-a row's sources and targets are on its own pages. The moves are computed outside, in jnp; the page
-table does not enter the kernel.
-
-Slots that stay cause no traffic: their loads and stores are masked, and a program without moves
-ends after reading its flags. Writes to the dummy page are dropped, as it is never read.
+Pools are aliased, not copied. A program handles one row of the batch, a chunk of the columns of a
+KV slot [2G * D] and a few layers. It loads all sources into registers before it stores the first
+target. Programs are independent, since a row's sources and targets are on its own pages. Slots that
+stay cause no traffic: loads and stores are masked, and a program without moves ends after reading
+its flags. Writes to the dummy page are dropped, as it is never read.
 
 Compiled for and run on an H200 (8B: 69 registers, no shared memory, 16 bytes per move); the sizes
 below are computed, not tuned.
@@ -41,10 +38,9 @@ def compact_paths(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Apply `compact_path` to every pool of `kv`, in place if donated.
+    """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated.
 
-    kv: pools [NP, S, 2G, D], one per layer; pools of one shape share launches. interpret: run on a
-    CPU, for tests.
+    Pools of one shape share launches. interpret: run on a CPU, for tests.
     """
     if node_path.shape[1] == 1:
         return kv
@@ -72,7 +68,6 @@ def _compact_alike(
 def _launch(
     moves: tuple[jax.Array, jax.Array, jax.Array], flat: list[jax.Array], *, interpret: bool
 ) -> list[jax.Array]:
-    """Return the pools [NP * S, 2G * D] after the moves, in place."""
     batch, num_moves = moves[0].shape
     columns = flat[0].shape[1]
     elements = VECTOR_BYTES // flat[0].dtype.itemsize  # of one thread

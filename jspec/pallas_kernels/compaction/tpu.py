@@ -1,12 +1,8 @@
 """Compaction of accepted paths on a TPU: one launch for all layers with equal pools.
 
-Implements `reference.compact_path` over a tuple of pools, which are aliased, not copied. A KV slot
-[2G, D] moves HBM -> VMEM -> HBM by DMA. The moves are computed outside, in jnp, and prefetched as
-scalars; the page table does not enter the kernel. Writes to the dummy page are dropped, as it is
-never read.
-
-Tested in TPU interpret mode and compiled ahead of time for v5e, v5p and v6e; it has not run on a
-TPU.
+Pools are aliased, not copied; a KV slot [2G, D] moves HBM -> VMEM -> HBM by DMA. Writes to the
+dummy page are dropped, as it is never read. Tested in TPU interpret mode and compiled ahead of time
+for v5e, v5p and v6e; not run on a TPU.
 """
 
 from __future__ import annotations
@@ -36,11 +32,10 @@ def compact_paths(
     buffer_bytes: int = BUFFER_BYTES,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Apply `compact_path` to every pool of `kv`, in place if donated.
+    """Apply `compact_path` to every pool [NP, S, 2G, D] of `kv`, in place if donated.
 
-    kv: pools [NP, S, 2G, D], one per layer; pools of one shape share a launch. Pools of a width
-    other than 128 are not stored as the kernel needs, so XLA copies them before and after.
-    interpret: run on a CPU, for tests.
+    Pools of one shape share a launch. XLA copies pools of a width other than 128 before and after,
+    as they are not stored in index order. interpret: run on a CPU, for tests.
     """
     if node_path.shape[1] == 1:
         return kv

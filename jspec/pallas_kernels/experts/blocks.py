@@ -1,8 +1,7 @@
-"""Blocks of (token, expert) pairs: what a grid of programs works through, expert by expert.
+"""Blocks of (token, expert) pairs: the work of a grid, sorted by expert.
 
-A block holds up to `tile_m` pairs of one expert, so that it reads one expert's weights. Every
-expert's pairs start a block of their own, and a block's rows lie at block * tile_m: the rows after
-its last pair are padding, which nobody writes and nobody reads.
+A block has up to `tile_m` pairs of one expert, so it reads one expert's weights; its rows start at
+block * tile_m. Rows after its last pair are padding, which is neither written nor read.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from jspec.device.pytree import pytree, static
 
 @pytree
 class ExpertBlocks:
-    """expert: of each block; of one without pairs any.
+    """The assignment of R pairs to NB blocks.
 
-    num_pairs: of each block; those without any come last. token: that of the pair that a row holds;
-    of padding any. place: the row of each pair. num_used: blocks that have pairs.
+    expert, num_pairs: of each block; blocks without pairs come last, with any expert.
+    token: of the pair in each row; unspecified for padding. place: the row of each pair.
+    num_used: number of blocks with pairs.
     """
 
     tile_m: int = static()
@@ -31,9 +31,9 @@ class ExpertBlocks:
 
 
 def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """The most blocks that so many pairs can need: each of their experts ends in a partial one.
+    """Return the most blocks that num_pairs pairs can need: each expert ends in a partial one.
 
-    Raises ValueError without any pair.
+    Raises ValueError for 0 pairs.
     """
     if not num_pairs:
         raise ValueError("there are 0 (token, expert) pairs; expected at least one")
@@ -42,7 +42,7 @@ def num_blocks(num_pairs: int, num_experts: int, tile_m: int) -> int:
 
 
 def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> ExpertBlocks:
-    """Sorts the pairs by expert, stably, and deals them out. Raises ValueError without any pair.
+    """Sort the pairs by expert, stably, and assign them to blocks. Raises ValueError for 0 pairs.
 
     Blocks without pairs have the last one's expert, padding rows some pair's token.
 
@@ -55,7 +55,7 @@ def blocks_of(ids: Int[Array, "T k"], *, num_experts: int, tile_m: int) -> Exper
     each = jnp.arange(num_experts, dtype=jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes  # of an expert's pairs in `order`
+    starts = jnp.cumsum(sizes) - sizes  # start of an expert's pairs in `order`
     needed = (sizes + tile_m - 1) // tile_m
     ends = jnp.cumsum(needed)
     first_block = ends - needed

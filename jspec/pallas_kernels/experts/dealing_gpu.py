@@ -1,10 +1,9 @@
-"""`blocks_of` in two launches on an NVIDIA GPU (Triton), where XLA takes a sort and ten more.
+"""`blocks_of` in two launches on an NVIDIA GPU (Triton); XLA needs a sort and ten more.
 
-A program serves one expert. The first launch counts each expert's pairs; in the second an expert
-adds up the blocks of those before it, and then walks through the pairs once more: the n-th of its
-own goes to row n of its blocks. So nothing is sorted, and the order within an expert is that of the
-pairs. At some hundred tokens of a step this costs as little as two launches; every program reads
-all ids, which a prompt's sort would not, but it reads them from the L2 cache.
+A program handles one expert. The first launch counts each expert's pairs. In the second, each
+expert sums the blocks of the experts before it and iterates over the pairs again; its n-th pair
+goes to row n of its blocks, so no sort is needed. Every program reads all ids, but from the L2
+cache.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from jaxtyping import Array, Int
 
 from jspec.pallas_kernels.experts.blocks import ExpertBlocks, num_blocks
 
-ROUND = 2048  # pairs that a program looks at together
+ROUND = 2048  # pairs per iteration
 
 
 def deal(
     ids: Int[Array, "T k"], *, num_experts: int, tile_m: int, interpret: bool = False
 ) -> ExpertBlocks:
-    """As `blocks_of`, but `expert` of blocks without pairs and `token` of padding are undefined.
+    """Compute `blocks_of`; `expert` of blocks without pairs and `token` of padding are undefined.
 
-    Raises ValueError without any pair. interpret: on any platform, for tests.
+    Raises ValueError for 0 pairs.
     """
     total, top_k = ids.size, ids.shape[1]
-    blocks = num_blocks(total, num_experts, tile_m)  # refuses what has no pairs
+    blocks = num_blocks(total, num_experts, tile_m)  # raises for 0 pairs
     flat = ids.reshape(-1)
     width = min(ROUND, pl.next_power_of_2(total))
     call = functools.partial(
@@ -65,13 +64,12 @@ def deal(
 def _pairs_of(
     expert: jax.Array, ids_ref: Any, step: jax.Array, *, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(the pairs of a round, which of them are this expert's)."""
+    """Return (the pairs of an iteration, which of them are this expert's)."""
     pair = step * width + jnp.arange(width, dtype=jnp.int32)
     return pair, plt.load(ids_ref.at[pair], mask=pair < ids_ref.shape[0], other=-1) == expert
 
 
 def _count(ids_ref: Any, sizes_ref: Any, *, width: int) -> None:
-    """One expert's number of pairs."""
     own = pl.program_id(0)
 
     def add(step: jax.Array, size: jax.Array) -> jax.Array:
@@ -95,7 +93,9 @@ def _deal(
     tile_m: int,
     top_k: int,
 ) -> None:
-    """One expert's blocks, and its pairs' rows. The last expert's program closes the table."""
+    """Write one expert's blocks and its pairs' rows. The last expert also writes the unused
+    blocks.
+    """
     num_experts, blocks, rows = sizes_ref.shape[0], expert_ref.shape[0], token_ref.shape[0]
     own = pl.program_id(0)
     expert = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
@@ -120,7 +120,7 @@ def _deal(
         pair, is_own = _pairs_of(own, ids_ref, step, width=width)
         count = is_own.astype(jnp.int32)
         row = first * tile_m + seen + jnp.cumsum(count) - 1
-        # Outside, too, where masked: interpreted, a masked store writes what was there.
+        # Masked rows are outside, too: the interpreter's masked store writes the old value back.
         row = jnp.where(is_own, row, rows + jnp.arange(width, dtype=jnp.int32))
         plt.store(place_ref.at[pair], row, mask=is_own)
         plt.store(token_ref.at[row], pair // top_k, mask=is_own)

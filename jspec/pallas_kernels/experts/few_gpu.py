@@ -1,17 +1,15 @@
-"""A mixture for at most 16 tokens on an NVIDIA GPU (Triton): four launches for one token.
+"""An MoE layer for at most 16 tokens on an NVIDIA GPU (Triton): four launches for one token.
 
-At so few tokens a layer's time is that of reading its experts' weights, and then that of launches:
-each costs some two microseconds, a sort or a table as much as a product. So there are no blocks
-here. A program is asked for one (token, expert) pair and one tile of columns, and reads the ids of
-all pairs. Where an earlier pair has the same expert it ends at once: that one's program multiplies
-the expert's weights by all its tokens, which are 16 rows at most, the least that the tensor cores
-take. Rows of other tokens are 0 there and are not stored.
+With so few tokens a layer's time is that of reading its experts' weights, and then of launches,
+each about two microseconds, so there is no sort and no table. A program handles one (token, expert)
+pair and one tile of columns, and reads the ids of all pairs. It ends at once if an earlier pair has
+the same expert. Otherwise it multiplies the expert's weights by all of its tokens: at most 16, the
+smallest tensor core tile. Rows of other tokens are 0 and are not stored.
 
     norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
 
-For one token every program of the first product ranks the experts for itself (routing_gpu).
-
-Rounded as the separate kernels round (gpu.py, add_norm/gpu.py), and the router as layers.moe does.
+For one token every program of the first product ranks the experts itself (routing_gpu). Rounding is
+that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
 """
 
 from __future__ import annotations
@@ -52,9 +50,10 @@ def mixture_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """(x + delta, the mixture of that sum's norm). params: router, experts, as layers.moe has them.
+    """Return (x + delta, the MoE output of that sum's norm). params: router and experts
+    (layers.moe).
 
-    Raises ValueError for more tokens than MOST_TOKENS, none, or tiles that do not divide E and I.
+    Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """
     router, experts = params["router"], params["experts"]
     size, inner_size = sizes_of(experts)[1:]
@@ -90,7 +89,7 @@ def gate_up(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "R I"]:
-    """Each pair's gated inner row, at t * k + j. The ids of a token differ from each other."""
+    """Return each pair's activated inner row, at t * k + j. A token's ids must be distinct."""
     inner = sizes_of(params).inner
     operands = [x, params["gate_up"], ids, *_bias(params)]
     out: jax.Array = pl.pallas_call(
@@ -116,7 +115,7 @@ def choose_and_gate_up(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
-    """`choose` and `gate_up` of one token, in one launch: (inner rows, ids, weights)."""
+    """Run `choose` and `gate_up` for one token in one launch: (inner rows, ids, weights)."""
     inner = sizes_of(params).inner
     operands = [x, params["gate_up"], shares, *_bias(params)]
     has_bias, pair = len(operands) == 4, (1, top_k)
@@ -151,7 +150,7 @@ def down(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "R E"]:
-    """Each pair's row times its expert's `down` [X, I, E], packed or not, at t * k + j. size: E."""
+    """Return each pair's row times its expert's `down` [X, I, E], at t * k + j. size: E."""
     out: jax.Array = pl.pallas_call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
         grid=(ids.size, size // tuning.down_n),
@@ -174,8 +173,9 @@ def _bias(params: Mapping[str, Any]) -> list[jax.Array]:
 
 
 def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(the pair's expert, whether no pair before it has that one, which of 16 tokens have it,
-    the pair of each of those)."""
+    """Return (the pair's expert, whether it is the first pair with it, which of 16 tokens have that
+    expert, the pair of each of those).
+    """
     num_tokens, top_k = ids_ref.shape
     expert = plt.load(ids_ref.at[pair // top_k, pair % top_k])
     token = jnp.arange(MOST_TOKENS, dtype=jnp.int32)[:, None]
@@ -186,7 +186,8 @@ def _pairs_of(ids_ref: Any, pair: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     has_it = jnp.sum(is_same.astype(jnp.int32), axis=1)
     before = jnp.sum((is_same & (each < pair)).astype(jnp.int32), axis=1)
     row = jnp.sum(jnp.where(is_same, each, 0), axis=1)
-    # The others' are masked, and outside, too: interpreted, a masked store writes what was there.
+    # Other tokens are masked and outside, too: the interpreter's masked store writes the old value
+    # back.
     nowhere = ids_ref.shape[0] * top_k + jnp.arange(MOST_TOKENS, dtype=jnp.int32)
     return expert, jnp.sum(before) == 0, has_it > 0, jnp.where(has_it > 0, row, nowhere)
 
@@ -200,7 +201,6 @@ def _gate_up(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """One expert's tokens, one tile of inner columns."""
     *bias_ref, out_ref = bias_and_out
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
     tile = _gate_up_tile(
@@ -223,12 +223,11 @@ def _choose_and_gate_up(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """The expert of one rank, one tile of inner columns."""
     *biases, out_ref, ids_ref, weights_ref = rest
     bias_ref, router_bias_ref = biases[:has_bias], biases[has_bias:]
     top_k = ids_ref.shape[1]
     place = pl.program_id(0)
-    only = place * 0  # the token; jax 0.10 interprets no store at a constant index
+    only = place * 0  # the token; jax 0.10 cannot interpret a store at a constant index
     scores = scores_of(shares_ref, router_bias_ref, only, dtype=x_ref.dtype)
     rank, weight = ranked(scores, shares_ref.shape[2], top_k=top_k, routing=routing)
     found, chosen = at_rank(place[None], rank, weight)
@@ -256,9 +255,9 @@ def _gate_up_tile(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
-    """A function of (expert, which tokens have it, the row of each): this program's columns."""
+    """Return a function of (expert, which tokens have it, the row of each) for this tile."""
     inner, dtype = out_ref.shape[1], out_ref.dtype
-    start = pl.program_id(1) * tuning.gate_up_n  # not inside of a condition
+    start = pl.program_id(1) * tuning.gate_up_n  # program_id must be outside of a condition
 
     def run(expert: jax.Array, has_it: jax.Array, row: jax.Array) -> None:
         column = start + jnp.arange(tuning.gate_up_n, dtype=jnp.int32)
@@ -290,7 +289,6 @@ def _down(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """One expert's pairs, one tile of output columns."""
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
     start = pl.program_id(1) * tuning.down_n
 

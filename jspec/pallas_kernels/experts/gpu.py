@@ -1,14 +1,11 @@
-"""A mixture's experts on an NVIDIA GPU (Triton): each weight is read where it lies.
+"""MoE experts on an NVIDIA GPU (Triton): weights are read in place, never gathered.
 
-In decoding the time is that of reading the experts' weights. Two kernels, one program for each
-(block of pairs of one expert, tile of columns): the first multiplies by gate and up and applies the
-gate, the second multiplies by down. A program asks a table for its expert and reads that expert's
-columns from the stack of all experts; nothing gathers weights. The blocks of one expert are
-neighbours in the grid, so that the second finds the first's weights in the L2 cache. Blocks without
-pairs end at once.
+Decode time is that of reading the experts' weights. Two kernels have a program per (block of pairs
+of one expert, tile of columns): gate, up and activation, then down. Blocks of one expert are
+adjacent in the grid, so the second finds the first's weights in the L2 cache.
 
-Rounded where run_experts rounds: each product, summed in float32, to x's dtype, the bias added, and
-the gated result. What is between the roundings is computed in float32.
+Rounding is that of reference.run_experts: each float32 sum to x's dtype, the sum with the bias, and
+the activated result. Everything else is float32.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ def run_experts(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Mixed:
-    """What reference.run_experts sums up. interpret: on any platform, for tests.
+    """Return the terms that reference.run_experts sums. interpret: run anywhere, for tests.
 
-    Raises ValueError without tokens, and for tiles that do not divide E and I.
+    Raises ValueError for 0 tokens and for tiles that do not divide E and I.
     """
     num_experts, size, inner = sizes_of(params)
     if problem := tuning.problem(size, inner, is_packed=is_packed(params["down"])):
@@ -66,7 +63,7 @@ def gate_up_product(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows I"]:
-    """Each pair's gated inner row, at its place in its block; padding rows are not written."""
+    """Return each pair's activated inner row, at its place; padding rows are not written."""
     sizes = sizes_of(params)
     operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs, blocks.token]
     if "gate_up_bias" in params:
@@ -92,8 +89,10 @@ def down_product(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> Float[Array, "rows E"]:
-    """Each pair's row times its expert's `down` [X, I, E], packed or not; padding rows are neither
-    read nor written. size: E."""
+    """Return each pair's row times its expert's `down` [X, I, E], packed or not. size: E.
+
+    Padding rows are neither read nor written.
+    """
     return _call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
         [inner_rows, down, blocks.expert, blocks.num_pairs],
@@ -117,7 +116,7 @@ def _call(
     interpret: bool,
     name: str,
 ) -> jax.Array:
-    """The grid runs through the blocks first: those of one expert follow on each other."""
+    """Launch `body`; blocks are the first grid axis, so blocks of one expert are adjacent."""
     num_blocks = blocks.expert.shape[0]
     shape = (num_blocks * tuning.tile_m, columns)
     out: jax.Array = pl.pallas_call(
@@ -144,7 +143,7 @@ def _gate_up(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """One block's rows of one tile of inner columns; gate and up lie `inner` columns apart."""
+    """Compute one block's rows for one tile of columns; gate and up are `inner` columns apart."""
     *bias_ref, out_ref = bias_and_out
     inner, tile_n, dtype = out_ref.shape[1], tuning.gate_up_n, out_ref.dtype
     block, start = pl.program_id(0), pl.program_id(1) * tile_n
@@ -182,7 +181,6 @@ def _down(
     tuning: ExpertsTuning,
     interpret: bool,
 ) -> None:
-    """One block's rows of one tile of output columns."""
     block, start = pl.program_id(0), pl.program_id(1) * tuning.down_n
     num_pairs = plt.load(num_pairs_ref.at[block])
 
@@ -217,8 +215,9 @@ def biased(
     *,
     dtype: Any,
 ) -> list[jax.Array]:
-    """In a kernel: the products rounded to dtype, plus their expert's bias if there is one, again
-    rounded; in f32."""
+    """Round the products to dtype, add their expert's bias if any, round again; return f32. In
+    kernels.
+    """
     wide = [total.astype(dtype).astype(jnp.float32) for total in sums]
     if bias_ref:
         added = [plt.load(bias_ref[0].at[expert, c]).astype(jnp.float32) for c in columns]
@@ -240,9 +239,9 @@ def tile_products(
     tile_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
+    """Return f32 rows[row] @ weights[expert, :, c] for each c of `columns`. For use in kernels.
 
-    Rows of no pair count as 0. tile_k: inputs of a round.
+    Rows without a pair are 0. tile_k: inputs per iteration.
     """
     if is_packed(weights_ref):
         return packed_products(

@@ -1,10 +1,9 @@
-"""A whole mixture of any number of tokens on an NVIDIA GPU (Triton), in seven launches.
+"""An MoE layer for any number of tokens on an NVIDIA GPU (Triton), in seven launches.
 
     add_and_norm -> score -> choose -> count, deal -> gate_up -> down -> [mixed_norm, by the next]
 
-XLA takes some twenty launches for the router's product, the k best, the tables and the sums.
-
-Rounded as the separate kernels round (gpu.py, add_norm/gpu.py), and the router as layers.moe does.
+XLA needs about twenty for the router's product, the top-k, the tables and the sums. Rounding is
+that of the separate kernels (gpu.py, add_norm/gpu.py); the router's is layers.moe's.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ def mixture_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """(x + delta, the mixture of that sum's norm). params: router, experts, as layers.moe has them.
+    """Return (x + delta, the MoE output of that sum's norm). params: router and experts
+    (layers.moe).
 
-    Raises ValueError without tokens, and for tiles that do not divide E and I.
+    Raises ValueError for 0 tokens and for tiles that do not divide E and I.
     """
     router, experts = params["router"], dict(params["experts"])
     total, normed = add_and_norm(x, delta, scale, eps=eps, interpret=interpret)

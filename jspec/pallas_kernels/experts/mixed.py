@@ -1,4 +1,4 @@
-"""A mixture's result before its last sum, which the next norm can take with it (Ops.mixed_norm)."""
+"""The MoE output before its last sum, which can be fused with the next norm (Ops.mixed_norm)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jspec.device.pytree import pytree
 
 @pytree
 class Mixed:
-    """rows: the products with `down` of all pairs (t, j), rounded to their dtype.
+    """The `down` products of all pairs (t, j), and their weights.
 
-    weights, ids: of the pairs. bias: of every expert's `down`, or None. place: the row of pair
-    t * k + j, or None where that is t * k + j.
+    rows: rounded to their dtype, without weights.
+    bias: of every expert's `down`; None: no bias.
+    place: the row of pair t * k + j; None: row t * k + j.
     """
 
     rows: jax.Array  # [R, E]
@@ -24,9 +25,9 @@ class Mixed:
     place: jax.Array | None = None  # i32[T * k]
 
     def sum(self) -> jax.Array:
-        """sum_j weights[t, j] * the row of (t, j), rounded; then the same of the biases, and both.
+        """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases.
 
-        Both sums are in float32, in the order of j. [T, E] in the dtype of rows.
+        Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
         """
         rows = self.rows
         if self.place is not None:
@@ -41,9 +42,9 @@ class Mixed:
 def biases_of(
     bias: Float[Array, "X E"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]
 ) -> Float[Array, "T E"]:
-    """sum_j weights[t, j] * bias[ids[t, j]], in float32.
+    """Return sum_j weights[t, j] * bias[ids[t, j]], in float32.
 
-    Not as a product: XLA makes of that, on a GPU, one of its slowest for a few hundred tokens.
+    Not as a matrix product: XLA's is very slow on a GPU for a few hundred tokens.
     """
     each = jnp.take(bias, ids, axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(each * weights[..., None], axis=1)

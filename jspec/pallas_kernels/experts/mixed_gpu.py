@@ -1,8 +1,4 @@
-"""A mixture's last sum and the norm after it in one launch, on an NVIDIA GPU (Triton).
-
-One program a token: it reads its pairs' rows where they lie, adds them up by their weights, adds
-the residual, and norms what it holds.
-"""
+"""The last sum of an MoE layer fused with the following norm on an NVIDIA GPU (Triton)."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def mixed_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """(x + mixed.sum(), the RMSNorm of that times scale), as add_norm rounds. T > 0."""
+    """Return (x + mixed.sum(), its RMSNorm times scale), rounded like add_norm. T > 0."""
     num_tokens, size = x.shape
     width = pl.next_power_of_2(size)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -40,7 +36,7 @@ def mixed_norm(
         functools.partial(_mixed_norm, eps=eps, width=width, has_place=mixed.place is not None),
         grid=(num_tokens,),
         out_shape=(out, out),
-        # A thread holds a part of top_k rows: more threads, and no row waits for another.
+        # A thread holds a part of top_k rows: with more threads, all loads are in flight at once.
         compiler_params=plt.CompilerParams(
             num_warps=min(SUM_WARPS * num_warps(width), MAX_WARPS), num_stages=1
         ),
@@ -61,7 +57,6 @@ def _mixed_norm(
     width: int,
     has_place: bool,
 ) -> None:
-    """One token. The sums are in the order of the pairs."""
     *optional, total_ref, normed_ref = rest
     place_ref, bias_ref = optional[:has_place], optional[has_place:]
     top_k, size = ids_ref.shape[1], scale_ref.shape[0]
@@ -72,7 +67,7 @@ def _mixed_norm(
         return plt.load(ref, mask=mask, other=0.0)
 
     def weighted(row: Any, ref: Any) -> jax.Array:
-        places = [token * 0 + j for j in range(top_k)]  # as jax 0.10 interprets them
+        places = [token * 0 + j for j in range(top_k)]  # jax 0.10 cannot interpret constants here
         parts = [
             load(ref.at[row(j), column]).astype(jnp.float32) * plt.load(weights_ref.at[token, j])
             for j in places

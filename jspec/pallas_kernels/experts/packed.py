@@ -1,21 +1,21 @@
-"""Experts as mxfp4 in memory: four-bit floats (e2m1) whose blocks of 32 inputs share a scale.
+"""The memory layout of mxfp4 experts: 4-bit floats (e2m1), a scale per block of 32 inputs.
 
-A stack of products [X, K, N] is held as
+A stack of weights [X, K, N] is stored as
 
-    codes   u16[X, 32 * G, N]   G groups of 128 inputs, the last one filled up with zeros
+    codes   u16[X, 32 * G, N]   G groups of 128 inputs, the last one zero-padded
     scales  u8 [X, 4 * G, N]    of each block of 32 inputs; s stands for 2 ** (s - 127)
 
-Row 32 g + r of the codes holds the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each
-block, so that a tile of 32 rows is four tiles of weights, each under one row of scales. The bits of
-the four lie where a shift or two and a mask make a bfloat16 of each (`bits_of`):
+Row 32 g + r of the codes has the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each block,
+so a tile of 32 rows is four tiles of weights, each with one row of scales. Their bits are placed so
+that at most a few shifts and masks make a bfloat16 of each (`bits_of`):
 
     bit       15  14  13  12  11 10  9   8  7  6   5  4  3   2  1  0
     of input  s0  s3  m3  s1  e3 e3  s2  e0 e0 m0  e1 e1 m1  e2 e2 m2
 
-The mask leaves the sign, two bits of exponent and one of mantissa where bfloat16 has them: the
-number times 2 ** -126, exactly, also for 0 and 0.5, which are then subnormal.
+The mask leaves sign, two exponent bits and one mantissa bit at their places in bfloat16: exactly
+the number times 2 ** -126, also for 0 and 0.5, which are then subnormal.
 
-(OCP Microscaling Formats, version 1.0, is the format; the order is this module's own.)
+The number format is from OCP Microscaling Formats, version 1.0; the order is specific to jspec.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8, UInt16
 
 BLOCK = 32  # inputs under one scale
-PARTS = 4  # blocks of a group, inputs of a code
+PARTS = 4  # blocks per group, inputs per code
 GROUP = BLOCK * PARTS
 CODES, SCALES = "codes", "scales"
 
@@ -36,7 +36,7 @@ Weights = Any  # an array [X, K, N], or a mapping of codes and scales
 
 
 class Sizes(NamedTuple):
-    """Of a mixture's experts."""
+    """The sizes of an MoE layer's experts."""
 
     num_experts: int
     size: int  # E
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 
 
 def num_groups(length: int) -> int:
-    """Of `length` inputs."""
+    """Return the groups that `length` inputs need."""
     return -(-length // GROUP)
 
 
@@ -53,7 +53,7 @@ def is_packed(weights: Weights) -> bool:
 
 
 def sizes_of(params: Mapping[str, Any]) -> Sizes:
-    """From gate_up [X, E, 2I] and down [X, I, E], packed or not."""
+    """Return sizes from gate_up [X, E, 2I] and down [X, I, E], packed or not."""
     num_experts, _, columns = _shape(params["gate_up"])
     return Sizes(num_experts, size=_shape(params["down"])[2], inner=columns // 2)
 
@@ -67,7 +67,7 @@ def _shape(weights: Weights) -> tuple[int, ...]:
 def unpack(
     codes: UInt16[Array, "X R N"], scales: UInt8[Array, "X S N"], *, length: int, dtype: Any
 ) -> Float[Array, "X K N"]:
-    """The numbers, of `length` inputs: the reference of the kernels' own reading."""
+    """Return the weights of `length` inputs: the reference of the kernels' decoding."""
     num_experts, rows, width = codes.shape
     groups = rows // BLOCK
     parts = jnp.stack([numbers_of(bits) for bits in bits_of(codes)], axis=1)
@@ -78,7 +78,7 @@ def unpack(
 
 
 def unpacked(params: Mapping[str, Any], *, dtype: Any) -> dict[str, Any]:
-    """A mixture's params, none of them packed."""
+    """Return the experts' params with all weights unpacked."""
     sizes = sizes_of(params)
     inputs = {"gate_up": sizes.size, "down": sizes.inner}
     return {
@@ -90,7 +90,7 @@ def unpacked(params: Mapping[str, Any], *, dtype: Any) -> dict[str, Any]:
 
 
 def bits_of(codes: Any) -> tuple[Any, ...]:
-    """Of each of the four inputs, a bfloat16's bits: the number times 2 ** -126. u16, any shape."""
+    """Return the bfloat16 bits of each of the four inputs times 2 ** -126. u16, any shape."""
     kept = codes.dtype.type(0x81C0)
 
     def bits(shift: int, mask: int) -> Any:
@@ -106,7 +106,7 @@ def bits_of(codes: Any) -> tuple[Any, ...]:
 
 
 def numbers_of(bits: Any) -> Any:
-    """The numbers of `bits_of`, f32, by integers: a CPU may take what is subnormal for 0."""
+    """Decode `bits_of` to f32 with integer operations: a CPU may flush subnormals to 0."""
     magnitude = (bits >> 6).astype(jnp.int32) & 7
     exponent, half = magnitude >> 1, 0.5 * (magnitude & 1).astype(jnp.float32)
     number = jnp.where(exponent == 0, half, jnp.ldexp(1 + half, jnp.maximum(exponent - 1, 0)))
@@ -114,7 +114,7 @@ def numbers_of(bits: Any) -> Any:
 
 
 def pack(nibbles: np.ndarray) -> np.ndarray:
-    """On the host, codes u16[N, 32 G] of nibbles u8[N, K] (sign, exponent, mantissa)."""
+    """Pack nibbles u8[N, K] (sign, exponent, mantissa) into codes u16[N, 32 G], on the host."""
     width, length = nibbles.shape
     groups = num_groups(length)
     padded = np.zeros((width, groups * GROUP), np.uint16)
@@ -128,7 +128,7 @@ def pack(nibbles: np.ndarray) -> np.ndarray:
 
 
 def padded_scales(scales: np.ndarray) -> np.ndarray:
-    """On the host, scales u8[N, 4 G] of u8[N, K / 32]."""
+    """Pad scales u8[N, K / 32] to u8[N, 4 G], on the host."""
     width, count = scales.shape
     held = np.zeros((width, -(-count // PARTS) * PARTS), np.uint8)
     held[:, :count] = scales

@@ -1,9 +1,9 @@
-"""Products with packed experts (packed.py) inside of a Triton kernel.
+"""Products with packed experts (packed.py) inside a Triton kernel.
 
 A group's 32 rows of codes become four tiles of weights, and each tile's product is multiplied by
-its row of scales. A round takes several groups, whose codes are all asked for before the first is
-used, and the scales of the round that follows: with one group a round, one token's time is that of
-waiting for one small load after the other.
+its row of scales. An iteration loads the codes of several groups and the next iteration's scales
+before it uses the first; otherwise one token's time would be the latency of small loads in
+sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jspec.pallas_kernels.experts.packed import (
     numbers_of,
 )
 
-# The four inputs of a code, as packed.bits_of has them, times 2 ** 126: for the two codes of a
-# register. One program each: Pallas takes one result of an assembly program.
+# The four inputs of a code as in packed.bits_of, times 2 ** 126, for the two codes of a register.
+# One assembly program each, since Pallas supports one result per program.
 _BITS = (
     "and.b32 a, $1, 0x81C081C0;",
     "shl.b32 a, $1, 3; and.b32 a, a, 0x81C081C0;",
@@ -52,10 +52,10 @@ def packed_products(
     tile_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """In a kernel: rows[row] @ weights[expert, :, c] for each c of `columns`, f32.
+    """Return f32 rows[row] @ weights[expert, :, c] for each c of `columns`. For use in kernels.
 
-    Rows of no pair count as 0. tile_k: inputs of a round, whole groups. interpret: by what jax can
-    run anywhere.
+    Rows without a pair are 0. tile_k: inputs per iteration, whole groups. interpret: avoid inline
+    assembly.
     """
     codes_ref, scales_ref = weights_ref[CODES], weights_ref[SCALES]
     length, dtype = rows_ref.shape[1], rows_ref.dtype
@@ -96,14 +96,13 @@ def packed_products(
 
     zeros = tuple(jnp.zeros((row.shape[0], c.shape[0]), jnp.float32) for c in columns)
     first = [scales_at(expert * 0 + i) for i in range(unrolled)]
-    rounds = -(-num_groups // unrolled)  # after the last group every input is outside
+    rounds = -(-num_groups // unrolled)  # after the last group all inputs are masked
     sums, _ = lax.fori_loop(0, rounds, add, (zeros, first))
     whole: tuple[jax.Array, ...] = sums
     return whole
 
 
 def _tiles(codes: jax.Array, dtype: Any, *, interpret: bool) -> list[jax.Array]:
-    """The four tiles of weights, not scaled."""
     if interpret:
         return [numbers_of(bits).astype(dtype) for bits in bits_of(codes)]
     like = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
@@ -120,5 +119,5 @@ def _tiles(codes: jax.Array, dtype: Any, *, interpret: bool) -> list[jax.Array]:
 
 
 def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
-    """Times 2 ** (scale - 127), for scales above 0."""
+    """Multiply by 2 ** (scale - 127), for scales above 0."""
     return product * lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)[None]

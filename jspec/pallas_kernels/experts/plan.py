@@ -1,13 +1,13 @@
-"""The static shape of the experts' GPU kernels, and where they are used: integers, no device.
+"""Tile sizes of the experts' GPU kernels, and when they are used. Integer arithmetic, no device.
 
-A decode or verification step is bound by reading the weights of the experts that it touches, which
-wants at least two programs a multiprocessor, each with some 64 KiB on their way: reckoned, and then
-timed on an H200 (decision 39; benchmarks/experts_gpu.py).
+A decode or verification step is bound by reading the weights of the active experts. That needs at
+least two programs per multiprocessor, each with about 64 KiB in flight: computed, then measured on
+an H200 (decision 39; benchmarks/experts_gpu.py).
 
-Seen in programs compiled for an H200 (jax 0.12): XLA makes of its grouped product a dense one, of
-[R, X * E], a copy of x that is 0 but for each row's expert, and [X * E, N]. So one token reads the
-weights of all experts, and 2,048 tokens of Qwen3-30B-A3B do 128 times the arithmetic, with 8.6 GB
-beside the arguments. Hence the kernels serve prompts, too, in larger blocks.
+Compiled for an H200 (jax 0.12), XLA's grouped product is a dense one of [R, X * E], a copy of x
+that is 0 except for each row's expert, and [X * E, N]. One token thus reads the weights of all
+experts, and 2,048 tokens of Qwen3-30B-A3B take 128 times the arithmetic and 8.6 GB of temporaries.
+The kernels are therefore used for prefill, too, with larger blocks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from jspec.pallas_kernels.experts.blocks import num_blocks
 from jspec.pallas_kernels.experts.packed import GROUP
 from jspec.pallas_kernels.gated_mlp.plan import NUM_BLOCKS, SHARED_BYTES
 
-LEAST = 16  # of every side of a tile: the tensor cores' own
-PROGRAMS = 2 * NUM_BLOCKS  # that keep the memory busy
-MOST_ELEMENTS = 2**31 - 1  # of one array of weights: the kernels count in 32 bits
-MOST_TOKENS = LEAST  # that few_gpu serves: an expert's tokens fit one tile's rows
-RANKED_IN_PLACE = 128  # experts, up to which every program of a product may rank them itself
-MOST_RANKED = 256  # experts whose ranks are found by counting
+LEAST = 16  # least side of a tile, set by the tensor cores
+PROGRAMS = 2 * NUM_BLOCKS  # programs that keep memory busy
+MOST_ELEMENTS = 2**31 - 1  # per array of weights: the kernels use 32-bit indices
+MOST_TOKENS = LEAST  # of few_gpu: an expert's tokens fit one tile's rows
+RANKED_IN_PLACE = 128  # experts up to which every program of a product may rank them itself
+MOST_RANKED = 256  # experts up to which ranks are found by counting
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
-    """Tiles of the two products. Sizes are elements.
+    """Tile sizes of the two products, in elements.
 
-    tile_m: pairs of a block. gate_up_n: columns of the gated result (a tile has as many gate and
-    as many up columns); down_n: of the second product's. gate_up_k, down_k: inputs of one round.
-    down_stages: rounds on their way in few_gpu's second product, 0: num_stages, as in the first.
+    tile_m: pairs of a block.
+    gate_up_n: columns of the activated result (a tile has as many gate and as many up columns).
+    down_n: columns of the second product.
+    gate_up_k, down_k: inputs per iteration.
+    down_stages: iterations in flight in few_gpu's second product; 0: num_stages.
     """
 
     tile_m: int = LEAST
@@ -46,15 +48,15 @@ class ExpertsTuning:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that the larger of the two products may take, at 2 bytes an element."""
+        """Most shared memory of either product, at 2 bytes per element."""
         gate_up = self.gate_up_k * (self.tile_m + 2 * self.gate_up_n) * self.num_stages
         down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
         return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
-        """Why these tiles cannot serve experts of E = size and I = inner, or None.
+        """Return why these tiles cannot be used for experts of E = size and I = inner, or None.
 
-        is_packed: rounds are of whole groups (packed.py), and the last may be shorter.
+        is_packed: iterations are whole groups (packed.py), and the last may be shorter.
         """
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
@@ -79,12 +81,12 @@ class ExpertsTuning:
 def choose_experts(
     num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
-    """Tiles for so many (token, expert) pairs, E = size and I = inner; None: XLA's products.
+    """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
 
-    None for sizes that no tile divides, without pairs, and for packed weights that meet so many
-    tokens that they are better unpacked first. A block holds the rows of most experts, up to 64: a
-    second one would take the same weights from the L2 cache, which costs more than idle rows. From
-    65 rows on average it holds 128.
+    None for sizes that no tile divides, for 0 pairs, and for packed weights with so many tokens
+    that unpacking first is faster. A block has room for the rows of most experts, up to 64: a
+    second block would read the same weights from the L2 cache, which costs more than idle rows.
+    From 65 rows on average it has 128.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
         return None
@@ -103,7 +105,7 @@ def choose_experts(
         down_n=_columns(size, blocks, most=128),
         down_k=_largest(inner, most=64),
         num_warps=8 if tile_m == 128 else 4,
-        num_stages=3 if tile_m >= 64 else 4,  # more programs fit: 424 us for 439 (gpt-oss, 256)
+        num_stages=3 if tile_m >= 64 else 4,  # more programs fit: 424 not 439 us (gpt-oss, 256)
     )
     if is_packed:
         warps = 2 if tile_m == LEAST else 4
@@ -111,32 +113,33 @@ def choose_experts(
     return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
 
 
-# Packed weights are multiplied as they are while an expert has no more pairs than this; for more
-# they are unpacked to memory first, which costs a prompt's step less. The tiles for a few tokens
-# are the best of those timed on an H200 at gpt-oss-20b's widths (packed_experts_gpu.json). At more
-# tokens blocks of 32 are the longest whose sums stay in registers: at 256 they take 547 us there,
-# blocks of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and 1,577.
+# Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
+# are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
+# fastest measured on an H200 at gpt-oss-20b's sizes (packed_experts_gpu.json). For more tokens,
+# blocks of 32 are the longest whose sums stay in registers: at 256 tokens they take 547 us, blocks
+# of 64 1,490 and unpacking first 1,531; at 512 they take 952, with eight warps, and unpacking
+# 1,577.
 MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
 FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
 FEW_PACKED_COLUMNS = 32
 PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
 
-# What few_gpu uses at E and I; other sizes get the widest tiles up to 64. Of the tiles timed on an
-# H200 (few_tiles_gpu.json) none is faster by more than 3% at 4 to 16 tokens, and 32 columns of gate
-# and up are the worst there: a row of 64 is 128 bytes, one line of the L2 cache.
+# Tiles of few_gpu by (E, I); other sizes use the widest tiles up to 64. Of the tiles measured on an
+# H200 (few_tiles_gpu.json) none is more than 3% faster at 4 to 16 tokens, and 32 columns of gate
+# and up are the slowest: a row of 64 is 128 bytes, one line of the L2 cache.
 FEW = {
     (2048, 768): ExpertsTuning(),  # Qwen3-30B-A3B: 96 programs of 64 KiB, then 256 of 32
     (2880, 2880): ExpertsTuning(),  # gpt-oss: 180 and 180
 }
-# The same for one token alone, where deeper rings are faster by 5% (few_tiles_gpu.json, one run on
-# an H200); at 4 to 16 tokens they are slower.
+# Tiles for one token, where deeper rings are 5% faster (few_tiles_gpu.json, one run on an H200); at
+# 4 to 16 tokens they are slower.
 FEW_ONE_TOKEN = {(2048, 768): ExpertsTuning(num_stages=6, down_stages=8)}
 
 
 def choose_few(
     num_tokens: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
-    """Tiles of few_gpu for so many tokens, E = size and I = inner; None where it does not serve."""
+    """Return tiles of few_gpu for num_tokens, E = size and I = inner; None if not supported."""
     if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED:
         return None
     if size % LEAST or inner % LEAST or num_experts * size * 2 * inner > MOST_ELEMENTS:
@@ -151,12 +154,11 @@ def choose_few(
 
 
 def _largest(length: int, *, most: int) -> int:
-    """The largest power of two, up to `most`, that divides `length`."""
     return min(length & -length, most)
 
 
 def _columns(length: int, blocks: int, *, most: int) -> int:
-    """As wide as keeps the memory busy, but not below 32 where that divides."""
+    """Return the widest tile that keeps memory busy, but at least 32 columns if that divides."""
     tile = _largest(length, most=most)
     while tile > 2 * LEAST and blocks * (length // tile) < PROGRAMS:
         tile //= 2

@@ -1,4 +1,4 @@
-"""Experts of a mixture by XLA's ragged product: the reference of every platform's own kernel."""
+"""MoE experts with XLA's ragged product: the reference of the kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jspec.pallas_kernels.experts.packed import is_packed, unpacked
 from jspec.spec.model_spec import Gate
 
-CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash has the first, too
+CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash uses CLAMP, too
 
 
 def run_experts(
@@ -22,11 +22,11 @@ def run_experts(
     *,
     gate: Gate,
 ) -> Float[Array, "T E"]:
-    """sum_j weights[t, j] * expert_{ids[t, j]}(x[t]) without the bias after `down`.
+    """Return sum_j weights[t, j] * expert_{ids[t, j]}(x[t]), without the bias of `down`.
 
-    params: gate_up [X, E, 2I], down [X, I, E], and gate_up_bias [X, 2I] where there is one. What is
-    packed is unpacked first. The (token, expert) pairs are sorted by expert, stably, so that equal
-    experts lie together:
+    params: gate_up [X, E, 2I], down [X, I, E] and optionally gate_up_bias [X, 2I]; packed weights
+    are unpacked first. The (token, expert) pairs are sorted by expert, stably, so that equal
+    experts are contiguous:
 
         ids [[2 0] [0 1]]  ->  pairs in the order 1 2 3 0, group sizes [2 1 1]
 
@@ -52,7 +52,7 @@ def run_experts(
 def gated(
     first: Float[Array, "*b I"], up: Float[Array, "*b I"], *, gate: Gate
 ) -> Float[Array, "*b I"]:
-    """The activation of an expert's gate and up columns."""
+    """Apply an expert's activation to its gate and up columns."""
     if gate is Gate.SILU:
         return jax.nn.silu(first) * up
     if gate is Gate.SILU_WITHIN_7:

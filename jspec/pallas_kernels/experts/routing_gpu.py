@@ -1,16 +1,16 @@
-"""Which experts tokens go to, on an NVIDIA GPU (Triton): the router's product, the k best and their
-weights; for a few tokens the norm before them, too.
+"""MoE routing on an NVIDIA GPU (Triton): router product, top-k and weights; for few tokens also
+norm.
 
-Every program of `norm_and_score` norms its token's row for itself: the row comes from the L2 cache,
-and one launch less is worth more. The product is cut along the inputs, too, so that its half
-megabyte is read by many programs; whoever chooses adds up the shares.
+Every program of `norm_and_score` normalizes its token's row itself: the row is in the L2 cache, and
+saving a launch is worth more. The product is also split along the inputs, so that many programs
+read its half megabyte; `choose` sums the shares.
 
-The k best are found by counting, not by sorting: an expert's rank is the number of experts ahead of
-it, and of equal ones the lower index is ahead, as in lax.top_k. So the ids are always k different
-experts, also where the logits are not finite.
+The top-k are found by counting, not sorting: an expert's rank is the number of experts ahead of it,
+and the lower index wins ties, as in lax.top_k. The ids are thus always k distinct experts, even if
+logits are not finite.
 
-Rounded where XLA's path rounds: the norm, the product and the sum with its bias to x's dtype; the
-weights are in float32.
+Rounding is that of XLA: the norm, the product and the sum with its bias to x's dtype; the weights
+are in float32.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, Int
 
 from jspec.spec.model_spec import Routing
 
-SLICE = 256  # inputs of the router that one program multiplies
-TILE = 16  # experts of one program: 32 bytes of a row of weights
-MANY_TOKENS, MANY_EXPERTS, MANY_DEEP = 32, 64, 64  # of one program of `score`, and its rounds
-PROGRAMS = 132  # that `score` wants at least, as long as its slices are no shorter than SLICE
+SLICE = 256  # inputs of the router per program
+TILE = 16  # experts per program: 32 bytes of a row of weights
+MANY_TOKENS, MANY_EXPERTS, MANY_DEEP = 32, 64, 64  # tile of `score`, inputs per iteration
+PROGRAMS = 132  # least programs of `score`, unless slices were shorter than SLICE
 LOWEST = -(2**31)
 HIGHEST = 2**31 - 1
 
@@ -44,9 +44,9 @@ def norm_and_score(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Float[Array, "S T X"]]:
-    """(x + delta, the RMSNorm of that sum times scale, shares of the router's logits in f32).
+    """Return (x + delta, its RMSNorm times scale, S shares of the router's logits in f32).
 
-    The logits, without a bias, are the sum of the S shares. T > 0.
+    The sum of the shares is the logits without bias. T > 0.
     """
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     num_shares = pl.cdiv(size, SLICE)
@@ -78,7 +78,6 @@ def _norm_and_score(
     eps: float,
     width: int,
 ) -> None:
-    """One token, one slice of the inputs, one tile of experts."""
     size, num_experts = router_ref.shape
     token, tile, share = (pl.program_id(axis) for axis in range(3))
     at = share * SLICE + jnp.arange(SLICE, dtype=jnp.int32)
@@ -113,10 +112,9 @@ def _norm_and_score(
 def score(
     x: Float[Array, "T E"], router: Float[Array, "E X"], *, interpret: bool = False
 ) -> Float[Array, "S T X"]:
-    """Shares of the logits of x @ router in f32, for any number of tokens. T > 0.
+    """Return shares of the logits x @ router in f32, for any number of tokens. T > 0.
 
-    XLA makes one product of few programs of it, which takes longer than reading all of it four
-    times.
+    XLA uses few programs for this product, which takes longer than reading all of it four times.
     """
     (num_tokens, size), num_experts = x.shape, router.shape[1]
     tiles = pl.cdiv(num_tokens, MANY_TOKENS), pl.cdiv(num_experts, MANY_EXPERTS)
@@ -135,7 +133,6 @@ def score(
 
 
 def _score(x_ref: Any, router_ref: Any, shares_ref: Any, *, depth: int) -> None:
-    """A tile of tokens and experts, one slice of the inputs."""
     (num_tokens, size), num_experts = x_ref.shape, router_ref.shape[1]
     share = pl.program_id(2)
     token = pl.program_id(0) * MANY_TOKENS + jnp.arange(MANY_TOKENS, dtype=jnp.int32)
@@ -174,9 +171,9 @@ def choose(
     dtype: Any,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """(experts of each token, best first; their weights in f32), from shares of the logits.
+    """Return (experts of each token, best first; their weights in f32) from shares of the logits.
 
-    dtype: what the logits are rounded to.
+    dtype: of the logits after rounding.
     """
     num_tokens = shares.shape[1]
     shape = (num_tokens, top_k)
@@ -192,7 +189,6 @@ def choose(
 
 
 def _choose(shares_ref: Any, *bias_and_out: Any, routing: Routing, dtype: Any) -> None:
-    """One token."""
     *bias_ref, ids_ref, weights_ref = bias_and_out
     token, top_k = pl.program_id(0), ids_ref.shape[1]
     scores = scores_of(shares_ref, bias_ref, token, dtype=dtype)
@@ -204,7 +200,7 @@ def _choose(shares_ref: Any, *bias_and_out: Any, routing: Routing, dtype: Any) -
 
 
 def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -> jax.Array:
-    """In a kernel: a token's logits, f32[X] (X up to a power of two, 0 from there on)."""
+    """Return a token's logits, f32[X] zero-padded to a power of two. For use in kernels."""
     num_shares, _, num_experts = shares_ref.shape
     share = jnp.arange(pl.next_power_of_2(num_shares), dtype=jnp.int32)
     expert = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)
@@ -224,7 +220,9 @@ def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -
 def ranked(
     scores: jax.Array, num_experts: int, *, top_k: int, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: (each expert's rank, i32[X]; its weight if it is among the k best, f32[X])."""
+    """Return (each expert's rank, i32[X]; its weight if it is in the top-k, f32[X]). For use in
+    kernels.
+    """
     expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
     is_expert = expert < num_experts
     peak = jnp.max(jnp.where(is_expert, scores, -jnp.inf))
@@ -241,13 +239,13 @@ def ranked(
 
 
 def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
-    """How many are higher, or as high and before it: a permutation, NaN first.
+    """Count the entries that are higher, or equal with a lower index: a permutation, NaN first.
 
     In:  height [1 3 NaN 3]      Out: [3 1 0 2]
     """
     bits = lax.bitcast_convert_type(height, jnp.int32)
-    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ordered as the numbers are
-    # One key for every NaN: the sign of one that is computed twice need not be the same.
+    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # same order as the numbers
+    # One key for all NaN: the sign of a NaN may differ when it is recomputed.
     key = jnp.where(height != height, HIGHEST, key)
     key = jnp.where(is_expert, key, LOWEST)
     index = jnp.arange(height.shape[0], dtype=jnp.int32)
@@ -257,7 +255,7 @@ def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
 
 
 def at_rank(place: jax.Array, rank: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """In a kernel: (the expert whose rank is place[i], its weight) for every i."""
+    """Return (the expert of rank place[i], its weight) for every i. For use in kernels."""
     expert = jnp.arange(rank.shape[0], dtype=jnp.int32)
     is_it = rank[None] == place[:, None]
     ids = jnp.sum(jnp.where(is_it, expert[None], 0), axis=1)

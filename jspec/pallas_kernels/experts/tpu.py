@@ -1,16 +1,13 @@
-"""A mixture's experts for few tokens on a TPU (Mosaic): each weight is read where it lies, once.
+"""MoE experts for few tokens on a TPU (Mosaic): each weight is read in place, once.
 
-One grouped product, used for gate and up and then for down: a grid step multiplies one block of
-pairs of one expert (blocks.py) by one tile of that expert's columns, all inputs at once. A
-table in scalar memory tells the pipeline which expert's tile comes next. The columns are the outer
-axis of the grid, so that neighbouring blocks of one expert ask for the tile that is there already,
-which the pipeline then does not copy again; blocks without pairs ask for the last one's, and stop.
+A grid step of the grouped product multiplies one block of pairs of one expert (blocks.py) by one
+tile of its columns, all inputs at once. A table in scalar memory gives the pipeline the next tile.
+Columns are the outer grid axis, so adjacent blocks of one expert use the same tile, which is not
+copied again. Blocks without pairs use the last one's tile and end at once.
 
-XLA keeps weights on a TPU as [X, N, K] where that pads less (`lies_turned`); the kernel reads them
-so too, since a copy of them all would cost more than the product.
-
-The tokens of a block lie gathered in memory, and the gate between the products is XLA's: beside the
-weights both are small.
+XLA stores weights on a TPU as [X, N, K] if that needs less padding (`lies_turned`). The kernel then
+reads that order, since copying all weights would cost more than the product. Gathering a block's
+tokens and the activation are left to XLA: both are small relative to the weights.
 """
 
 from __future__ import annotations
@@ -29,16 +26,16 @@ from jspec.pallas_kernels.experts.mixed import Mixed
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.spec.model_spec import Gate
 
-# Rows that an expert has on average, up to which the kernel is used, and XLA's product from there.
-# Assumed, not measured: so many rows still wait for the weights on every chip.
+# Average rows per expert up to which the kernel is used instead of XLA's product. Assumed, not
+# measured: at this many rows every chip is still bound by reading weights.
 MOST_ROWS_AN_EXPERT = 64
-LEAST_ROWS = 16  # of a block: a packed tile of bfloat16
+LEAST_ROWS = 16  # per block: a packed tile of bfloat16
 LANES = 128
-TILE_BYTES = 3 << 20  # of weights, of which two are in vector memory; 16 MiB is its default limit
+TILE_BYTES = 3 << 20  # of weights; two are in VMEM, whose default limit is 16 MiB
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int | None:
-    """Pairs of a block; None: XLA's grouped product."""
+    """Return pairs per block; None: use XLA's grouped product."""
     rows = -(-num_pairs // num_experts)
     if not 0 < rows <= MOST_ROWS_AN_EXPERT:
         return None
@@ -55,10 +52,7 @@ def run_experts(
     tile_m: int,
     interpret: bool = False,
 ) -> Float[Array, "T E"]:
-    """As experts.run_experts. interpret: on any platform, for tests.
-
-    Raises ValueError without tokens.
-    """
+    """Compute reference.run_experts. Raises ValueError for 0 tokens. interpret: run anywhere."""
     blocks = blocks_of(ids, num_experts=params["down"].shape[0], tile_m=tile_m)
     rows = jnp.take(x, blocks.token, axis=0, mode="clip")
     wide = grouped_product(rows, params["gate_up"], blocks, interpret=interpret)
@@ -77,7 +71,7 @@ def grouped_product(
     *,
     interpret: bool = False,
 ) -> Float[Array, "rows N"]:
-    """Each block's rows times its expert's weights, summed in float32, in x's dtype.
+    """Return each block's rows times its expert's weights, summed in float32, in the rows' dtype.
 
     Rows of blocks without pairs are not written.
     """
@@ -90,7 +84,7 @@ def grouped_product(
 
     weights_spec = pl.BlockSpec((1, size, tile_n), lambda n, b, expert, _: (expert[b], 0, n))
     if turned:
-        weights = jnp.swapaxes(weights, 1, 2)  # as they lie: nothing moves
+        weights = jnp.swapaxes(weights, 1, 2)  # the stored order: no copy
         weights_spec = pl.BlockSpec((1, tile_n, size), lambda n, b, expert, _: (expert[b], n, 0))
     out: jax.Array = pl.pallas_call(
         partial(_product, turned=turned),
@@ -114,8 +108,10 @@ def grouped_product(
 
 
 def lies_turned(size: int, columns: int) -> bool:
-    """Whether XLA keeps [X, size, columns] with `size` as the last axis in memory: it pads the last
-    one to whole vectors of 128, and takes the axis that loses less. As compiled, not documented.
+    """Return whether XLA stores [X, size, columns] with `size` as the last axis.
+
+    It pads the last axis to whole vectors of 128 and chooses the axis that loses less. Observed in
+    compiled programs, not documented.
 
     In: 2880, 1440      Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
     """
@@ -124,7 +120,7 @@ def lies_turned(size: int, columns: int) -> bool:
 
 
 def _tile_columns(size: int, columns: int, itemsize: int) -> int:
-    """Whole vectors, as many as TILE_BYTES hold, spread evenly; all columns where they are few."""
+    """Return tile columns: whole vectors within TILE_BYTES, spread evenly; all if at most 128."""
     if columns <= LANES:
         return columns
     most = max(TILE_BYTES // (size * itemsize * LANES), 1)
@@ -133,7 +129,7 @@ def _tile_columns(size: int, columns: int, itemsize: int) -> int:
 
 
 def _product(
-    expert_ref: Any,  # the index maps' alone
+    expert_ref: Any,  # used by the index maps only
     num_used_ref: Any,
     rows_ref: Any,
     weights_ref: Any,

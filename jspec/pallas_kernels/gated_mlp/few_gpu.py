@@ -1,13 +1,11 @@
-"""The first half of a gated MLP for at most 32 tokens, from weights by columns, on a GPU (Triton).
+"""The gated product of an MLP for at most 32 tokens with column-major weights on a GPU (Triton).
 
-At so few tokens all time is that of reading the weights once. An engine that drafts keeps them by
-columns (models.placement), where XLA's products are slower than by rows. Here a program reads whole
-pieces of columns of gate and of the same columns of up, so that the gated result needs no second
-launch. Several tokens are one side of the tensor cores' 16 or 32 columns, those that are not there
-0. One token needs no tensor cores: products are added up lane by lane and summed once, at the end,
-so that all of a program's reads are on their way at once.
+With so few tokens the time is that of reading the weights once, and XLA's products are slower for
+column-major weights, which an engine with speculation stores (models.placement). Several tokens are
+padded with 0 to the 16 or 32 columns of a tensor core product. One token uses no tensor cores:
+products are accumulated per lane and reduced at the end, so all loads are in flight at once.
 
-Rounded as `reference` in gated_mlp/gpu.py rounds. Infinity and NaN of a token stay its own.
+Rounding is that of `reference` in gpu.py. Infinity and NaN of a token do not reach other tokens.
 """
 
 from __future__ import annotations
@@ -27,26 +25,26 @@ from jaxtyping import Array, BFloat16
 from jspec.pallas_kernels.gated_mlp.plan import FewTuning
 from jspec.pallas_kernels.hopper import has_mosaic_gpu
 
-# On an H100, 4,096 -> 14,336, microseconds: 80.4 for one token, 82.3 for 2 to 8, where XLA takes
-# 84.3 and 83.4 to 85.0, and by rows 78.9 and 80.2 to 81.5 (benchmarks/results/gated_few_gpu.json).
+# On an H100, 4,096 -> 14,336: 80.4 us for one token, 82.3 for 2 to 8; XLA takes 84.3 and 83.4 to
+# 85.0, and row-major 78.9 and 80.2 to 81.5 (benchmarks/results/gated_few_gpu.json).
 ONE = FewTuning(tile_n=4, tile_k=2048, num_warps=8, by_lanes=True)
 SEVERAL = FewTuning(tile_n=64, tile_k=128, num_warps=4, num_stages=4)
 MORE = replace(SEVERAL, num_lanes=32)
-# gated_mlp/gpu.py multiplies 32 alone as fast, but a Mosaic launch is a CUDA graph of its own: a
-# plain step of 32 rows took 0.8% longer with it. At 64 the tensor cores count.
+# gpu.py alone is as fast for 32, but a Mosaic launch is a CUDA graph of its own: a plain step of 32
+# rows took 0.8% longer with it. For 64, tensor core throughput matters.
 MOST_TOKENS = MORE.num_lanes
 
 
 def choose_few_gated(
     m: int, k: int, columns: int, *, dtype: DTypeLike, by_columns: bool
 ) -> FewTuning | None:
-    """The program for [m, k] @ [k, columns] of a decode step, or None: another's.
+    """Return the tuning for [m, k] @ [k, columns] of a decode step, or None if not supported.
 
-    by_columns: the memory of the weights holds [columns, k].
+    by_columns: the weights are stored as [columns, k].
     """
     if not by_columns or m > MOST_TOKENS or jnp.dtype(dtype) != jnp.bfloat16:
         return None
-    if not has_mosaic_gpu():  # so that one jax has all kernels of this product, or none
+    if not has_mosaic_gpu():  # a jax version has all kernels of this product or none
         return None
     if ONE.problem(m, k, columns) is None and k % (2 * ONE.tile_k) == 0:
         return ONE
@@ -62,8 +60,10 @@ def few_gated_product(
     tuning: FewTuning,
     interpret: bool = False,
 ) -> BFloat16[Array, "M N"]:
-    """silu(x @ w[:, :N]) * (x @ w[:, N:]). w is read as w.T, which costs nothing where its memory
-    is ordered so. tuning: static. Raises ValueError where it does not fit."""
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). tuning: static.
+
+    w is read as w.T, which is free if it is stored so. Raises ValueError if `tuning` does not fit.
+    """
     (m, k), columns = x.shape, w.shape[1]
     if problem := tuning.problem(m, k, columns):
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
@@ -82,9 +82,9 @@ def few_gated_product(
 
 
 def _one_token(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> None:
-    """tile_n columns of the result; a loop that Python unrolls, so that loads come first."""
+    """Compute tile_n columns of the result; the loop is unrolled, so that loads come first."""
     block = pl.program_id(0)
-    only = block * 0  # the token; jax 0.10 interprets no store at a constant index
+    only = block * 0  # the token; jax 0.10 cannot interpret a store at a constant index
     column = block * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
     sums = [jnp.zeros((tuning.tile_n, tuning.tile_k), jnp.float32)] * 2
     for step in range(x_ref.shape[1] // tuning.tile_k):
@@ -98,7 +98,7 @@ def _one_token(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> No
 
 
 def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> None:
-    """tile_n columns of all tokens; the weights are the left side, as their memory has them."""
+    """Compute tile_n columns for all tokens, with weights as the left operand, as stored."""
     num_tokens, size = x_ref.shape
     column = pl.program_id(0) * tuning.tile_n + jnp.arange(tuning.tile_n, dtype=jnp.int32)
     token = jnp.arange(tuning.num_lanes, dtype=jnp.int32)
@@ -118,6 +118,6 @@ def _few_tokens(x_ref: Any, w_ref: Any, out_ref: Any, *, tuning: FewTuning) -> N
 
 
 def _gated(gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
-    """Both products rounded to dtype, the rest in float32."""
+    """Apply silu(gate) * up in float32, with both products first rounded to dtype."""
     gate, up = (half.astype(dtype).astype(jnp.float32) for half in (gate, up))
     return (gate * jax.nn.sigmoid(gate) * up).astype(dtype)

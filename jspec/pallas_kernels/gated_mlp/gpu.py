@@ -1,17 +1,13 @@
-"""The first half of a gated MLP on Hopper GPUs, for many tokens and few: silu(x @ gate) * (x @ up).
+"""The gated product of an MLP on Hopper GPUs: silu(x @ gate) * (x @ up).
 
-XLA writes both halves of the product to memory and reads them back in a second kernel. Here a tile
-of the result is made from the same columns of gate and of up, side by side in one accumulator, so
-that only the result is written. A producer warpgroup copies tiles by TMA into a ring of shared
-memory, two consumers multiply; blocks are persistent, and the ring runs on across tiles.
+A tile of the result is computed from the same columns of gate and up, adjacent in one accumulator,
+so only the result is written; XLA writes both products and reads them back. A producer warp group
+copies tiles by TMA into a ring in shared memory and two consumers multiply; blocks are persistent,
+and the ring runs on across tiles.
 
-The epilogue costs no time of its own: the sums of a tile are rounded to bf16, which halves their
-registers, and are turned into results piece by piece while the first steps of the next tile are
-being multiplied. Rounding is that of a bf16 product followed by an activation in float32: gate and
-up to bf16, then one more at the end.
-
-`large_product` is the same program without the gate: x @ w. It knows nothing of layers or sharding;
-`reference` is the specification.
+The epilogue is hidden: the sums of a tile are rounded to bf16, which halves their registers, and
+converted piece by piece during the first iterations of the next tile. Rounding is that of a bf16
+product followed by a float32 activation: gate and up to bf16, and the result once more.
 """
 
 from __future__ import annotations
@@ -42,13 +38,13 @@ from jspec.pallas_kernels.hopper import (
 )
 
 DEFAULT = GatedTuning(piece=64)
-# 256 tokens of an 8B target are 2 x 112 of these tiles, which 132 multiprocessors take in two turns
-# at 85%; tiles of 112 columns are 2 x 128, two turns at 97%. Only OUT_IN can be cut like that. In
-# pieces of 16 an epilogue during the next tile spills registers, and is no faster.
+# 256 tokens of an 8B target are 2 x 112 default tiles, which fill two waves of 132 multiprocessors
+# to 85%; with 112 columns they are 2 x 128 tiles, 97%. Only OUT_IN can be split like that. With
+# pieces of 16, an overlapped epilogue spills registers and is no faster.
 NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
-# Up to MOST_FEW tokens all time is that of reading the weights once: as many bytes in flight as
-# shared memory holds, 256 in a row, and tiles so wide that each multiprocessor has one. By columns
-# XLA's products take 3% (16 tokens) to 8% (64) longer with their activation.
+# Up to MOST_FEW tokens the time is that of reading the weights once: all shared memory is used for
+# bytes in flight, 256 of them contiguous, and tiles are so wide that each multiprocessor has one.
+# Column-major, XLA's products with their activation take 3% (16 tokens) to 8% (64) longer.
 FEW = GatedTuning(
     tile_m=64,
     tile_n=112,
@@ -60,15 +56,15 @@ FEW = GatedTuning(
     cluster=1,
     layout=Layout.OUT_IN,
 )
-# In decoding, from here on it was measured to be faster in a step; by rows at 256 tokens alone, by
-# 2%. A prompt takes it from 128 tokens however its weights lie: every layout and tile adds up in
-# one order, so that engines that draft and others do not keep two roundings of its K and V.
+# The kernel speeds up decode steps from these token counts on (row-major at 256 tokens by only 2%).
+# Prefill uses it from 128 tokens with either layout: all layouts and tiles sum in the same order,
+# so K and V of a prompt are equal in engines with and without speculation.
 LEAST_TOKENS, LEAST_TOKENS_BY_COLUMNS, LEAST_TOKENS_OF_PROMPTS = 1024, 128, 128
 LEAST_FEW, MOST_FEW, MOST_NARROW = 16, 64, 512
 
 
 def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16[Array, "M N"]:
-    """silu(x @ w[:, :N]) * (x @ w[:, N:]): products rounded to x's type, the rest in float32."""
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]): products rounded to x's dtype, then float32."""
     product = jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
     gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(x.dtype)
@@ -77,9 +73,9 @@ def reference(x: BFloat16[Array, "M K"], w: BFloat16[Array, "K N2"]) -> BFloat16
 def choose_gated(
     m: int, k: int, n2: int, *, dtype: DTypeLike, by_columns: bool, of_prompts: bool
 ) -> GatedTuning | None:
-    """The program that a layer should use for [m, k] @ [k, n2], or None: XLA's.
+    """Return the tuning for [m, k] @ [k, n2], or None for XLA.
 
-    by_columns: the memory of the weights holds [n2, k] (models.placement.param_places).
+    by_columns: the weights are stored as [n2, k] (models.placement.param_places).
     """
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
@@ -105,12 +101,12 @@ def gated_product(
     tuning: GatedTuning = DEFAULT,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """silu(x @ w[:, :N]) * (x @ w[:, N:]).
+    """Return silu(x @ w[:, :N]) * (x @ w[:, N:]).
 
-    M need not fill the last tiles. If it is no multiple of 8, tokens and result are copied once
-    more. tuning: static; with
-    Layout.OUT_IN w is read as w.T, which costs nothing where its memory is ordered so. interpret:
-    parameters of the GPU interpreter. Raises ValueError where `tuning` does not fit.
+    M need not fill the last tiles; if it is no multiple of 8, tokens and result are copied once
+    more.
+    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so.
+    interpret: parameters of the GPU interpreter. Raises ValueError if `tuning` does not fit.
     """
     return _launch(x, w, halves=2, tuning=tuning, interpret=interpret)
 
@@ -122,24 +118,22 @@ def large_product(
     tuning: GatedTuning = DEFAULT,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """x @ w, otherwise as `gated_product`; a tile has 2 * tile_n columns."""
+    """Return x @ w with the same kernel; a tile has 2 * tile_n columns."""
     return _launch(x, w, halves=1, tuning=tuning, interpret=interpret)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a kernel body needs to know, all static."""
-
     tuning: GatedTuning
-    halves: int  # of the weights' columns that meet in a tile: gate and up, or 1
+    halves: int  # parts of the weights' columns in a tile: 2 for gate and up, or 1
     m: int
     k: int
-    width: int  # of the result
+    width: int  # columns of the result
     interpreted: bool
 
     @property
     def columns(self) -> int:
-        """Of the result in one tile."""
+        """Columns of the result in one tile."""
         return 2 * self.tuning.tile_n // self.halves
 
     @property
@@ -148,57 +142,60 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """What clusters compute, down M and across the result. Without clusters: tiles."""
+        """The grid of cluster tiles, down M and across the result; of tiles without clusters."""
         down, across = self.tuning.cluster_tiles
         return -(-self.m // (self.tuning.tile_m * down)), self.width // (self.columns * across)
 
     @property
     def rows(self) -> int:
-        """Of the result, with the last tile's padding."""
+        """Rows of the result, including the last tile's padding."""
         return self.grid[0] * self.tuning.cluster_tiles[0] * self.tuning.tile_m
 
     @property
     def written(self) -> int:
-        """Rows of the kernel's result. A copy may reach outside on a chip, which leaves those
-        rows out, but not end in the middle of a swizzled tile's eight."""
+        """Rows of the kernel's output. On hardware a copy may reach outside, where rows are
+        dropped, but may not end within the eight rows of a swizzled tile.
+        """
         return self.rows if self.interpreted else -(-self.m // 8) * 8
 
     @property
     def num_blocks(self) -> int:
-        """Persistent clusters; no more than there is work."""
+        """Persistent clusters, at most one per cluster tile."""
         return min(self.tuning.num_blocks // self.tuning.cluster, self.grid[0] * self.grid[1])
 
     @property
     def weight_tile(self) -> tuple[int, int]:
-        """Of a stage: all columns of a tile by tile_k, in the order of the weights."""
+        """A stage's weights: all columns of a tile by tile_k, in the order of the weights."""
         across, deep = 2 * self.tuning.tile_n, self.tuning.tile_k
         return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
 
     def cut(self, w: jax.Array) -> jax.Array:
-        """The weights [K, halves * width] as the kernel reads them: gate and up apart."""
+        """Reshape weights [K, halves * width] as the kernel reads them: gate and up separate."""
         if self.tuning.layout is Layout.IN_OUT:
             return w.reshape(self.k, self.halves, self.width)
         return w.T.reshape(self.halves, self.width, self.k)
 
     @property
     def pieces(self) -> int:
-        """In which an epilogue makes a consumer's results."""
+        """Pieces of an epilogue per consumer."""
         return self.columns // self.tuning.piece
 
     @property
     def num_buffers(self) -> int:
-        """Of pieces, in turns: an odd number would begin with the one that it ended with."""
+        """Alternating buffers of pieces; an odd number of pieces would start with the last one
+        used.
+        """
         return 1 if self.pieces % 2 else 2
 
     def turns(self, block: jax.Array) -> jax.Array:
-        """How many tiles a block computes: every num_blocks-th."""
+        """Return the number of tiles of a block: every num_blocks-th."""
         return (self.grid[0] * self.grid[1] - block + self.num_blocks - 1) // self.num_blocks
 
     def place(self, block: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(row tile, column tile) of a turn of this block.
+        """Return (row tile, column tile) of a turn of this block.
 
-        A group of rows is swept column by column, so what the blocks compute at a time is nearly a
-        square, and the weights are read from memory once a group.
+        A group of rows is swept column by column: concurrent blocks cover nearly a square, and the
+        weights are read from memory once per group.
 
         In:  3 rows, 2 columns, groups of 2      Out: tiles 0 2 | 1 3, then 4 | 5
         """
@@ -221,13 +218,13 @@ class _Plan:
 def _launch(
     x: jax.Array, w: jax.Array, *, halves: int, tuning: GatedTuning, interpret: Any
 ) -> jax.Array:
-    """An inner jit: however many layers call it, it is lowered once, which takes a second."""
+    """Run the kernel. An inner jit, so that it is lowered (a second) once for all layers."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)
     if problem is not None:
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
-    if m % 8:  # a copy may reach outside, but not in the middle of a swizzled tile
+    if m % 8:  # a copy may reach outside, but not within a swizzled tile
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     plan = _Plan(tuning, halves, m, k, columns // halves, interpreted=interpret is not None)
 
@@ -251,12 +248,12 @@ def _launch(
 
 
 def _scratch(plan: _Plan) -> dict[str, Any]:
-    """The ring, its barriers, and the pieces that an epilogue stages.
+    """Return the ring, its barriers and the staging buffers of the epilogue.
 
-    One copy brings gate and up: of weights [K, 2, N] it takes [tile_k, 2, tile_n], and tiles of
-    8 x 1 x 64 leave that in the very order of a [tile_k, 2 * tile_n] in tiles of 8 x 64, which is
-    what the instruction takes; of [2, N, K] likewise, in tiles of 1 x 8 x 64. The interpreter
-    cannot take one for the other: there gate and up are copied one by one.
+    One copy loads gate and up. From weights [K, 2, N] it takes [tile_k, 2, tile_n]; tiles of 8 x 1
+    x 64 store that exactly like [tile_k, 2 * tile_n] in tiles of 8 x 64, which wgmma needs. From
+    [2, N, K] it uses tiles of 1 x 8 x 64. The interpreter cannot reinterpret one as the other, so
+    there gate and up are copied separately.
     """
     tuning, stages = plan.tuning, plan.tuning.num_stages
     ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)
@@ -293,7 +290,7 @@ def _body(plan: _Plan, x: Any, w: Any, out: Any, **scratch: Any) -> None:
 def _produce(
     plan: _Plan, x: Any, w: Any, *, x_smem: Any, w_smem: Any, full: Any, empty: Any, **_: Any
 ) -> None:
-    """Keeps the ring full: weights first, as they depend on no earlier program."""
+    """Keep the ring full: weights first, since they depend on no earlier kernel."""
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(24, action="decrease")
     block = lax.axis_index("block")
@@ -320,7 +317,7 @@ def _produce(
 
     def copy_tokens(step: jax.Array, row: jax.Array, k: jax.Array) -> None:
         stage = lax.rem(step, tuning.num_stages)
-        # Rows from M on lie outside: zeros on a chip. Their results are cut off.
+        # Rows from M on are outside: zeros on hardware. Their results are dropped.
         tile = x.at[
             pl.ds(row * tuning.tile_m, tuning.tile_m), pl.ds(k * tuning.tile_k, tuning.tile_k)
         ]
@@ -360,25 +357,24 @@ def _produce(
 
 
 def _await_release(empty: Any, step: jax.Array, tuning: GatedTuning) -> None:
-    """Until all consumers are done with what the stage of `step` holds."""
     plgpu.barrier_wait(empty.at[lax.rem(step, tuning.num_stages)])
 
 
 def _consume(
     plan: _Plan, out: Any, *, x_smem: Any, w_smem: Any, staged: Any, full: Any, empty: Any
 ) -> None:
-    """Multiplies tile after tile, and makes each one's results during the next."""
+    """Multiply tile after tile, and run each one's epilogue during the next."""
     tuning, k_tiles = plan.tuning, plan.k_tiles
     plgpu.set_max_registers(240, action="increase")
     if tuning.early_start and not plan.interpreted:
-        plgpu.griddepcontrol_wait()  # `out` may still be read by an earlier program
+        plgpu.griddepcontrol_wait()  # `out` may still be read by an earlier kernel
     block = lax.axis_index("block")
     turns = plan.turns(block)
     rows = tuning.rows_per_consumer
     own = pl.ds(lax.axis_index("warpgroup") * rows, rows)
 
     def multiply(turn: Any, meanwhile: Callable[[int], None] | None = None) -> jax.Array:
-        """The sums of a tile, rounded; meanwhile(i) runs while the product of step i does."""
+        """Return the rounded sums of a tile; meanwhile(i) runs during the product of step i."""
         first = turn * k_tiles
 
         def accumulate(acc: Any) -> jax.Array:
@@ -392,7 +388,7 @@ def _consume(
                 if tuning.layout is Layout.OUT_IN:
                     weights = weights.T
                 plgpu.wgmma(acc, x_smem.at[stage, own], weights)
-                plgpu.wgmma_wait(1)  # all but the last product are done with their stages
+                plgpu.wgmma_wait(1)  # all but the last product have finished with their stages
                 if not isinstance(k, int) or k > 0:
                     plgpu.barrier_arrive(empty.at[lax.rem(position - 1, tuning.num_stages)])
 
@@ -435,7 +431,7 @@ def _write(
     sums: jax.Array,
     piece: int,
 ) -> None:
-    """One piece of a tile's results: staged in shared memory, the copy goes on meanwhile."""
+    """Write one piece of a tile's results, staged in shared memory and copied asynchronously."""
     tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
@@ -452,8 +448,9 @@ def _write(
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up. 1 / y is made as rsqrt(y) twice: one instruction, where a division is ten;
-    where exp2 overflows, rsqrt gives 0."""
+    """Return silu(gate) * up. 1 / y is computed as rsqrt(y) squared: one instruction where a
+    division takes ten. Where exp2 overflows, rsqrt returns 0.
+    """
     wide = gate.astype(jnp.float32)
     root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
     return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

@@ -1,49 +1,44 @@
-"""The static shape of a gated product's program: its tiles, and whether they fit a problem.
-
-Pure data and integer arithmetic: it knows no jax and no device.
-"""
+"""Tile sizes of the gated MLP kernels, and checks that they fit a problem. No jax, no device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-# Shared memory that one block may ask for on compute capability 9.0, less what the compiler keeps
-# for itself: barriers, alignment, scratch of reductions.
+# Shared memory available to a block on compute capability 9.0, less what the compiler needs for
+# barriers, alignment and reductions.
 SHARED_BYTES = 232_448 - 1_024
-LANES = 64  # rows of a warpgroup's matrix instruction, and columns of a 128-byte swizzled tile
-ACCUMULATED = 64 * 256  # float32 sums that one warpgroup holds in half of its registers
+LANES = 64  # M of a wgmma instruction, and columns of a 128-byte swizzled tile
+ACCUMULATED = 64 * 256  # float32 sums of one warp group, in half of its registers
 NUM_BLOCKS = 132  # multiprocessors of an H100 or H200
-FEWEST_LANES = 16  # columns of the least product of Triton's on the tensor cores
-LEAST_BUSY = 0.95  # of them, so that few tokens are worth a program of our own
-LEAST_FILLED = 0.7  # of the turns that tiles of a few tokens' program take: 0.73 pays, 0.69 not
+FEWEST_LANES = 16  # N of the smallest Triton product on the tensor cores
+LEAST_BUSY = 0.95  # the fraction of multiprocessors that few tokens must occupy
+LEAST_FILLED = 0.7  # occupancy of the waves that FewTuning needs: 0.73 is faster, 0.69 not
 
 
 class Layout(Enum):
-    """How the weights of a product K -> N are stored.
-
-    IN_OUT: [K, N], as layers/linear.py has them. OUT_IN: [N, K].
-    """
+    """The memory order of the weights of a product K -> N: [K, N] (IN_OUT) or [N, K] (OUT_IN)."""
 
     IN_OUT = "in_out"
     OUT_IN = "out_in"
 
 
 class Shared(Enum):
-    """What the blocks of a cluster have in common, and read once for all of them."""
+    """The operand that the blocks of a cluster share, read once by multicast."""
 
-    WEIGHTS = "weights"  # they lie below one another, each with its own tokens
-    TOKENS = "tokens"  # they lie side by side, each with its own weights
+    WEIGHTS = "weights"  # blocks with different tokens
+    TOKENS = "tokens"  # blocks with different weights
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTuning:
-    """The static shape of a gated product's program. Sizes are elements.
+    """The static shape of a gated product's kernel. Sizes are elements.
 
     tile_n: columns of the result; a tile has as many gate columns and as many up columns.
-    group: row tiles that are swept together. piece: columns that an epilogue makes at a time.
-    overlaps: results are made while the next tile is multiplied, and not before. layout: of the
-    weights; OUT_IN takes tiles of any multiple of 8 columns, IN_OUT of 64.
+    group: row tiles that are swept together.
+    piece: columns per step of the epilogue.
+    overlaps: the epilogue runs while the next tile is multiplied, instead of before.
+    layout: of the weights; OUT_IN allows tiles of any multiple of 8 columns, IN_OUT of 64.
     """
 
     tile_m: int = 128
@@ -56,14 +51,13 @@ class GatedTuning:
     group: int = 16
     piece: int = 32
     overlaps: bool = True
-    early_start: bool = True  # read weights before the programs ahead in the stream have ended
-    early_release: bool = True  # let the next program start when the last tiles have begun
+    early_start: bool = True  # load weights before the preceding kernel has ended
+    early_release: bool = True  # let the next kernel start when the last tiles have started
     num_blocks: int = NUM_BLOCKS
     layout: Layout = Layout.IN_OUT
 
     @property
     def rows_per_consumer(self) -> int:
-        """Instruction rows that one consumer warpgroup accumulates."""
         return self.tile_m // self.num_consumers
 
     @property
@@ -73,16 +67,16 @@ class GatedTuning:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block: the ring, and two pieces of every row."""
+        """Shared memory of a block: the ring, and two pieces of every row."""
         ring = self.num_stages * self.tile_k * (self.tile_m + 2 * self.tile_n) * 2
         return ring + 2 * self.tile_m * self.piece * 2
 
     def fills_one_turn(self, columns: int) -> bool:
-        """Whether one row of tiles gives nearly every multiprocessor one tile, and none two."""
+        """Return whether a row of tiles is one wave that fills nearly every multiprocessor."""
         return LEAST_BUSY * self.num_blocks <= columns // (2 * self.tile_n) <= self.num_blocks
 
     def problem(self, m: int, k: int, columns: int) -> str | None:
-        """Why this program cannot compute [m, k] @ [k, columns], or None."""
+        """Return why this kernel cannot compute [m, k] @ [k, columns], or None."""
         across = 2 * self.tile_n * self.cluster_tiles[1]
         unit = LANES if self.layout is Layout.IN_OUT else 8
         checks = {
@@ -108,11 +102,12 @@ class GatedTuning:
 
 @dataclass(frozen=True, slots=True)
 class FewTuning:
-    """The static shape of few_gpu's program for a few tokens. Sizes are elements, powers of two.
+    """The static shape of few_gpu's kernel. Sizes are elements, powers of two.
 
-    tile_n: columns of the result that one program makes, from as many gate and up columns; tile_k:
-    inputs of one round. num_stages: rounds on their way, where the tensor cores multiply, for at
-    most num_lanes tokens; by_lanes: they do not, for one token.
+    tile_n: columns of the result per program, from as many gate and up columns.
+    tile_k: inputs of one iteration.
+    num_stages: iterations in flight, with tensor cores, for at most num_lanes tokens.
+    by_lanes: one token, without tensor cores.
     """
 
     tile_n: int
@@ -127,13 +122,13 @@ class FewTuning:
         return 1 if self.by_lanes else self.num_lanes
 
     def fills_turns(self, columns: int) -> bool:
-        """Whether most multiprocessors, one program each at a time, are busy to the end."""
+        """Return whether most multiprocessors, with one program each, are busy to the last wave."""
         tiles = columns // (2 * self.tile_n)
         turns = -(-tiles // NUM_BLOCKS)
         return tiles >= LEAST_FILLED * turns * NUM_BLOCKS
 
     def problem(self, m: int, k: int, columns: int) -> str | None:
-        """Why this program cannot compute [m, k] @ [k, columns], or None."""
+        """Return why this kernel cannot compute [m, k] @ [k, columns], or None."""
         checks = {
             f"M {m} is not 1 to {self.most_tokens}": not 1 <= m <= self.most_tokens,
             f"{2 * self.tile_n} columns do not divide {columns}": columns % (2 * self.tile_n),

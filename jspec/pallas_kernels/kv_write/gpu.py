@@ -1,13 +1,9 @@
 """RoPE of q and k fused with writing K and V to their pages (Pallas-Triton).
 
-It also applies q and k norms (Qwen3), for which XLA needs three more launches (two norms and a
-concatenation).
-
-Heads are stored as the projection returns them: q, then k, then v. A program handles up to 16 heads
-of one token, so even one token occupies several multiprocessors; a thread loads 16 bytes of each
-half of a head. Each token comes with its page and offset; padding has the dummy page 0, which
-several programs may write at once and no program reads. Values written to the pool are made finite
-(kv_write.reference.finite).
+It also applies q and k norms (Qwen3), for which XLA needs three more launches. A program handles up
+to 16 heads of one token, so even one token occupies several multiprocessors; a thread loads 16
+bytes of each half of a head. Padding tokens have the dummy page 0, which several programs may write
+at once and none reads. Values written to the pool are made finite (kv_write.reference.finite).
 
 Example, H = 2, G = 1: heads 0 and 1 are q; head 2 is K_0, pool head 0; head 3 is V_0, pool head 1.
 """

@@ -1,29 +1,22 @@
 """Paged attention for packed prefill on Hopper GPUs: bf16 or f16 pools (Pallas Mosaic GPU).
 
-The packed layout of attention/contract.py without a tail mask. The KV write is done before,
-outside: all keys are read from the pool. What the kernel does:
+Implements the packed layout of attention/contract.py without a tail mask. K and V are written
+before, so all keys are read from the pool.
 
-  - A task is one block of packed queries, whoever they belong to, and up to eight query heads of
-    one kv head. Queries x heads fill the 64 rows of a warpgroup's matrix product, and two consumers
-    share what a producer reads: each block of keys serves 128 rows. As many programs run as there
-    are multiprocessors; they are dealt the tasks from heavy to light, and a producer already reads
-    for the next task while the consumers end the last.
-  - The producer copies whole pages by TMA into a ring of shared memory, both heads K_g and V_g of
-    a token in one box. Rows of the batch are walked one after the other, each from the first to
-    the last block of keys that some query of the task sees; the ring does not stop in between.
-  - Blocks that every query sees take no mask. In the others (the diagonal, a window's lower end,
-    blocks of queries of several rows) a query sees a range of slots, and none of another row's.
-  - With `takes_turns` one consumer multiplies while the other is in its softmax.
-  - Queries and results are read and written where they lie: nothing is transposed.
+  - A task is one block of packed queries, of any rows, and up to eight query heads of one kv head.
+    Queries x heads fill the 64 rows of a wgmma product, and two consumers share what a producer
+    loads, so each block of keys serves 128 rows. The grid is persistent, with tasks from heavy to
+    light; a producer loads for the next task while the consumers finish the last.
+  - The producer copies whole pages by TMA into a ring in shared memory, K_g and V_g of a token in
+    one box: row by row, from the first to the last block of keys that some query of the task sees.
+  - Blocks that every query sees need no mask. In the others (the diagonal, a window's lower end,
+    query blocks with several rows) a query sees a range of slots, and none of other rows.
+  - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
 
-Slots after the last written row may hold anything, NaN included: their scores are replaced and
-their V rows zeroed in shared memory by the first consumer, so that garbage reaches no product.
-
-It knows nothing about tail masks, float32 pools or how K and V are written. Rounding: P is cast to
-the pool's type before the second product. Needs jax 0.11, or says so.
-
-Interpret mode takes no operand from registers and no running accumulator: there P passes through
-shared memory and is added apart. benchmarks/prefill_gpu.py has the speed on a chip.
+Slots after the last written one may hold anything, including NaN: their scores are replaced, and
+the first consumer zeroes their V in shared memory, so they reach no product. P is cast to the
+pool's type before the second product. In interpret mode wgmma takes no register operand and no
+running accumulator, so P passes through shared memory. benchmarks/prefill_gpu.py measures it.
 """
 
 from __future__ import annotations
@@ -59,13 +52,13 @@ from jspec.pallas_kernels.prefill.plan import (
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What changes the speed and nothing else."""
+    """Parameters that affect speed only."""
 
-    block_tokens: int = 128  # keys of one step: 64 or 128
+    block_tokens: int = 128  # keys of one iteration: 64 or 128
     stages: int = 3  # blocks in the ring
-    consumers: int = 2  # warpgroups that compute, with 64 rows each
-    takes_turns: bool = True  # of two consumers, one multiplies at a time
-    programs: int = NUM_SMS  # that run; each takes one task after the other
+    consumers: int = 2  # warp groups that compute 64 rows each
+    takes_turns: bool = True  # two consumers alternate between products and softmax
+    programs: int = NUM_SMS  # persistent programs
 
     def __post_init__(self) -> None:
         if self.block_tokens not in (64, 128):
@@ -80,12 +73,10 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Everything static about one kernel."""
-
     num_queries: int  # a multiple of `block_queries`
     num_heads: int
     num_kv: int
-    heads: int  # of a program
+    heads: int  # heads of a program
     width: int  # D
     page_size: int
     tuning: Tuning
@@ -106,7 +97,7 @@ class _Shape:
 
     @property
     def copies(self) -> int:
-        """Of one block of keys: a page each, or one where a block is part of a page."""
+        """Copies per block of keys: one per page, or one if a block is part of a page."""
         return max(self.tuning.block_tokens // self.page_size, 1)
 
     @property
@@ -139,11 +130,11 @@ def attend_packed(
     plan: PrefillPlan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """out[T, H, D] as reference.attend gives it with queries_per_row None; padding queries zeros.
+    """Return out[T, H, D] like reference.attend with queries_per_row None; padding returns zeros.
 
-    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. `plan` may be
-    made once for all layers; it must come from the same rows, window and tuning.
-    Raises ValueError for shapes that it does not serve, NotImplementedError under an older jax.
+    q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128. plan: may be
+    shared by all layers; must come from the same rows, window and tuning. Raises ValueError for
+    unsupported shapes, NotImplementedError with an older jax.
     """
     tuning = tuning or Tuning()
     _check(q, kv_pages, rows, tuning=tuning, scale=scale, soft_cap=soft_cap)
@@ -182,7 +173,7 @@ def attend_packed(
     packed = q.astype(shape.dtype)
     padding = ((0, shape.num_queries - q.shape[0]), (0, 0), (0, width - q.shape[2]))
     packed = jnp.pad(packed, padding).reshape(shape.num_queries, -1)
-    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g side by side: one box of 2 D
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)  # K_g and V_g adjacent: one TMA box of 2 D
     heights = jnp.zeros(q.shape[1]) if sinks is None else sinks.astype(jnp.float32) * LOG2E
     heights = jnp.repeat(heights, shape.tile_queries).reshape(-1, TILE_ROWS)
     out = _launch(packed, pool, rows.page_table, plan, heights, shape=shape)
@@ -225,7 +216,7 @@ def _launch(
     *,
     shape: _Shape,
 ) -> jax.Array:
-    """out[T, H * D]. An inner jit: however many layers call it, it is compiled once."""
+    """Return out[T, H * D]. An inner jit, so that it is compiled once for all layers."""
     tuning = shape.tuning
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch: dict[str, Any] = {
@@ -258,7 +249,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,  # maxima and sums stay within four lanes
+            reduction_scratch_bytes=0,  # reductions stay within four lanes
         ),
         **interpret_options(shape.interpreted),
     )
@@ -268,7 +259,7 @@ def _launch(
 
 @dataclass(frozen=True)
 class _Refs:
-    """Inputs, result, shared memory and barriers, in the order in which the kernel gets them."""
+    """The kernel's inputs, result, shared memory and barriers, in its argument order."""
 
     q: Any  # [T, H * D]
     pool: Any  # [NP, S, 2 G * D]
@@ -276,26 +267,26 @@ class _Refs:
     bounds: Any
     walks: Any
     lines: Any
-    heights: Any  # f32[H / heads, 64], log2 of what a head's sink adds
+    heights: Any  # f32[H / heads, 64], log2 of a head's sink term
     out: Any  # [T, H * D]
     ring: Any  # [stages, block, 2 D]
     queries: Any  # [consumers, 64, D]
-    arrived: Any  # a consumer's queries are here
-    filled: Any  # a slot of the ring is
+    arrived: Any  # a consumer's queries have arrived
+    filled: Any  # a slot of the ring has been filled
     emptied: Any  # a slot may be filled again
-    cleaned: Any  # the unwritten rows of a slot are zeros
+    cleaned: Any  # a slot's unwritten V has been zeroed
     turn: Any = None  # the other consumer may multiply
-    weights: Any = None  # [consumers, 64, block], P where it passes through shared memory
+    weights: Any = None  # [consumers, 64, block], P in interpret mode
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A block of queries and a tile of heads: what a program's warpgroups share, all scalars."""
+    """A block of queries and a tile of heads: scalars that a program's warp groups share."""
 
-    line: Any  # of the plan
-    head: Any  # its query heads are head * heads, ...
+    line: Any  # line of the plan
+    head: Any  # its query heads start at head * heads
     done: Any  # steps of the program before this task
-    block: Any  # of queries; from here on the plan's bounds
+    block: Any  # block of queries; this and the next three are the plan's bounds
     first_row: Any
     last_row: Any
     steps: Any  # blocks of keys over all rows
@@ -303,7 +294,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Walk:
-    """A row's blocks of keys, as one program walks them: a row number, then the plan's columns."""
+    """A row's blocks of keys in one program: a row number, then the plan's columns."""
 
     row: Any
     begin: Any
@@ -315,8 +306,9 @@ class _Walk:
 
 
 def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -> Any:
-    """Serves the program's tasks and returns its steps. Tasks are dealt from heavy to light, and
-    every other round backwards, so that no program gets the heaviest of each.
+    """Run `serve` for the program's tasks and return the number of steps. Tasks are distributed
+    from heavy to light, every other round in reverse, so that no program gets the heaviest of each
+    round.
 
     In:  8 tasks, 3 programs    Out: tasks 0 5 6 | 1 4 7 | 2 3
     """
@@ -327,7 +319,7 @@ def _for_each_task(shape: _Shape, refs: _Refs, serve: Callable[[_Task], None]) -
 
     def run(turn: Any, done: Any) -> Any:
         number = turn * programs + place_in(turn)
-        line = lax.div(number, shape.head_tiles)  # the heads of one page are read close together
+        line = lax.div(number, shape.head_tiles)  # heads of a page are read close together
         bounds = [refs.bounds[line, i] for i in range(4)]
         task = _Task(line, lax.rem(number, shape.head_tiles), done, *bounds)
         serve(task)
@@ -345,10 +337,9 @@ def _walk_of(refs: _Refs, task: _Task, row: Any) -> _Walk:
 
 
 def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
-    """The kernel's body, run by every warpgroup of a program."""
     refs, consumers = _Refs(*args, **scratch), shape.tuning.consumers
     warpgroup = lax.axis_index("warpgroup")
-    # 64 Ki registers: the producer needs few, and the consumers want what they can get.
+    # 64 Ki registers: few for the producer, the others for the consumers.
     registers = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
 
     @pl.when(warpgroup < consumers)
@@ -364,12 +355,12 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
         steps = _for_each_task(shape, refs, functools.partial(_produce, shape, refs))
 
         @pl.loop(0, lax.min(steps, shape.tuning.stages))
-        def _hear_the_last(slot: Any) -> None:  # no announcement may stay unheard
+        def _hear_the_last(slot: Any) -> None:  # every barrier arrival must be awaited
             plgpu.barrier_wait(refs.emptied.at[slot])
 
 
 def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
-    """Fills the ring, row by row and block by block, each slot as soon as it is empty."""
+    """Fill the ring, row by row and block by block, each slot as soon as it is empty."""
     tokens, width = min(shape.page_size, shape.tuning.block_tokens), shape.width
     per_kv_head = shape.head_tiles // shape.num_kv
     kv_head = lax.div(task.head, per_kv_head) if per_kv_head > 1 else task.head
@@ -378,8 +369,8 @@ def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
     @pl.loop(task.first_row, task.last_row)
     def _row(row: Any) -> None:
         walk = _walk_of(refs, task, row)
-        # Pages after the last written one are that one again: always loaded, never seen, so that
-        # every block is the same number of bytes and no index is out of bounds.
+        # After the last written page that page is repeated: it is loaded but not seen, so all
+        # blocks have the same bytes and no index is out of bounds.
         last_page = lax.max(lax.div(walk.keys - 1, shape.page_size), 0)
 
         @pl.loop(walk.begin, walk.end)
@@ -403,7 +394,6 @@ def _produce(shape: _Shape, refs: _Refs, task: _Task) -> None:
 
 
 def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
-    """One consumer: its queries, their online softmax over all rows' walks, their result."""
     boxes = _boxes(shape, task, warpgroup)
     for rows, at in boxes:
         plgpu.copy_gmem_to_smem(
@@ -415,7 +405,7 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
 
     def step(walk: _Walk, masked: bool, block: Any, carry: Any) -> Any:
         slot = lax.rem(walk.offset + block, shape.tuning.stages)
-        # What comes from global memory is asked for early: by the time of its use it is here.
+        # Issue global loads early, so that they have arrived when needed.
         rule = _rule(shape, refs, task, walk, warpgroup) if masked else []
         plgpu.barrier_wait(refs.filled.at[slot])
         if masked:
@@ -445,12 +435,13 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any, task: _Task) -> None:
     plgpu.commit_smem()
     for rows, at in boxes:
         plgpu.copy_smem_to_gmem(refs.queries.at[warpgroup, rows], refs.out.at[at])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next queries may come
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the queries' memory may be reused
 
 
 def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
-    """(rows of the tile, place in [T, H * D]) of each head: row r is query r % 16 of head r // 16
-    where a tile has 16 queries and 4 heads."""
+    """Return (rows of the tile, place in [T, H * D]) of each head: with 16 queries and 4 heads per
+    tile, row r is query r % 16 of head r // 16.
+    """
     queries, width = shape.tile_queries, shape.width
     start = task.block * shape.block_queries + warpgroup * queries
     column = task.head * (shape.heads * width)
@@ -461,14 +452,15 @@ def _boxes(shape: _Shape, task: _Task, warpgroup: Any) -> list[tuple[Any, Any]]:
 
 
 def _pass_turn(refs: _Refs) -> None:
-    """The consumers meet. The second starts one meeting late, and the first ends with one more, so
-    that one of them is between its softmax and its next scores while the other is not."""
+    """Synchronize the consumers. The second starts one synchronization late and the first ends with
+    one more, so one is between its softmax and its next scores while the other is not.
+    """
     plgpu.barrier_arrive(refs.turn)
     plgpu.barrier_wait(refs.turn)
 
 
 def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any) -> Any:
-    """The mean of V, with the sinks in its denominator; zeros for padding queries."""
+    """Return the mean of V, with sinks in its denominator; zeros for padding queries."""
     top, total, mixed = carry
     by_row = plgpu.Layout.WGMMA.reduce(1)
     load: Any = plgpu.load
@@ -488,7 +480,7 @@ def _result(shape: _Shape, refs: _Refs, task: _Task, warpgroup: Any, carry: Any)
 def _absorb(
     shape: _Shape, refs: _Refs, warpgroup: Any, slot: Any, block: Any, rule: list[Any], carry: Any
 ) -> Any:
-    """One block of keys into the online softmax; the maxima are of log2-scaled scores."""
+    """Add one block of keys to the online softmax; maxima are of log2-scaled scores."""
     top, total, mixed = carry
     tokens, width = shape.tuning.block_tokens, shape.width
     keys = refs.ring.at[slot, :, pl.ds(0, width)]
@@ -497,7 +489,7 @@ def _absorb(
     def score(acc: Any) -> Any:
         plgpu.wgmma(acc, refs.queries.at[warpgroup], keys.transpose((1, 0)))
         if shape.takes_turns:
-            _pass_turn(refs)  # the product runs: the other's softmax may end
+            _pass_turn(refs)  # the product is running, so the other consumer may finish its softmax
         return acc[...]
 
     scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((TILE_ROWS, tokens), jnp.float32))
@@ -510,7 +502,7 @@ def _absorb(
     mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
     operand = weights.astype(shape.dtype)
     if shape.takes_turns:
-        # The softmax ends here, and is not moved into the turn.
+        # The softmax must not be moved past this point, into the other's turn.
         operand, new_top, total, mixed = lax.optimization_barrier((operand, new_top, total, mixed))
         _pass_turn(refs)
     mixed = _mix(shape, refs, warpgroup, operand, values, mixed)
@@ -519,7 +511,7 @@ def _absorb(
 
 
 def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, mixed: Any) -> Any:
-    """mixed + P V: a running accumulator, which interpret mode does not have."""
+    """Return mixed + P V with a running accumulator, which interpret mode does not support."""
     if shape.interpreted:
         refs.weights[warpgroup] = operand
         plgpu.commit_smem()
@@ -537,9 +529,10 @@ def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, 
 
 
 def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, block: Any) -> None:
-    """Zeroes the V rows of the slots that nobody has written: zero times NaN is NaN.
+    """Zero the V of unwritten slots: 0 times NaN is NaN.
 
-    The first consumer does it; it never waits for the second, which may be a turn behind."""
+    The first consumer does it, and never waits for the second, which may be a turn later.
+    """
     tokens, width = shape.tuning.block_tokens, shape.width
     written = walk.keys - block * tokens
 
@@ -559,7 +552,7 @@ def _clean(shape: _Shape, refs: _Refs, walk: _Walk, warpgroup: Any, slot: Any, b
 
 
 def _rule(shape: _Shape, refs: _Refs, task: _Task, walk: _Walk, warpgroup: Any) -> list[Any]:
-    """The slot after the last that each query sees in this row, and with a window the first."""
+    """Return the end of each query's slots in this row and, with a window, their start."""
     tile = task.block * shape.tuning.consumers + warpgroup
     load: Any = plgpu.load
     numbers = range(3) if shape.windowed else range(1, 3)
@@ -572,7 +565,7 @@ def _rule(shape: _Shape, refs: _Refs, task: _Task, walk: _Walk, warpgroup: Any) 
 
 
 def _mask(shape: _Shape, block: Any, scores: Any, rule: list[Any]) -> Any:
-    """Minus infinity for what a query must not see; `top` stays finite, so no difference is NaN."""
+    """Set scores of hidden keys to -inf; `top` stays finite, so no difference is NaN."""
     if not rule:
         return scores
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

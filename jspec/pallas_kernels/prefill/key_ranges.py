@@ -1,8 +1,7 @@
-"""Which keys each packed query sees, as ranges, and what each block of queries must stream.
+"""The keys that each packed query sees, as ranges, and those that each block of queries streams.
 
-The index arithmetic of tpu.py, in plain jnp. In the packed layout without a tail mask
-the keys that a query sees are contiguous: of its row's slots in the pool, and of this call's new
-tokens, which lie packed like the queries. So two ranges a query say it all.
+Without a tail mask a query sees two contiguous ranges: slots of its row in the pool, and new tokens
+of this call, which are packed like the queries.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from jspec.pallas_kernels.attention.rows import AttentionRows, index_queries
 LANES = 128
 FAR = (1 << 31) - 1
 
-# Lines of PackedPlan.ranges; the rest, up to LINES, is zeros.
+# Lines of PackedPlan.ranges; the others, up to LINES, are zeros.
 NEW_FIRST, NEW_LAST, POOL_FIRST, POOL_LAST, ROW = range(5)
 LINES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """How much is attended at a time: rows of a product (queries x group), and keys."""
+    """The size of a block: M of a product (queries x group), and keys."""
 
     rows: int = 512  # a multiple of 128
     keys: int = 256  # a multiple of 128
 
     @classmethod
     def for_heads(cls, num_kv: int) -> BlockSizes:
-        """Sizes that fit the vector memory: all kv heads of a block lie there at once."""
+        """Return sizes for which all kv heads of a block fit VMEM at once."""
         rows = min(max(4096 // num_kv // LANES, 1) * LANES, 512)
         return cls(rows=rows, keys=256 if num_kv < 32 else LANES)
 
     def block_queries(self, num_queries: int, group: int) -> int:
-        """Queries of a block: a multiple of 128 rows, at most `rows`, no more than needed.
+        """Return queries per block: a multiple of 128 rows, at most `rows`, no more than needed.
 
         In:  256 queries, group 4, 512 rows
         Out: 128;  of 16 queries 32 (128 rows);  for group 7 128 (896 rows: the least there is)
@@ -48,16 +47,16 @@ class BlockSizes:
         return min(most, -(-num_queries // unit) * unit)
 
     def block_keys(self, page_size: int) -> int:
-        """Whole pages: at most `keys`, but at least one page."""
+        """Return keys per block: whole pages, at most `keys` but at least one page."""
         return max(self.keys // page_size, 1) * page_size
 
 
 @pytree
 class PackedPlan:
-    """Which keys each query sees, and which each block of queries must stream.
+    """The keys of each query and of each block of queries.
 
-    Streams are numbered 0..B-1 for the rows' pages (keys are slots) and B for the new tokens (keys
-    are packed token indices).
+    Streams 0..B-1 are the rows' pages (keys are slots); stream B is the new tokens (keys are packed
+    token indices).
     """
 
     ranges: jax.Array  # i32[LINES, T]; query t sees packed tokens [NEW_FIRST, NEW_LAST) and
@@ -75,7 +74,7 @@ def plan_packed(
     writes: bool,
     window: int | None,
 ) -> PackedPlan:
-    """The ranges of T queries, T a multiple of `block_queries`; the same for all layers.
+    """Plan T queries, a multiple of `block_queries`, for all layers.
 
     In:  cu_q_lens = [0, 2, 4], prefix_lens = [5, 0], T = 4, block_queries = 4, no window
     Out: new tokens [0, 1) [0, 2) [2, 3) [2, 4); slots [0, 5) [0, 5) of row 0, none of row 1.
@@ -87,7 +86,7 @@ def plan_packed(
     prefix = jnp.take(rows.prefix_lens, index.row_idx, mode="clip")
     slot = prefix + index.within
     shift = slot - t  # from a packed index to a slot
-    table_end = pages_per_row * page_size  # no key lies past the page table
+    table_end = pages_per_row * page_size  # no key is past the page table
     pool_first = jnp.zeros_like(t)
     if window is not None:
         positions = jnp.pad(rows.q_positions, (0, num_queries - rows.q_positions.shape[0]))
@@ -97,7 +96,7 @@ def plan_packed(
     new_last = jnp.minimum(t + 1, table_end - shift) if writes else jnp.zeros_like(t)
     pool_last = jnp.where(index.valid, pool_last, 0)
     new_last = jnp.where(index.valid, new_last, 0)
-    row = jnp.where(index.valid, index.row_idx, batch)  # of a padding query: no row
+    row = jnp.where(index.valid, index.row_idx, batch)  # padding queries belong to no row
     lines = [new_first, new_last, pool_first, pool_last, row]
     ranges = jnp.pad(jnp.stack(lines), ((0, LINES - len(lines)), (0, 0)))
 
@@ -110,7 +109,7 @@ def plan_packed(
     padding = ~index.valid[:, None]
     some_first = jnp.where(sees, first, FAR)
     some_last = jnp.where(sees, last, 0)
-    every_first = jnp.where(padding, 0, first)  # nobody reads what a padding query saw
+    every_first = jnp.where(padding, 0, first)  # results of padding queries are not used
     every_last = jnp.where(padding, FAR, last)
     folds = (jnp.min, jnp.max, jnp.max, jnp.min)
     parts = (some_first, some_last, every_first, every_last)

@@ -1,12 +1,8 @@
-"""Packed prefill in blocks of queries and keys: who walks what, in which order. Plain XLA.
+"""The schedule of packed prefill in blocks of queries and keys. Plain XLA.
 
-A kernel that serves a block of packed queries walks the keys of each row that has queries in it,
-block by block, and needs a mask only where not every query of the block sees a whole block of
-keys. Programs that take one task after the other want the heavy ones first. The rule of who sees
-what is in key_ranges.py; nothing here depends on a layer, but for its window: a step makes one
-plan for all.
-
-It knows nothing about how pages are read, nor about the kernel (gpu.py).
+For a block of packed queries, gpu.py iterates over the keys of each row in it, block by block, with
+a mask only where some query does not see a whole block of keys. Heavy blocks come first, to balance
+persistent programs. All layers with one window share a plan.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from jspec.pallas_kernels.attention.block_plan import TILE_ROWS
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.prefill.key_ranges import POOL_FIRST, POOL_LAST, ROW, plan_packed
 
-MAX_HEADS = 8  # of a tile, so that eight queries, the rows of a swizzled tile, lie together
+MAX_HEADS = 8  # per tile, so that eight queries, the rows of a swizzled tile, are contiguous
 
 # Columns of PrefillPlan.walks.
 BEGIN, WHOLE_BEGIN, WHOLE_END, END, OFFSET, KEYS = range(6)
@@ -30,7 +26,7 @@ NUM_COLUMNS = 6
 
 @pytree
 class PrefillPlan:
-    """What each block of queries walks: the same for all layers of one window."""
+    """The keys to iterate over for each block of queries."""
 
     bounds: jax.Array  # i32[blocks, 4]: block of queries, first row, row after the last, steps
     walks: jax.Array  # i32[blocks, B, 6], see `plan_prefill`; both: blocks with many steps first
@@ -38,7 +34,7 @@ class PrefillPlan:
 
 
 def packed_heads(group: int) -> int:
-    """Heads of a tile: a power of two, so that the 64 rows are full.
+    """Return heads per tile: a power of two, so that all 64 rows are used.
 
     In:  group 4    Out: 4, with 16 queries
     In:  group 7    Out: 1, with 64 queries
@@ -56,16 +52,16 @@ def plan_prefill(
     block_tokens: int,
     consumers: int,
 ) -> PrefillPlan:
-    """What the blocks of T queries walk; columns of `walks`, in blocks of keys:
+    """Plan T queries. Columns of `walks`, in blocks of keys:
 
-    begin, end (some query sees one of its keys); between them whole_begin, whole_end (every query
-    sees all its keys); offset, so that offset + block counts the program's steps; and the row's
-    written slots.
+    begin, end: some query sees one of the keys. whole_begin, whole_end, between them: every query
+    sees all keys. offset: offset + block counts the program's steps. keys: written slots of the
+    row.
 
     In:  rows of 56 and 8 queries, prefixes 256 and 0, group 4, so blocks of 32 queries; 128 keys
-    Out: bounds (1, 0, 2, 4) (0, 0, 1, 3). The second block goes first: it walks blocks 0, 1, 2 of
-         row 0, then block 0 of row 1, and none is whole, since no row's keys are seen by the other
-         row's queries. The first walks row 0 alone: blocks 0 and 1 whole, block 2 with a mask.
+    Out: bounds (1, 0, 2, 4) (0, 0, 1, 3). The second block goes first: blocks 0, 1, 2 of row 0,
+         then block 0 of row 1. None is whole, since each row's keys are hidden from the other
+         row's queries. The first takes row 0 only: blocks 0 and 1 whole, block 2 with a mask.
     """
     heads, tokens = packed_heads(group), block_tokens
     tile = TILE_ROWS // heads

@@ -1,30 +1,24 @@
-"""Paged attention for packed prefill on a TPU (Mosaic TPU): many rows, one after the other.
+"""Paged attention for packed prefill on a TPU (Mosaic TPU).
 
-The packed layout of attention/contract.py without a tail mask. What the kernel does:
+Implements the packed layout of attention/contract.py without a tail mask.
 
-  - One grid step is one block of packed queries, whoever they belong to. For each row with a query
-    in the block it streams that row's prefix from the pool: whole pages by double-buffered DMA,
-    several a step, from the first to the last slot that some query of the block sees.
-  - This call's own K and V never make the detour through the pool. They lie packed like the
-    queries, so they are attended as one more stream: contiguous, and for all rows of the block at
-    once. The pool gets them by DMA from the same array (HBM to HBM) while the block attends, which
-    is why the write is fused and why no query block depends on another: the grid is parallel, and
-    a chip of two cores may split it. No program copies the pool: it is aliased in to out.
-  - What a query sees is two ranges of keys, one of packed tokens and one of slots. All index
-    arithmetic is done outside, in key_ranges.py; the kernel compares bounds, and drops the mask
-    where a block of keys is seen by all queries.
-  - The group x queries of a kv head are the rows of one product; operands have the pool's dtype,
-    sums are float32. Softmax is online, in base 2, with `scale` folded into the exponent.
+  - A grid step handles one block of packed queries, of any rows. For each row with a query in the
+    block it streams the row's prefix from the pool: whole pages by double-buffered DMA, several per
+    step, from the first to the last slot that some query of the block sees.
+  - This call's K and V are one more stream, packed like the queries and for all rows at once. The
+    same array is copied to the aliased pool by DMA (HBM to HBM) while the block attends. This makes
+    query blocks independent: the grid is parallel, and a chip with two cores may split it.
+  - A query sees two ranges of keys, one of packed tokens and one of slots (key_ranges.py); the mask
+    is omitted if all queries see a block of keys.
+  - Products are in the pool's dtype with float32 sums. Softmax is online, in base 2, with `scale`
+    folded into the exponent.
 
-The pool is a multiple of 128 wide. Heads of 64 go into a pool of 128, their K, V and q padded with
-zeros: a TPU pads the last axis to 128 anyway, so such a pool costs no more memory.
+A page may be read while new tokens are written to its other slots; those are outside the range
+read, and values outside are replaced by zeros before any product.
 
-A page may be read while new tokens are written to its other slots; those slots lie outside what is
-read, and whatever lies outside is replaced by zeros before it reaches a product.
-
-Seen: it equals the reference in TPU interpret mode, and Mosaic compiles it ahead of time for v5e,
-v5p and v6e. It has never run on a chip: what is said of instructions is counted in the compiler's
-schedule for v5e, and nothing is known of its speed or of the best block sizes.
+Tested against the reference in TPU interpret mode, and compiled ahead of time for v5e, v5p and v6e.
+It has not run on a TPU: instruction counts are from the compiler's schedule for v5e, and speed and
+best block sizes are unknown.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ from jspec.pallas_kernels.prefill.key_ranges import LANES, LINES, ROW, BlockSize
 SMEM_BYTES = 512 * 1024  # scalar memory of one core
 VMEM_LIMIT = 48 * 1024 * 1024
 
-# A masked score lies below the lowest running maximum, so that its weight is exactly 0.
+# Masked scores are below the lowest running maximum, so their weight is exactly 0.
 LOWEST, MASKED = -1e30, -2e30
 
 AT_ONCE = 2  # products that go through the online softmax together
@@ -60,15 +54,13 @@ Carry: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # stream, step, half 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """What is static in the kernel."""
-
     batch: int
     pages_per_row: int
     page_size: int
     num_kv: int
     group: int
-    queries: int  # of a block
-    keys: int  # of a step
+    queries: int  # queries of a block
+    keys: int  # keys of a step
     num_blocks: int
     scale: float
     soft_cap: float | None
@@ -81,14 +73,16 @@ class _Shape:
 
     @property
     def tile(self) -> int:
-        """Rows of one softmax: a row's prefix meets only the tiles that hold its queries."""
+        """Rows of one softmax: a row's prefix is multiplied only with tiles that have its
+        queries.
+        """
         large = 2 * LANES * (AT_ONCE if self.num_kv == 1 else 1)
         return next(n for n in (large, 2 * LANES, LANES) if self.rows % n == 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Refs:
-    """The kernel's arrays. New tokens are stream number `batch`, after the rows' own."""
+    """The kernel's arrays. New tokens are stream number `batch`, after the rows' streams."""
 
     cu: Ref  # i32[B + 1]
     prefix: Ref  # i32[B]
@@ -96,14 +90,14 @@ class _Refs:
     spans: Ref  # i32[4 * blocks * (B + 1)]
     q: Ref  # [G, rows, D]
     ranges: Ref  # i32[LINES, rows]
-    sinks: Ref  # f32[G rounded up, rows], in units of a score before `scale`
+    sinks: Ref  # f32[G rounded up, rows], on the scale of scores before `scale`
     new: Ref  # [T rounded up, 2G, D], HBM
     out: Ref  # [G, rows, D]
     pool: Ref  # [NP, S, 2G, D], HBM
     landing: Ref  # [2, keys, 2G, D]
     pairs: Ref  # [2, G, keys, D], K and V of the step
     bounds: Ref  # i32[ROW + 1, rows, 128], the lines of `ranges`, all lanes equal
-    ceiling: Ref  # f32[tile, keys], very low where a tile's row does not see the key
+    ceiling: Ref  # f32[tile, keys], MASKED where a tile's row does not see the key
     top: Ref  # f32[G, rows, 128], all lanes equal
     total: Ref  # f32[G, rows, 128]
     mixed: Ref  # f32[G, rows, D]
@@ -125,12 +119,13 @@ def attend_packed(
     sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out[T, H, D], kv_pages') of q[T, H, Dq] packed row after row; see attention/contract.py.
+    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed row after row; see
+    attention/contract.py.
 
-    Without k_new and v_new nothing is written, and row b's last q_len slots are in the pool
-    already. Padding queries are written nowhere and return zeros. `interpret` is pallas_call's; it
-    must be given, since forcing interpret mode from outside would meet a view that it cannot take.
-    Raises ValueError at trace time for a shape that the kernel cannot take.
+    Without k_new and v_new nothing is written, and row b's last q_len slots are already in the
+    pool. Padding queries are not written and return zeros. interpret: pallas_call's argument; pass
+    it here, since forcing interpret mode from outside would reach a view that it does not support.
+    Raises ValueError at trace time for unsupported shapes.
     """
     sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
@@ -209,7 +204,6 @@ def _check(
 
 
 def _check_scalars(rows: AttentionRows, num_blocks: int) -> None:
-    """The page table and the plan's spans live in scalar memory, whole."""
     batch, table = rows.prefix_lens.shape[0], rows.page_table.shape
     held = 4 * (rows.page_table.size + 4 * num_blocks * (batch + 1) + 2 * batch + 1)
     if held > SMEM_BYTES:
@@ -220,14 +214,13 @@ def _check_scalars(rows: AttentionRows, num_blocks: int) -> None:
 
 
 def _pack(q: jax.Array, *, padded: int, num_kv: int, width: int) -> jax.Array:
-    """[T, H, Dq] -> [G, T' * group, D]: rows of one kv head, query by query."""
     q = jnp.pad(q, ((0, padded - q.shape[0]), (0, 0), (0, width - q.shape[2])))
     q = q.reshape(padded, num_kv, -1, width).transpose(1, 0, 2, 3)
     return q.reshape(num_kv, -1, width)
 
 
 def _sink_rows(sinks: jax.Array | None, shape: _Shape) -> jax.Array:
-    """f32[G rounded up to 8, rows]: the score with which each row's softmax starts."""
+    """Return f32[G rounded up to 8, rows]: the initial score of each row's softmax."""
     lines = -(-shape.num_kv // 8) * 8
     if sinks is None:
         return jnp.full((lines, shape.rows), LOWEST, jnp.float32)
@@ -272,9 +265,9 @@ def _pallas_call(
         grid_spec=spec,
         out_shape=[
             jax.ShapeDtypeStruct(packed, dtype),
-            pltpu.HBM(pool.shape, pool.dtype),  # or XLA brings a small pool, whole, into VMEM
+            pltpu.HBM(pool.shape, pool.dtype),  # or XLA would copy a small pool to VMEM
         ],
-        input_output_aliases={8: 1},  # the pool, counted with the four scalar arrays
+        input_output_aliases={8: 1},  # the pool; indices include the four scalar arrays
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
         ),
@@ -289,7 +282,7 @@ def _kernel(shape: _Shape, *args: Ref) -> None:
     refs = _Refs(**dict(zip(names, (*inputs, *outputs, *scratch), strict=True)))
 
     def next_stream(stream: jax.Array) -> jax.Array:
-        """The first stream from `stream` on that this block needs, B + 1 if none."""
+        """Return the first stream from `stream` on that this block needs, B + 1 if none."""
         return lax.while_loop(
             lambda s: (s <= shape.batch) & (_num_steps(shape, refs, s) == 0),
             lambda s: s + 1,
@@ -334,7 +327,9 @@ def _wait(copy: Any) -> None:
 
 
 def _span(shape: _Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, ...]:
-    """First and last key that some query of this block sees, and that every query sees."""
+    """Return the first and last key that some query of this block sees, then that every query
+    sees.
+    """
     streams = shape.batch + 1
     at = pl.program_id(0) * streams + jnp.minimum(stream, shape.batch)
     first, last, every_first, every_last = (
@@ -344,7 +339,7 @@ def _span(shape: _Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, ...
 
 
 def _origin(shape: _Shape, stream: jax.Array, first: jax.Array) -> jax.Array:
-    """Where a stream begins: with a whole page, or with a whole block of new tokens."""
+    """Return the start of a stream: a whole page, or a whole block of new tokens."""
     page, block = lax.div(first, shape.page_size), lax.div(first, shape.keys)
     return jnp.where(stream == shape.batch, block * shape.keys, page * shape.page_size)
 
@@ -358,7 +353,7 @@ def _num_steps(shape: _Shape, refs: _Refs, stream: jax.Array) -> jax.Array:
 def _each_copy_in(
     shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array, act: Act
 ) -> None:
-    """The copies that bring one step's keys into one half of the landing buffer."""
+    """Start or await the copies of one step's keys to one half of the landing buffer."""
     first, last, _, _ = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
     size = shape.page_size
@@ -383,9 +378,9 @@ def _each_copy_in(
 
 
 def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
-    """The copies of this block's new tokens to their slots, page by page.
+    """Start or await the copies of this block's new tokens to their slots, page by page.
 
-    The slots of one page are copied in pieces of 2^i slots, as DMA sizes are static.
+    DMA sizes are static, so the slots of a page are copied in pieces of 2^i slots.
 
     In:  page size 16, tokens 3..12 of a row that go to slots 13..22
     Out: 3 slots from 13 (pieces of 2 and 1), 7 slots from 16 (pieces of 4, 2 and 1)
@@ -424,10 +419,10 @@ def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
 
 
 def _begin(shape: _Shape, refs: _Refs) -> None:
-    """Turns the lines of ranges and sinks into columns, and begins every softmax at its sink.
+    """Transpose ranges and sinks to columns, and start every softmax at its sink.
 
-    A sink is a key with that score and no value. Without sinks its score is so low that the first
-    real key wipes it out.
+    A sink is a key with that score and no value. Without sinks the score is so low that the first
+    real key cancels it.
     """
     ranges, sinks = refs.ranges[...].T, refs.sinks[...].T
     for line in range(refs.bounds.shape[0]):
@@ -439,9 +434,9 @@ def _begin(shape: _Shape, refs: _Refs) -> None:
 
 
 def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
-    """Splits the landed keys into K and V of each head, with zeros where nobody may look.
+    """Split the landed keys into K and V of each head, with zeros outside of the range to read.
 
-    Slots that nobody wrote may hold NaN, which a weight of 0 would not hide in the product with V.
+    Unwritten slots may hold NaN, which a weight of 0 would not hide in the product with V.
     """
     first, last, _, _ = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
@@ -456,12 +451,12 @@ def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half:
 def _key_and_value(
     shape: _Shape, refs: _Refs, half: jax.Array, head: int
 ) -> tuple[jax.Array, jax.Array]:
-    """f32[keys, D] of K and of V of one head, out of the landed pairs of all heads.
+    """Return f32[keys, D] of K and of V of one head from the landed pairs of all heads.
 
-    In bfloat16 a pair is one 32-bit word, K in its low half. Mosaic reads every G-th line of the
-    buffer in one strided load (a tenth of the instructions of a slice of the value, or less), but
-    only where it is 128 wide, and by a view that interpret mode does not know: there the same
-    words are sliced from the value.
+    In bfloat16 a pair is one 32-bit word with K in the low half. Mosaic reads every G-th line of
+    the buffer in one strided load (at most a tenth of the instructions of slicing the value), but
+    only for width 128 and through a view that interpret mode lacks; there the words are sliced from
+    the value.
     """
     num_kv, packed = shape.num_kv, refs.landing.dtype == jnp.bfloat16
     if shape.interpreted or refs.landing.shape[3] != LANES:
@@ -482,7 +477,7 @@ def _key_and_value(
 
 
 def _absorb_step(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array) -> None:
-    """One step's keys into the online softmax of every tile of rows that they concern."""
+    """Add one step's keys to the online softmax of every tile of rows with queries for them."""
     first, _, every_first, every_last = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
     row = jnp.minimum(stream, shape.batch - 1)
@@ -509,7 +504,7 @@ def _absorb_step(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array)
 
 
 def _pieces(shape: _Shape) -> list[tuple[int, int, int]]:
-    """(head, first row, rows) of the products that make up one tile; two or more where possible."""
+    """Return (head, first row, rows) of the products of a tile; two or more if possible."""
     parts = AT_ONCE if shape.num_kv == 1 and shape.tile > LANES else 1
     rows = shape.tile // parts
     return [(head, i * rows, rows) for head in range(shape.num_kv) for i in range(parts)]
@@ -518,7 +513,7 @@ def _pieces(shape: _Shape) -> list[tuple[int, int, int]]:
 def _mask(
     shape: _Shape, refs: _Refs, start: jax.Array, stream: jax.Array, origin: jax.Array
 ) -> None:
-    """Sets the ceiling of a tile's scores: far up where a row sees the key, else MASKED."""
+    """Set the upper bound of a tile's scores: very high where a row sees the key, else MASKED."""
     at = _rows_at(start, 0, shape.tile)
     is_new = stream == shape.batch
     new_first, new_last, pool_first, pool_last, row = (refs.bounds[n, at] for n in range(ROW + 1))
@@ -542,10 +537,10 @@ def _absorb(
     *,
     masked: bool,
 ) -> None:
-    """The step's keys into the online softmax of some pieces of a tile.
+    """Add the step's keys to the online softmax of some pieces of a tile.
 
-    The pieces go through each stage together: while one waits for its maximum the other is
-    multiplied, which takes a third off the instructions that the compiler schedules.
+    The pieces go through each stage together, so that one is multiplied while another waits for its
+    maximum: a third fewer instructions in the compiler's schedule.
     """
     dtype = refs.pairs.dtype
     dot = functools.partial(
@@ -592,5 +587,4 @@ def _finish(shape: _Shape, refs: _Refs) -> None:
 
 
 def _across(x: jax.Array, width: int) -> jax.Array:
-    """x[rows, 128], all lanes equal, repeated to `width` lanes."""
     return jnp.concatenate([x] * (width // LANES), axis=1)

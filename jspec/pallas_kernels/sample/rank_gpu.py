@@ -1,11 +1,8 @@
 """The top-1 draft candidate and its softmax normalizer in one read of the logits (Pallas-Triton).
 
-For each row it computes the largest score, scale * (logit(v) + T * g(seed, position, v)), the first
-column that has it, and the sum of exp(score - largest), which log_softmax needs. One program
-handles a row and a chunk of the vocabulary; XLA reduces the chunks. Rows at temperature 0 compute
-no noise, which XLA computes for all rows.
-
-It supports neither several candidates nor shards. benchmarks/rank_gpu.py measures it.
+One program handles a row and a chunk of the vocabulary; XLA reduces the chunks. Rows at temperature
+0 compute no noise, which XLA computes for all rows. It supports neither several candidates nor
+shards. benchmarks/rank_gpu.py measures it.
 """
 
 from __future__ import annotations
