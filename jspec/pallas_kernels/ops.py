@@ -123,7 +123,7 @@ class Ops:
     def gated_product(
         self, x: Float[Array, "*b E"], kernel: Float[Array, "E I2"], *, of_prompts: bool
     ) -> Float[Array, "*b I"]:
-        """Return silu(x @ gate) * (x @ up); `kernel` is gate and up concatenated by columns."""
+        """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
         gate, up = jnp.split(x @ kernel, 2, axis=-1)
         return jax.nn.silu(gate) * up

@@ -47,9 +47,10 @@ WITHOUT_TRITON = range(48, 513)
 
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
-    """columns: weights marked `by_columns` are stored column-major. That is fastest for the many
-    tokens of a verification, but slower for few (docs/kernels.md), so plain decoding keeps [in,
-    out].
+    """The Hopper implementation of `Ops`.
+
+    columns: store weights marked `by_columns` column-major. This is fastest for the many tokens of
+    a verification but slower for few (docs/kernels.md), so plain decoding does not set it.
     """
 
     interpret: bool = False

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-ELEMENTS_PER_THREAD = 16  # of each operand: two 16-byte loads of bfloat16, all in flight at once
+ELEMENTS_PER_THREAD = 16  # per operand: two 16-byte loads of bfloat16, all in flight at once
 LANES, MAX_WARPS = 32, 16
 
 

@@ -23,7 +23,7 @@ tanh(s / c). K and V may be narrower than the pool's D. Result: (out[T, H, D], k
 Writes replace non-finite values of k_new and v_new (kv_write), so every written slot is finite;
 unwritten slots may hold anything. XLA and the kernels rely on both: they replace unwritten slots,
 and give slots that only some queries see a weight of 0 for the others. The reference does not rely
-on it: no slot reaches a query that does not see it, whatever its value.
+on it: no slot reaches a query that does not see it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from jspec.pallas_kernels.kv_write.reference import finite
 from jspec.pallas_kernels.kv_write.rotation import HeadNorms, Rotation
 
 BLOCK = 64  # keys of one iteration
-MOST_SHARES = 32  # heights that a lane of the merge holds
+MOST_SHARES = 32  # heights per lane of the merge
 LEAST_GROUP = 16  # M of the smallest tensor core tile
 MOST_GROUP = 16  # heads of a kv head
 # (H, G, D) for which a step of one row was faster with this kernel on an H200
@@ -49,7 +49,7 @@ class _Static:
     scale: float
     window: int | None
     soft_cap: float | None
-    eps: float | None  # of the heads' norms
+    eps: float | None  # eps of the heads' norms; None: no norms
 
 
 def serves(heads: jax.Array, kv_pages: jax.Array, rows: AttentionRows, *, num_heads: int) -> bool:
@@ -150,7 +150,7 @@ def _attend(
     head, share = pl.program_id(0), pl.program_id(1)
     page_size, two_g, width = pool_ref.shape[1:]
     half, group = width // 2, static.num_heads // (two_g // 2)
-    only = head * 0  # jax 0.10 interprets no store at a constant index
+    only = head * 0  # jax 0.10 cannot interpret a store at a constant index
     prefix, position = plt.load(place_ref.at[only]), plt.load(place_ref.at[only + 1])
     is_row = plt.load(place_ref.at[only + 3]) > plt.load(place_ref.at[only + 2])
     lane = jnp.arange(half, dtype=jnp.int32)

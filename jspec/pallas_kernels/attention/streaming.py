@@ -49,7 +49,7 @@ def attend(
     groups = batch if queries_per_row is not None else 1
     queries = _pack(q, groups=groups, num_kv=num_kv, width=width) * scale
 
-    blocks = -(-written // (block_pages * page_size))  # of each row
+    blocks = -(-written // (block_pages * page_size))  # blocks of keys of each row
     ends = jnp.cumsum(blocks)  # packed: row r has iterations ends[r] - blocks[r] .. ends[r]
 
     def body(carry: tuple[jax.Array, _Partial]) -> tuple[jax.Array, _Partial]:

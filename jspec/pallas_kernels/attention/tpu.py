@@ -33,7 +33,7 @@ from jspec.pallas_kernels.kv_write.reference import pool_rows
 
 MAX_QUERIES_PER_ROW = 64
 MAX_POSITION = 1 << 30
-SMEM_BYTES = 512 * 1024  # of 1 MiB; the compiler needs some of it
+SMEM_BYTES = 512 * 1024  # half of 1 MiB; the compiler needs some of it
 
 
 def is_copy_free(pool_shape: tuple[int, ...]) -> bool:

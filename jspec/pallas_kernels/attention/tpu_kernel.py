@@ -146,10 +146,10 @@ class RowsMemory:
     sinks: Any = None  # VMEM f32[G, packed, 1]
     new: Any = None  # VMEM [N, R, 2G, D]
     new_source: Any = None  # HBM [B, R, 2G, D]
-    pages_out: Any = None  # HBM, the pool again, where new rows are written
+    pages_out: Any = None  # HBM, the pool again, where new tokens are written
 
 
-# Indices of RowsMemory.state: the producer's next (row, block), and the numbers of blocks produced
+# Indices of RowsMemory.state: the producer's next (row, block), and how many blocks were produced
 # and consumed.
 ROW, BLOCK, PRODUCED, CONSUMED = range(4)
 
@@ -182,7 +182,7 @@ def attend_kernel(plan: RowsPlan, order: list[str], *memory: Any) -> None:
     lax.fori_loop(0, plan.rows_per_step, consume, None)
 
 
-# The producer: page tables, new rows and pages, all by DMA.
+# The producer: page tables, new tokens and pages, all by DMA.
 
 
 def _blocks_of(plan: RowsPlan, refs: RowsMemory, row: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Int
 from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
 MAX_POOLS = 48  # per launch; each takes two pointers of its parameters
-MAX_WARPS = 4  # of one program
+MAX_WARPS = 4  # per program
 VECTOR_BYTES = 16  # bytes that a thread moves in one instruction
 HELD_VECTORS = 16  # vectors of a thread between load and store, 4 registers each
 
@@ -70,9 +70,9 @@ def _launch(
 ) -> list[jax.Array]:
     batch, num_moves = moves[0].shape
     columns = flat[0].shape[1]
-    elements = VECTOR_BYTES // flat[0].dtype.itemsize  # of one thread
+    elements = VECTOR_BYTES // flat[0].dtype.itemsize  # elements per vector of a thread
     block = min(pl.next_power_of_2(columns), MAX_WARPS * 32 * elements)
-    layers = max(HELD_VECTORS // pl.next_power_of_2(num_moves), 1)  # of one program
+    layers = max(HELD_VECTORS // pl.next_power_of_2(num_moves), 1)  # layers per program
     whole = pl.BlockSpec()
     after = pl.pallas_call(
         partial(_move_rows, block=block, layers=layers, interpret=interpret),

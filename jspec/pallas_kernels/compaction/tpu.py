@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from jspec.pallas_kernels.compaction.reference import by_shape, flat_moves
 
-BUFFER_BYTES = 4 << 20  # of VMEM, for the KV slots of one block of moves
+BUFFER_BYTES = 4 << 20  # VMEM for the KV slots of one block of moves
 
 
 def compact_paths(

@@ -93,9 +93,7 @@ def _deal(
     tile_m: int,
     top_k: int,
 ) -> None:
-    """Write one expert's blocks and its pairs' rows. The last expert also writes the unused
-    blocks.
-    """
+    """Write one expert's blocks and rows; the last expert also writes the unused blocks."""
     num_experts, blocks, rows = sizes_ref.shape[0], expert_ref.shape[0], token_ref.shape[0]
     own = pl.program_id(0)
     expert = jnp.arange(pl.next_power_of_2(num_experts), dtype=jnp.int32)

@@ -50,8 +50,7 @@ def mixture_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: router and experts
-    (layers.moe).
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
 
     Raises ValueError unless there are 1 to MOST_TOKENS tokens and the tiles divide E and I.
     """

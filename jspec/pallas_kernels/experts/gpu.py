@@ -215,9 +215,7 @@ def biased(
     *,
     dtype: Any,
 ) -> list[jax.Array]:
-    """Round the products to dtype, add their expert's bias if any, round again; return f32. In
-    kernels.
-    """
+    """Round products to dtype, add their expert's bias if any, round again; f32. For kernels."""
     wide = [total.astype(dtype).astype(jnp.float32) for total in sums]
     if bias_ref:
         added = [plt.load(bias_ref[0].at[expert, c]).astype(jnp.float32) for c in columns]

@@ -33,8 +33,7 @@ def mixture_of_sum(
     tuning: ExpertsTuning,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Mixed]:
-    """Return (x + delta, the MoE output of that sum's norm). params: router and experts
-    (layers.moe).
+    """Return (x + delta, the MoE output of that sum's norm). params: those of layers.moe.
 
     Raises ValueError for 0 tokens and for tiles that do not divide E and I.
     """

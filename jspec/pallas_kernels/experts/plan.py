@@ -83,10 +83,10 @@ def choose_experts(
 ) -> ExpertsTuning | None:
     """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
 
-    None for sizes that no tile divides, for 0 pairs, and for packed weights with so many tokens
-    that unpacking first is faster. A block has room for the rows of most experts, up to 64: a
-    second block would read the same weights from the L2 cache, which costs more than idle rows.
-    From 65 rows on average it has 128.
+    None for sizes that no tile divides, for 0 pairs, and for packed weights if unpacking first is
+    faster. A block has room for the rows of most experts, up to 64: a second block would read the
+    same weights from the L2 cache, which costs more than idle rows. From 65 rows on average it has
+    128.
     """
     if not num_pairs or size % LEAST or inner % LEAST:
         return None

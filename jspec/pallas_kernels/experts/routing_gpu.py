@@ -1,5 +1,4 @@
-"""MoE routing on an NVIDIA GPU (Triton): router product, top-k and weights; for few tokens also
-norm.
+"""MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
 Every program of `norm_and_score` normalizes its token's row itself: the row is in the L2 cache, and
 saving a launch is worth more. The product is also split along the inputs, so that many programs
@@ -220,9 +219,7 @@ def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -
 def ranked(
     scores: jax.Array, num_experts: int, *, top_k: int, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (each expert's rank, i32[X]; its weight if it is in the top-k, f32[X]). For use in
-    kernels.
-    """
+    """Return (each expert's rank, i32[X]; f32[X] weight if in the top-k). For use in kernels."""
     expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
     is_expert = expert < num_experts
     peak = jnp.max(jnp.where(is_expert, scores, -jnp.inf))

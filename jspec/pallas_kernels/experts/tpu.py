@@ -31,7 +31,7 @@ from jspec.spec.model_spec import Gate
 MOST_ROWS_AN_EXPERT = 64
 LEAST_ROWS = 16  # per block: a packed tile of bfloat16
 LANES = 128
-TILE_BYTES = 3 << 20  # of weights; two are in VMEM, whose default limit is 16 MiB
+TILE_BYTES = 3 << 20  # bytes of a tile of weights; two are in VMEM, whose default limit is 16 MiB
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int | None:
