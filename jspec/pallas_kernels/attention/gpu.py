@@ -113,7 +113,6 @@ def attend_rows(
     q[T, H, Dq] with Dq <= D, kv_pages[NP, S, 2G, D] in bf16 or f16, D 64 or 128.
     plan: may be shared by all layers; must come from the same rows, window and block_tokens.
     packed_heads: H, if q is in the layout of query_tiles.pack_queries, in the pool's D and dtype.
-
     Raises ValueError for unsupported shapes, NotImplementedError with a jax before 0.11.
     """
     tuning = tuning or choose_tuning(kv_pages.shape[3], windowed=window is not None)

@@ -86,10 +86,9 @@ def attend_shared(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T H D"]:
-    """Attend like gpu.attend_rows without a window, for q in the layout of
-    query_tiles.pack_queries.
+    """Attend like gpu.attend_rows without a window, for q as query_tiles.pack_queries returns it.
 
-    Requires rows.shared and `serves`. Raises ValueError otherwise, and as gpu.attend_rows does.
+    Raises ValueError without rows.shared or if not `serves`, and as gpu.attend_rows does.
     """
     tuning = tuning or Tuning()
     if interpret:

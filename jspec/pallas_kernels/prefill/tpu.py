@@ -119,13 +119,12 @@ def attend_packed(
     sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed row after row; see
-    attention/contract.py.
+    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/contract.py.
 
     Without k_new and v_new nothing is written, and row b's last q_len slots are already in the
-    pool. Padding queries are not written and return zeros. interpret: pallas_call's argument; pass
-    it here, since forcing interpret mode from outside would reach a view that it does not support.
-    Raises ValueError at trace time for unsupported shapes.
+    pool. Padding queries are not written and return zeros. interpret: pallas_call's argument;
+    interpret mode forced from outside would reach a view that it does not support. Raises
+    ValueError at trace time for unsupported shapes.
     """
     sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
