@@ -220,6 +220,12 @@ _OTHER_SERVER = (
         _SWITCH,
         "any request may ask for them; --compile-at-start says when its programs are made",
     ),
+    _refused(
+        "--verify-fraction",
+        _FLOAT,
+        "a server does not score its answers again; run jspec verify with the same flags",
+        neutral=("0", "0.0"),
+    ),
     _refused("--json-model-override-args", _TEXT, "edit config.json instead", neutral=("{}",)),
 )
 

@@ -172,9 +172,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     known = (*EngineArgs.names(), *ServerArgs.names())
     for key in values:
         if key not in known:
-            meant = meant_argument(key, EngineArgs, ServerArgs)
+            meant = _why_not_in_file(key) or meant_argument(key, EngineArgs, ServerArgs)
             raise ConfigError(f"config file {str(path)!r} has the unknown key {key!r}{meant}")
     return values
+
+
+def _why_not_in_file(key: str) -> str:
+    """Why no file has this key, if it is the name of a flag that does nothing here."""
+    for flag in FLAGS:
+        if f"--{key.replace('_', '-')}" in flag.names and not flag.argument:
+            return f"; leave it out: {flag.text}"
+    return ""
 
 
 def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) -> Settings:

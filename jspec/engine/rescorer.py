@@ -1,13 +1,12 @@
 """Scores finished texts again, chunk by chunk, beside an engine and apart from its pages.
 
-It holds one row's pools of the target and one program; the weights are the engine's own, read anew
-for every chunk, so that a check that meets a switch of weights ends rather than mixes two models.
+It has one row's pools of the target and one program; the weights are the engine's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -105,12 +104,11 @@ class Rescorer:
         *,
         first_chunk: int | None = None,
         features: bool = False,
-        before_chunk: Callable[[], None] = lambda: None,
     ) -> Rescored:
         """Scores prompt and output of a request.
 
         first_chunk: tokens of the first call, so that the others fall elsewhere. features: keeps
-        the target's too. before_chunk: called before each; what it raises ends the check.
+        the target's too.
         Raises RequestError for a text that is too long or has no output, and for one that a
         grammar held to what it allows: which tokens those were is not known here.
         """
@@ -128,7 +126,6 @@ class Rescorer:
         found, differences = [], _Differences(request, ids)
         start, size = 0, min(first_chunk or self._chunk_size, self._chunk_size)
         while start < len(ids):
-            before_chunk()
             size = min(size, len(ids) - start)
             logits, scores = self._call(ids, start, size, prompt_len, rows, seen)
             differences.add(start, np.asarray(scores.chosen_ids)[:size], logits)

@@ -53,16 +53,12 @@ def create_app(engine: Engine, args: ServerArgs | None = None) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service = endpoints.service
-        tasks = {
-            asyncio.create_task(service.watch(), name="jspec-watch"),
-            asyncio.create_task(service.checks.run(), name="jspec-checks"),
-        }
+        task = asyncio.create_task(service.watch(), name="jspec-watch")
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            task.cancel()
+            await asyncio.wait({task})
 
     app = Starlette(
         routes=endpoints.routes(),

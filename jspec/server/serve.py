@@ -165,15 +165,6 @@ def check_certificate(args: ServerArgs) -> None:
         ) from error
 
 
-def check_process(settings: Settings) -> None:
-    """Raises ConfigError for what an engine in a process of its own cannot do."""
-    if settings.engine_args.engine_process and settings.server.verify_fraction:
-        raise ConfigError(
-            f"verify_fraction is {settings.server.verify_fraction:g} with engine_process; expected "
-            "one of them: answers are scored again where the weights are"
-        )
-
-
 def log_progress(log: Callable[[str], None]) -> Progress:
     """The programs' progress as lines: compiled 3/9: decode B=4, or loaded 3/9 from the disk."""
 
@@ -219,7 +210,6 @@ def serve(settings: Settings) -> None:
     started = time.monotonic()
     args = with_environment(settings.server, os.environ)
     check_certificate(args)
-    check_process(settings)
     logging.basicConfig(
         level=args.log_level.upper(),
         format="[%(asctime)s] %(message)s",

@@ -109,15 +109,6 @@ class ServerArgs:
         _SERVER,
         is_local=True,
     )
-    verify_fraction: float = argument(
-        0.0,
-        "Share of requests whose answers are scored again, without speculation, while little runs; "
-        "tie flips and faults are counted in /metrics",
-        _SERVER,
-        low=0,
-        high=1,
-        expected="a share from 0 to 1",
-    )
     max_unread_events: int = argument(
         4096,
         "Steps of one request that its reader may leave unread; then it is aborted",

@@ -27,7 +27,6 @@ from jspec.messages.request import Request
 from jspec.messages.response import Completion, LogprobForm
 from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
-from jspec.server.background_checks import BackgroundChecks
 from jspec.server.control.early_aborts import EarlyAborts
 from jspec.server.control.metrics import RateMeter, ServerMetrics
 from jspec.server.control.probe import makes_progress
@@ -74,7 +73,6 @@ class Work:
         self.service.forget(self.names)
         for fold in self.folds:
             fold.end_trace()
-            self.service.checks.finish(fold.completion)
         await close_all(self.streams)
 
     async def finish(self, receive: Receive) -> None:
@@ -114,14 +112,12 @@ class Service:
         self.engine = engine
         self.args = args
         self.started = time.time()
-        self.checks = BackgroundChecks(engine, args.verify_fraction)
         self.meter = RateMeter(clock=lambda: engine.busy_seconds)
         self.metrics = ServerMetrics(
             model_name=self.model_name,
             limits=engine.limits,
             read_stats=lambda: engine.stats,
             meter=self.meter,
-            read_checks=lambda: self.checks.counts,
         )
         self.profiler = engine.profiler
         self._trace = None if args.trace_requests is None else open_trace(args.trace_requests)
@@ -182,11 +178,9 @@ class Service:
         if self._trace is not None:
             marks = {Border.RECEIVED: received or started, Border.PARSED: started}
             _begin(self._trace, requests, {**marks, Border.TOKENIZED: time.monotonic()})
-        weights = self.engine.weights_serial
         streams = await self._queue(requests, names)
         for request in requests:
             self._say_if_cut(request)
-        self.checks.watch(requests, weights)
         folds = tuple(
             SequenceFold(
                 request.request_id,

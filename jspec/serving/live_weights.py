@@ -46,18 +46,11 @@ class LiveWeights:
         self._updating = asyncio.Lock()
         self._may_submit = asyncio.Event()
         self._may_submit.set()
-        self._weights_serial = 0
         self.updated_model_path: str | None = None  # of the last update from disk
 
     @property
     def weight_version(self) -> str:
         return self._loop.weight_version
-
-    @property
-    def weights_serial(self) -> int:
-        """Rises before other weights come into force and again after it, whatever they are called:
-        what begins and ends under the same number is of one set of weights. From any thread."""
-        return self._weights_serial
 
     def update_weights_from_disk(
         self, model_path: str | os.PathLike[str], **options: Any
@@ -198,9 +191,7 @@ class LiveWeights:
         loop = self._loop
 
         async def visit(on_engine_thread: OnEngineThread) -> None:
-            self._weights_serial += 1
             await on_engine_thread(lambda: self._weights.switch(prepared))
-            self._weights_serial += 1
             self.updated_model_path = path or self.updated_model_path
             if in_flight is InFlight.ABORT:
                 for request_id in loop.request_ids:

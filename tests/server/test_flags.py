@@ -188,6 +188,7 @@ def test_server_flags() -> None:
             "3/2/8: the tree has S*K = 6 candidates, so speculative_num_draft_tokens must be from",
         ),
         (("--page-size", "0"), "page_size is 0"),
+        (("--verify-fraction", "0.01"), "--verify-fraction '0.01' is refused: a server does not"),
         (("--config", "missing.toml"), "config file 'missing.toml': No such file"),
     ],
 )
@@ -209,6 +210,8 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("pagesize = 1", "unknown key 'pagesize'; did you mean 'page_size'?"),
+        ("verify_fraction = 0.1", "unknown key 'verify_fraction'; leave it out: a server does not"),
+        ('device = "gpu"', "leave it out: JAX chooses"),
         ("[server]\nport = 1", "unknown key 'server'"),
         ("port = ", "is not TOML"),
         ('port = "80"', "port is '80'; expected an integer"),

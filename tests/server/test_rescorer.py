@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jspec.cli.diagnosis.prompts import Prompt
 from jspec.cli.diagnosis.texts import Text, make_texts
 from jspec.engine.rescorer import Rescorer
 from jspec.errors import RequestError
@@ -79,3 +80,16 @@ def test_another_seed_explains_no_sampled_text(rescorer: Rescorer, texts: list[T
 def test_a_text_that_is_too_long_is_refused(rescorer: Rescorer, texts: list[Text]) -> None:
     with pytest.raises(RequestError, match="expected from 2 to 256"):
         rescorer.score(texts[0].request, (1,) * 300)
+
+
+def test_a_text_under_a_grammar_is_refused(
+    engine: Engine, rescorer: Rescorer, texts: list[Text]
+) -> None:
+    """Its tokens are those that the grammar left; rescoring knows no grammar."""
+    text = texts[0]
+    tied = dataclasses.replace(text.request.sampling, ignore_eos=False, regex="[a-f]{20}")
+    with pytest.raises(RequestError, match="the request has a regex; expected none"):
+        rescorer.score(dataclasses.replace(text.request, sampling=tied), text.ids)
+    asks = Prompt(number=3, kind="prompt", given="a", sampling={"regex": "[a-f]"})
+    with pytest.raises(RequestError, match="prompt 3: regex is given; expected none"):
+        asks.request(engine)

@@ -181,7 +181,6 @@ def test_an_update_that_was_cancelled_changes_nothing() -> None:
             assert (weights.switched, loop.weight_version) == ([], "default")
             await holder.async_update_weights_from_tensor({"B": 1}, weight_version="B")
             assert [each.arrays for each in weights.switched] == [{"B": 1}]
-            assert holder.weights_serial == 2
 
         await holder.on_the_loop(ask)
         await holder.close()
@@ -394,13 +393,12 @@ def test_what_is_known_of_the_weights_changes_with_them_though_nobody_waits(
         holder = Holder(make_loop(small_limits()), weights)
         update = asyncio.ensure_future(holder.async_update_weights_from_disk("m"))
         await asyncio.to_thread(weights.begun.wait)
-        assert holder.weights_serial == 1
+        assert holder.updated_model_path is None
         update.cancel()
         weights.may_end.set()
         await asyncio.wait({update})
-        while holder.weights_serial != 2:
+        while holder.updated_model_path != "m":
             await asyncio.sleep(0.001)
-        assert holder.updated_model_path == "m"
         while not caplog.messages:
             await asyncio.sleep(0.001)
         await holder.close()

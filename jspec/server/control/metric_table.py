@@ -23,7 +23,6 @@ from prometheus_client.utils import floatToGoString
 from jspec.config.limits import ServeLimits
 from jspec.messages.request import FinishKind
 from jspec.scheduler.stats import SchedulerStats
-from jspec.server.background_checks import CheckCounts
 
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -82,7 +81,6 @@ class Snapshot:
     stats: SchedulerStats
     limits: ServeLimits
     observed: Observed
-    checks: CheckCounts
     gen_throughput: float
 
 
@@ -319,27 +317,6 @@ COUNTERS = (
         text="Draft tokens accepted, by depth less one",
         read=lambda s: accepted_by_position(s.stats.counters.accept_histogram),
         label="position",
-    ),
-    _counter(
-        "jspec:verify_requests",
-        text="Answers that were scored again (--verify-fraction)",
-        read=lambda s: s.checks.num_requests,
-    ),
-    _counter("jspec:verify_tokens", text="Their tokens", read=lambda s: s.checks.num_tokens),
-    _counter(
-        "jspec:verify_tie_flips",
-        text="Tokens that rounding let differ from the target's own choice",
-        read=lambda s: s.checks.num_tie_flips,
-    ),
-    _counter(
-        "jspec:verify_faults",
-        text="Tokens that differ from the target's own choice by more than rounding",
-        read=lambda s: s.checks.num_faults,
-    ),
-    _counter(
-        "jspec:verify_skipped",
-        text="Chosen answers that could not be checked",
-        read=lambda s: s.checks.num_skipped,
     ),
 )
 HISTOGRAMS = (

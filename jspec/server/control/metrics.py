@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from jspec.config.limits import ServeLimits
 from jspec.messages.request import FinishReason, StreamChunk
 from jspec.scheduler.stats import SchedulerStats
-from jspec.server.background_checks import CheckCounts
 from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
 
 MAX_SAMPLES = 1000  # a clock that often stands still would make a window of very many
@@ -114,9 +113,7 @@ class ServerMetrics(Collector):
         limits: ServeLimits,
         read_stats: Callable[[], SchedulerStats],
         meter: RateMeter,
-        read_checks: Callable[[], CheckCounts] = CheckCounts,
     ) -> None:
-        self._read_checks = read_checks
         self._labels = {"model_name": model_name}
         self._limits = limits
         self._read_stats = read_stats
@@ -140,7 +137,6 @@ class ServerMetrics(Collector):
             stats=stats,
             limits=self._limits,
             observed=self._observed,
-            checks=self._read_checks(),
             gen_throughput=self._meter.rates(stats).gen_throughput,
         )
         for row in METRICS:
