@@ -25,6 +25,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
 
+def reason_of(error: OSError) -> str:
+    """The system's own words, without the path: No space left on device."""
+    return error.strerror or str(error) or type(error).__name__
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """The nearest of `known`, quoted; empty if none is near."""
     return "".join(map(repr, difflib.get_close_matches(name, sorted(known), n=1)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from errno import EACCES
 
 import jax
 
@@ -17,21 +19,31 @@ class Profiler:
         self._directory: str | None = None
 
     def start(self, directory: str) -> None:
-        """Begins a trace that `stop` writes below `directory`. Raises RequestError if one runs."""
+        """Begins a trace that `stop` writes below `directory`.
+
+        Raises RequestError if one runs, or if nothing can be written there.
+        """
         with self._lock:
             if self._directory is not None:
                 raise RequestError("a profile is being taken; expected /stop_profile before")
             try:
+                os.makedirs(directory, exist_ok=True)  # jax would find out when it stops
+                if not os.access(directory, os.W_OK):
+                    raise PermissionError(EACCES, os.strerror(EACCES), directory)
                 jax.profiler.start_trace(directory)
             except (OSError, RuntimeError, ValueError) as error:
                 raise RequestError(f"no profile can be taken: {error}") from error
             self._directory = directory
 
     def stop(self) -> str:
-        """Ends the trace; returns its directory. Raises RequestError if none runs."""
+        """Ends the trace; returns its directory. Raises RequestError if none runs, or if it cannot
+        be written."""
         with self._lock:
             if self._directory is None:
                 raise RequestError("no profile is being taken; expected /start_profile before")
             directory, self._directory = self._directory, None
-            jax.profiler.stop_trace()
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError) as error:  # the disk is full, the directory has gone
+                raise RequestError(f"no profile was written to {directory!r}: {error}") from error
             return directory

@@ -26,6 +26,7 @@ from jspec.serving.weight_update_gate import OnEngineThread
 SUCCESS = "Succeeded to update model weights."  # SGLang's words
 POLL_SECONDS = 0.005
 MAX_VERSION_CHARS = 256
+MAX_PATH_CHARS = 4096  # the longest that Linux takes
 
 LOGGER = logging.getLogger("jspec.scheduler")
 
@@ -287,6 +288,10 @@ def _directory(name: str, value: Any) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
         raise RequestError(f"{name} is {shown(value)}; expected a directory with a checkpoint")
+    if len(text) > MAX_PATH_CHARS:
+        raise RequestError(
+            f"{name} has {len(text)} characters; expected a path of at most {MAX_PATH_CHARS}"
+        )
     return text
 
 

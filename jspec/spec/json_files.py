@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jspec.errors import CheckpointError, ConfigError
+from jspec.errors import CheckpointError, ConfigError, reason_of
 
 MIB = 2**20
 MAX_CONFIG_BYTES = 16 * MIB  # the largest known, with a chat template in it, has well below one
@@ -64,6 +64,15 @@ def in_file(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise ConfigError(f"{path}: {error}") from error
+
+
+def exists(path: Path) -> bool:
+    """Whether something has this path. Raises CheckpointError where the system does not say: for a
+    name that is too long, or a directory that may not be read."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
 def check_regular(path: Path) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.errors import CheckpointError, NoCheckpointError
+from jspec.errors import CheckpointError, NoCheckpointError, reason_of, shown
 from jspec.models.files.checkpoint import LAYOUT, check_directory
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,13 @@ def local_directories(named: Mapping[str, str]) -> dict[str, Path]:
 
 def _way(name: str, value: str) -> Callable[[str, str], Path]:
     """How `value` becomes a directory."""
-    if Path(value).is_dir():
+    try:
+        is_here = Path(value).is_dir()
+    except OSError as error:  # a name that is too long, or what may not be looked at
+        raise NoCheckpointError(
+            f"{name} is {shown(value)}: {reason_of(error)}; expected a directory with {LAYOUT}"
+        ) from error
+    if is_here:
         return _from_here
     if value.startswith(GS):
         _library("gcsfs", name, value, extra="gs", what="a bucket")

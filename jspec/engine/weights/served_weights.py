@@ -36,6 +36,7 @@ from jspec.errors import (
     JspecError,
     RequestError,
     clear_frames,
+    reason_of,
     shown,
 )
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
@@ -173,6 +174,8 @@ class ServedWeights:
             found.check()
         except BaseException as error:
             clear_frames(error)  # they hold what was read
+            if isinstance(error, OSError):  # a file of the update's that the system refuses to read
+                raise CheckpointError(_unreadable(error)) from error
             raise
         old = flat_leaves(self._runner.params)
         targets = {id(leaf): path for path, leaf in old.items() if path[0] == TARGET.value}
@@ -361,9 +364,17 @@ def _tree(leaves: Mapping[ParamPath, Any]) -> dict[str, Any]:
 
 
 def _fault(run: Callable[[], object]) -> list[str]:
-    """What it raises on purpose, as text."""
+    """What it raises on purpose, or the system on reading, as text."""
     try:
         run()
     except JspecError as error:
         return [str(error)]
+    except OSError as error:
+        return [_unreadable(error)]
     return []
+
+
+def _unreadable(error: OSError) -> str:
+    """The error without its number."""
+    named = "a file of the checkpoint" if error.filename is None else error.filename
+    return f"{named}: cannot be read: {reason_of(error)}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.errors import CheckpointError, NoCheckpointError, RequestError
+from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reason_of
 from jspec.messages.request import SamplingParams
 from jspec.models.family import Family, eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
@@ -30,7 +30,7 @@ from jspec.models.files.stored import (
 from jspec.models.files.tensor_files import write_checkpoint
 from jspec.models.placement import nested
 from jspec.models.registry import FAMILIES, family_named, family_of, table_of
-from jspec.spec.json_files import in_file, read_fields
+from jspec.spec.json_files import exists, in_file, read_fields
 from jspec.spec.model_spec import ModelSpec, MoESpec
 
 GIB = 1 << 30
@@ -41,9 +41,15 @@ log = logging.getLogger(__name__)
 
 def check_directory(name: str, path: Path) -> None:
     """Raises NoCheckpointError for what is no directory of one. name: of what says that it is."""
-    if not path.is_dir():
+    try:
+        is_directory, has_config = path.is_dir(), (path / "config.json").exists()
+    except OSError as error:  # a name that is too long, or what may not be looked at
+        raise NoCheckpointError(
+            f"{name} is {str(path)!r}: {reason_of(error)}; expected a directory with {LAYOUT}"
+        ) from error
+    if not is_directory:
         raise NoCheckpointError(f"{name} is {str(path)!r}; expected a directory with {LAYOUT}")
-    if not (path / "config.json").exists():
+    if not has_config:
         raise NoCheckpointError(
             f"{name} is {str(path)!r}, a directory without config.json; expected one with {LAYOUT}"
         )
@@ -62,7 +68,7 @@ def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> Mode
         spec = family_of(fields.architecture(), fields.path, families).read(fields)
     _check_experts(spec, fields.path)
     generation = path / "generation_config.json"
-    if generation.exists():
+    if exists(generation):
         overrides = read_fields(generation)
         if overrides.get("eos_token_id") is not None:
             spec = replace(spec, eos_token_ids=eos_ids(overrides))
@@ -113,7 +119,7 @@ def load_sampling_defaults(path: Path) -> dict[str, Any]:
     CheckpointError.
     """
     generation = path / "generation_config.json"
-    if not generation.exists():
+    if not exists(generation):
         return {}
     fields = read_fields(generation)
     named: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

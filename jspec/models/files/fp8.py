@@ -27,7 +27,7 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.array_tensors import LazyHeader, LazyTensor
 from jspec.models.files.tensor_files import FP8, HostArray, Shape, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored
-from jspec.spec.json_files import Fields, read_fields, shown
+from jspec.spec.json_files import Fields, exists, read_fields, shown
 
 SCALES = ("_scale_inv", "_scale")
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
@@ -108,7 +108,7 @@ def unscaled(tensors: Tensors) -> Tensors:
     if not coded:
         return tensors
     config = tensors.path / "config.json"
-    block = check_quantization(read_fields(config)) if config.exists() else BLOCK
+    block = check_quantization(read_fields(config)) if exists(config) else BLOCK
     sources = dict(tensors.sources)
     for name in coded:
         scales = next((name + end for end in SCALES if name + end in tensors), None)

@@ -24,7 +24,7 @@ from jspec.models.files.array_tensors import HostArray as HostArray
 from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import Shape as Shape
 from jspec.models.files.torch_files import open_torch_file
-from jspec.spec.json_files import MIB, check_regular, read_object, shown
+from jspec.spec.json_files import MIB, check_regular, exists, read_object, shown
 
 # By safetensors' spelling; files are little-endian.
 WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -261,7 +261,7 @@ def lazy_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> Tensors:
 
 def has_tensors(path: Path) -> bool:
     """Whether there is something in the directory that `open_tensors` would open."""
-    return any((path / name).exists() for name in NAMES)
+    return any(exists(path / name) for name in NAMES)
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def _open(stack: ExitStack, path: Path) -> TensorFile:
 
 def _files(path: Path) -> dict[Path, set[str]]:
     """Each weights' file of a checkpoint, with the tensors that its index promises."""
-    found = [path / name for name in NAMES if (path / name).exists()]
+    found = [path / name for name in NAMES if exists(path / name)]
     if not found:
         single, parted = FILES[0]
         raise CheckpointError(f"{path}: expected {single} or {parted}, {FILES[1][0]}, or {ORBAX}/")

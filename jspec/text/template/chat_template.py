@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import jinja2
 
 from jspec.errors import CheckpointError, ConfigError, RequestError, shown
-from jspec.spec.json_files import read_object, read_text
+from jspec.spec.json_files import exists, read_object, read_text
 from jspec.text.template.template_sandbox import TemplateSandbox
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
@@ -98,11 +98,11 @@ class ChatTemplate:
         """
         directory = Path(path)
         special_tokens = _special_tokens(directory)
-        if (directory / JINJA).exists():
+        if exists(directory / JINJA):
             found = directory / JINJA
             return cls(source=read_text(found), where=str(found), special_tokens=special_tokens)
         for name in (JSON, CONFIG):
-            if not (directory / name).exists():
+            if not exists(directory / name):
                 continue
             source = _stored(directory / name)
             if source is not None:
@@ -118,7 +118,7 @@ class ChatTemplate:
         that is not there, CheckpointError for one that holds no template.
         """
         file = Path(path)
-        if not file.is_file():
+        if not exists(file) or not file.is_file():
             raise ConfigError(f"chat_template is {path!r}; expected a file with a Jinja template")
         source: str | None = _stored(file) if file.suffix == ".json" else read_text(file)
         if source is None:
@@ -212,7 +212,7 @@ def _special_tokens(directory: Path) -> dict[str, str]:
     """bos_token, eos_token, ... as tokenizer_config.json and special_tokens_map.json spell them."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
-        if not (directory / name).exists():
+        if not exists(directory / name):
             continue
         for key, value in read_object(directory / name).items():
             text = value.get("content") if isinstance(value, dict) else value

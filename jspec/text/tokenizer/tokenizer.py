@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from jspec.errors import CheckpointError, RequestError
-from jspec.spec.json_files import MIB, read_object, read_text
+from jspec.spec.json_files import MIB, exists, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.stop.stop_watch import StopTables
 from jspec.text.tokenizer.token_bytes import TokenBytes, bytes_of
@@ -250,7 +250,7 @@ def is_byte_token(token: str) -> bool:
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.exists():
+    if not exists(path):
         raise CheckpointError(f"{path} does not exist; expected a Hugging Face tokenizer.json")
     text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
     try:
@@ -264,7 +264,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _read_object(path: Path) -> Mapping[str, Any]:
     """An optional JSON file: its object, or an empty one if the file is absent."""
-    if not path.exists():
+    if not exists(path):
         return {}
     return read_object(path)
 
@@ -384,7 +384,7 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     A directory without the file says nothing: nothing is compared. Equal files are not parsed.
     """
     ours, other = target / "tokenizer.json", draft / "tokenizer.json"
-    if not (ours.exists() and other.exists()) or filecmp.cmp(ours, other, shallow=False):
+    if not (exists(ours) and exists(other)) or filecmp.cmp(ours, other, shallow=False):
         return
     expected, found = _tokens_by_id(ours), _tokens_by_id(other)
     differing = [i for i in expected.keys() | found.keys() if expected.get(i) != found.get(i)]
