@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from jspec.server.http.event_json import EventJson
 from jspec.server.http.page import page
 
 LEAST, LEAST_OF_EDGES = 4.5, 3.0  # WCAG 2.2, 1.4.3 (text) and 1.4.11 (what shows where a field is)
@@ -85,3 +87,36 @@ def test_fields_take_any_number_and_an_empty_one_is_the_default() -> None:
         assert re.search(rf'id="{name}" [^>]*step="any" placeholder="default"', text)
     assert "An empty field is the model's default" in text
     assert 'if ($(id).value !== "") found[name] = Number($(id).value);' in text
+
+
+def rule_of(function: str) -> tuple[str, str]:
+    """The pattern and the replacement of the page's function that rewrites JSON, as Python's."""
+    found = re.search(
+        rf"function {function}\(.*?\.replace\(/(.+?)/g?, '(.+?)'\)", page(), re.DOTALL
+    )
+    assert found
+    return found[1], found[2].replace("$1", r"\1")
+
+
+@pytest.mark.parametrize("seed", [-3, 2**64 - 3, -(2**63), 2**53 + 1, 7, 0])
+def test_seeds_are_text_on_the_page_for_its_numbers_have_53_bits(seed: int) -> None:
+    text = '"sampling_seed": 18446744073709551613, \\"sampling_seed\\":1'
+    meta = {"sampling_seed": seed, "completion_tokens": 1}
+    read = EventJson(keeps_all=True)
+    read.add(text, [1])
+    event = read.event(meta, index=None).removeprefix(b"data: ").decode()
+    found = json.loads(re.sub(*rule_of("parsed"), event))
+    assert found["meta_info"] == {**meta, "sampling_seed": str(seed)}
+    assert found["text"] == text
+    asked = {"text": text, "sampling_params": {"temperature": 1, "sampling_seed": str(seed)}}
+    written = json.dumps(asked, separators=(",", ":"))
+    assert json.loads(re.sub(*rule_of("written"), written)) == {
+        "text": text,
+        "sampling_params": {"temperature": 1, "sampling_seed": seed},
+    }
+    pattern = re.search(r'id="seed" type="text" pattern="(.+?)"', page())
+    assert pattern
+    assert re.fullmatch(pattern[1], str(seed))
+    assert not re.fullmatch(pattern[1], "1e3")
+    assert "JSON.parse(data)" not in page()
+    assert "JSON.stringify(payload), signal" not in page()

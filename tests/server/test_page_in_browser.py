@@ -105,6 +105,21 @@ def test_a_seed_that_is_used_again_gives_the_same_text(page: Any) -> None:
     assert [int(word) for word in shown[1::2]] == counts
 
 
+@pytest.mark.parametrize("seed", ["-3", "18446744073709551613", "9007199254740993"])
+def test_a_seed_of_64_bits_is_shown_and_used_again_as_it_is(page: Any, seed: str) -> None:
+    page.fill("#seed", seed)
+    page.fill("#max_new_tokens", "8")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    for _ in range(2):
+        page.click("#go")
+        wait(page, "panels[0].meta !== null && !panels[0].running")
+        assert page.locator(".seed").text_content().startswith(f"seed {seed} ")
+        page.click("text=use again")
+        assert page.input_value("#seed") == seed
+    assert sum(f'"sampling_seed":{seed}}}' in body for body in asked) == 2
+
+
 def test_the_text_is_followed_until_the_reader_scrolls_up(page: Any) -> None:
     page.evaluate("panels[0].output.append('x\\n'.repeat(200), 'own')")
     box = "panels[0].output.element"

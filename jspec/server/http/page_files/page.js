@@ -4,8 +4,7 @@
 // was an accepted draft token.
 
 const $ = (id) => document.getElementById(id);
-const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens",
-  seed: "sampling_seed"};
+const FIELDS = {temperature: "temperature", top_p: "top_p", max_new_tokens: "max_new_tokens"};
 const PROMPTS = ["class Stack:", "def read_lines(path):\n", "import json\n\n\ndef load(", "for i in range("];
 const MAX_PANELS = 8, POLL_MS = 400, NEAR_END_PX = 12;
 const panels = [];
@@ -23,6 +22,15 @@ function headers() {
   return all;
 }
 
+// Seeds have 64 bits and a number here 53, so they are text on this page and numbers in JSON. Within
+// JSON's text a quote has a backslash before it, so no prompt and no answer matches.
+function parsed(json) {
+  return JSON.parse(json.replace(/"sampling_seed": ?(-?[0-9]+)/g, '"sampling_seed":"$1"'));
+}
+function written(payload) {
+  return JSON.stringify(payload).replace(/"sampling_seed":"(-?[0-9]+)"/g, '"sampling_seed":$1');
+}
+
 // A key is asked for once, however many panels are refused for want of it.
 async function askForKey(refused) {
   if (apiKey !== refused) return apiKey;
@@ -36,7 +44,7 @@ async function askForKey(refused) {
 async function post(payload, signal) {
   for (;;) {
     const key = apiKey;
-    const options = {method: "POST", headers: headers(), body: JSON.stringify(payload), signal};
+    const options = {method: "POST", headers: headers(), body: written(payload), signal};
     const answer = await fetch("generate", options);
     if (answer.ok) return answer;
     const message = (await answer.json()).error.message;
@@ -53,7 +61,7 @@ async function* events(body) {
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
-      yield JSON.parse(data);
+      yield parsed(data);
     }
   }
 }
@@ -154,6 +162,7 @@ class Panel {
   async run(sampling) {
     this.running = new AbortController();
     this.reset();
+    this.seed = sampling.sampling_seed;  // as it was asked for: the server's word for -3 is 2^64 - 3
     this.isWaiting = true;
     this.say("sent");
     this.output.append(this.prompt.value, "prompt");
@@ -195,7 +204,7 @@ class Panel {
     this.isWaiting = false;
     if (!this.first) {
       this.first = {time: performance.now(), tokens: meta.completion_tokens};
-      this.showSeed(meta.sampling_seed);
+      this.showSeed(this.seed ?? meta.sampling_seed);
       this.say("running");
     }
     const seconds = (performance.now() - this.first.time) / 1000;
@@ -284,6 +293,8 @@ function sampling() {
   for (const [id, name] of Object.entries(FIELDS)) {
     if ($(id).value !== "") found[name] = Number($(id).value);
   }
+  const seed = $("seed").value;
+  if (seed) found.sampling_seed = String(BigInt(seed));
   return found;
 }
 function refresh() {
