@@ -65,6 +65,10 @@ class NoCheckpointError(CheckpointError):
     """A path where no checkpoint is: whoever named it asked wrongly, and no file is at fault."""
 
 
+class OutputError(JspecError):
+    """A file that could not be written: the disk is full, or the system refuses it."""
+
+
 class TrainingError(JspecError):
     """A training run that cannot go on."""
 

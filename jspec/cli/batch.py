@@ -26,13 +26,18 @@ ANSWER_ARGUMENTS = ("served_model_name", "tool_call_parser", "reasoning_parser")
 
 
 def run_batch_command(argv: Sequence[str]) -> int:
-    """Answers a file; run again after an interruption it goes on where it was."""
+    """Answers a file; run again after an interruption it goes on where it was.
+
+    1 if no line of it has an answer that is well, 0 if one has.
+    """
     parser = FlagParser(
         prog="jspec batch",
         allow_abbrev=False,
         description="Answers OpenAI's batch lines (custom_id, method, url, body) from one file "
         "into another, in order. The same command goes on after an interruption.",
-        epilog="A line without a seed gets one from --random-seed (0) and its number.",
+        epilog="A line without a seed gets one from --random-seed (0) and its number. Exit status: "
+        "0 if at least one line was answered (each says for itself), 1 if none was or the run "
+        "failed, 2 for what was asked wrongly, 130 after Ctrl-C.",
     )
     parser.add_argument("requests", metavar="IN.jsonl", help="One request a line")
     parser.add_argument("answers", metavar="OUT.jsonl", help="One answer a line")
@@ -48,6 +53,9 @@ def run_batch_command(argv: Sequence[str]) -> int:
             print(f"{path}: {_there(answers, total)}", file=sys.stderr)
         if answers.num_written < total:
             _answer(settings, requests, answers, total=total, created=_created(path))
+    if total and not answers.num_well:
+        print(f"jspec: failed: {path}: no line was answered; each says why", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -64,8 +64,8 @@ def run_doctor(argv: Sequence[str]) -> int:
         ),
         say=say,
     )
-    write_json(options.output, found.to_json())
     print(text_of(found))
+    write_json(options.output, found.to_json())
     return 0
 
 

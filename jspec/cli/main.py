@@ -19,14 +19,19 @@ from jspec.cli.bench import run_bench
 from jspec.cli.chat import run_chat
 from jspec.cli.convert import run_convert
 from jspec.cli.doctor import run_doctor
-from jspec.cli.flags import FlagParser, add_flags, markdown_table, named_model, parse_flags
 from jspec.cli.generate import run_generate
 from jspec.cli.info import run_info
 from jspec.cli.verify import run_verify
 from jspec.engine.gc_control import collect_seldom
 from jspec.engine.interrupts import interruptible
 from jspec.engine.memory.device_memory import share_for_server
-from jspec.errors import ConfigError, JspecError, NoCheckpointError, RequestError
+from jspec.errors import (
+    ConfigError,
+    JspecError,
+    NoCheckpointError,
+    RequestError,
+    reason_of,
+)
 
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 USAGE = """usage: jspec COMMAND [flags]
@@ -91,7 +96,9 @@ def _say(text: str) -> int:
 
 def _guarded(run: Callable[[], int]) -> int:
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()  # here, where an error can still be told
+        return status
     except (ConfigError, NoCheckpointError, RequestError) as error:
         print(f"jspec: error: {error}", file=sys.stderr)
         return 2
@@ -102,9 +109,21 @@ def _guarded(run: Callable[[], int]) -> int:
         print("jspec: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader is gone; without this, Python complains again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # the reader is gone
         return 1
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"jspec: failed: {where}{reason_of(error)}", file=sys.stderr)
+        _forget_output()
+        return 1
+
+
+def _forget_output() -> None:
+    """Lets Python not complain again when it flushes at exit, if standard output takes no more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_serve(argv: Sequence[str]) -> int:

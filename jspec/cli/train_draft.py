@@ -19,9 +19,8 @@ import numpy as np
 
 from jspec.cli.flags import FlagParser
 from jspec.engine.weights.loading import BUNDLED
-from jspec.errors import ConfigError
+from jspec.errors import ConfigError, OutputError
 from jspec.serving.engine import Engine
-from jspec.training.data.examples import SHORTEST, LossOn, RowTable
 from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind
@@ -269,7 +268,7 @@ def run_train_draft(argv: Sequence[str]) -> int:
     serving = EngineServing(job, num_prompts=options.serve_prompts)
     try:
         run_job(job, resume=options.resume, serving=serving)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OutputError):
         if (job.out / SETTINGS).is_file():
             again = "" if options.resume else " with --resume"
             print(f"the same command{again} goes on from the last checkpoint", file=sys.stderr)

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jspec.cli.flag_table import GROUPS
-from jspec.cli.flags import FlagParser, add_flags, parse_flags
 from jspec.engine.interrupts import interruptible
 from jspec.engine.memory.device_memory import share_for_server
 from jspec.errors import ConfigError
+from jspec.messages.output_files import write_text
 from jspec.messages.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ def run_verify(argv: Sequence[str]) -> int:
         ),
         say=say,
     )
-    write_json(options.output, report.to_json())
     print(text_of(report))
+    write_json(options.output, report.to_json())
     return 1 if report.num_faults else 0
 
 
@@ -120,13 +119,9 @@ def say(text: str) -> None:
 
 
 def write_json(path: str | None, report: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a file that cannot be written."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output is {path!r}: {error.strerror}") from error
+    """The report, whole or not at all. Raises OutputError."""
+    if path is not None:
+        write_text(Path(path), json.dumps(report, indent=1) + "\n")
 
 
 def text_of(report: VerifyReport) -> str:

@@ -6,6 +6,7 @@ Requests come in checked and go out as streams of chunks. It knows no route and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -22,6 +23,7 @@ from jspec.errors import (
     QueueFullError,
     QueueTimeoutError,
     RequestError,
+    reason_of,
 )
 from jspec.messages.request import Request
 from jspec.messages.response import Completion, LogprobForm
@@ -347,14 +349,29 @@ class Service:
 
 
 def open_trace(path: str) -> RequestTrace:
-    """A trace that appends to a file, line by line. Raises ConfigError if it cannot."""
+    """A trace that appends to a file, line by line. Raises ConfigError if it cannot be opened."""
     try:
         file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the process ends)
     except OSError as error:
         raise ConfigError(
             f"trace_requests is {path!r}: {error.strerror}; expected a file to append to"
         ) from error
-    return RequestTrace(file.write)
+    is_full = False
+
+    def write(line: str) -> None:
+        """A disk that is full ends the trace, and no request."""
+        nonlocal is_full
+        if is_full:
+            return
+        try:
+            file.write(line)
+        except OSError as error:
+            is_full = True
+            with contextlib.suppress(OSError):  # it would write what it still has
+                file.close()
+            LOGGER.warning("%s: requests are traced no more: %s", path, reason_of(error))
+
+    return RequestTrace(write)
 
 
 def _begin(trace: RequestTrace, requests: Sequence[Request], marks: Mapping[Border, float]) -> None:

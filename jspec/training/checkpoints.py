@@ -10,13 +10,17 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jspec.training.train_state import Params, Progress, Resumed, TrainState
+from jspec.errors import OutputError
+from jspec.messages.output_files import remove
+from jspec.models.files.orbax_files import reason_of_orbax, without_tracebacks
+from jspec.training.loop import Params, Progress, Resumed, TrainState
 
 
 class Checkpoints:
     """Orbax checkpoints of (state, best EMA parameters, progress); the last one is kept."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._manager = ocp.CheckpointManager(
             folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
         )
@@ -37,14 +41,23 @@ class Checkpoints:
             "best_step": progress.best_step,
             "curve": list(progress.curve),
         }
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave({"state": _as_dict(state), "best": best}),
-                progress=ocp.args.JsonSave(record),
-            ),
-        )
-        self._manager.wait_until_finished()
+        try:
+            with without_tracebacks():
+                self._manager.save(
+                    int(state.step),
+                    args=ocp.args.Composite(
+                        arrays=ocp.args.StandardSave({"state": _as_dict(state), "best": best}),
+                        progress=ocp.args.JsonSave(record),
+                    ),
+                )
+                self._manager.wait_until_finished()
+        except Exception as error:  # orbax and its storage raise what they like
+            for part in self._folder.glob("*.orbax-checkpoint-tmp"):
+                remove(part)
+            raise OutputError(
+                f"{self._folder}: the checkpoint of step {int(state.step)} cannot be written: "
+                f"{reason_of_orbax(error)}; the one before is kept"
+            ) from error
 
     def restore(self, like: TrainState) -> Resumed | None:
         """The last checkpoint, or None if there is none; `like` gives shapes and dtypes."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jspec.errors import ConfigError
+from jspec.errors import ConfigError, OutputError
+from jspec.messages.output_files import remove, write_text, writing
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import (
     check_directory,
@@ -155,7 +155,11 @@ def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
             raise ConfigError(
                 f"out is {str(job.out)!r}: {error.strerror}; expected a new directory"
             ) from error
-        path.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
+        try:
+            write_text(path, json.dumps(asked, indent=1) + "\n")
+        except OutputError:
+            remove(job.out)  # the same command may be run again
+            raise
         return
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected what an earlier run began")
@@ -182,9 +186,14 @@ def served_acceptance(
 
 
 def export(folder: Path, save: Callable[[Path], None]) -> None:
-    """Writes beside `folder` and renames, so that it is never half a head."""
+    """Writes beside `folder` and renames, so that it is never half a head. Raises OutputError."""
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    save(part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
+    remove(part)
+    try:
+        with writing(folder):
+            save(part)
+            remove(folder)
+            part.replace(folder)
+    except BaseException:
+        remove(part)
+        raise

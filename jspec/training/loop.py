@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 from jspec.errors import TrainingError
+from jspec.messages.output_files import write_text, writing
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, show, speed
@@ -259,7 +260,8 @@ def _opened(folder: Path) -> Checkpoints:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Merges `report` into the JSON file at `path`."""
+    """Merges `report` into the JSON file at `path`. Raises OutputError."""
     known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**known, **report}, indent=1) + "\n", "utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**known, **report}, indent=1) + "\n")

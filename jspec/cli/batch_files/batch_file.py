@@ -10,6 +10,8 @@ Source: OpenAI's Batch API reference, "The request input object" and "output obj
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -18,7 +20,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jspec.errors import ConfigError, shown
+from jspec.errors import ConfigError, OutputError, reason_of, shown
 from jspec.spec.json_files import json_fault
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
@@ -70,10 +72,10 @@ def count_lines(path: Path) -> int:
 
 
 def _opened(path: Path) -> BinaryIO:
-    if not path.is_file():
-        found = "is no file" if path.exists() else "is not there"
-        raise ConfigError(f"batch file {str(path)!r} {found}; expected a file of JSON lines")
     try:
+        if not path.is_file():
+            found = "is no file" if path.exists() else "is not there"
+            raise ConfigError(f"batch file {str(path)!r} {found}; expected a file of JSON lines")
         return path.open("rb")
     except OSError as error:
         raise ConfigError(f"batch file {str(path)!r}: {error.strerror}") from error
@@ -135,20 +137,24 @@ class AnswerFile:
     that those are answers to the first lines of `requests`: `num_written` of them, `num_errors` of
     which are none that is well, the first in line `first_error`. Close it after the last `write`.
 
+    num_well: answers, of earlier runs and this one, that are what was asked for.
+
     Raises ConfigError for a file that holds something else, or cannot be written.
     """
 
     def __init__(self, path: Path, requests: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"answer file {str(path)!r} is no regular file; expected one")
-        if path.exists() and path.samefile(requests):
-            raise ConfigError(f"answers would go to {str(path)!r}; expected another file")
         try:
-            self._file = path.open("r+b" if path.exists() else "w+b")
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"answer file {str(path)!r} is no regular file; expected one")
+            if path.exists() and path.samefile(requests):
+                raise ConfigError(f"answers would go to {str(path)!r}; expected another file")
+            # Unbuffered: what could not be written must not be tried again when it is closed.
+            self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"answer file {str(path)!r}: {error.strerror}; expected a file to write"
             ) from error
+        self._path, self._end = path, 0
         self.num_written, self.num_errors = 0, 0
         self.first_error: int | None = None
         try:
@@ -156,11 +162,12 @@ class AnswerFile:
         except BaseException:
             self._file.close()
             raise
+        self.num_well = self.num_written - self.num_errors
 
     def _keep_answers(self, path: Path, requests: Path) -> None:
-        whole = 0
+        reader = io.BufferedReader(self._file)
         with closing(read_lines(requests)) as lines:
-            for text in self._file:
+            for text in reader:
                 line = next(lines, None)
                 found = None if line is None else _answer_to(line, text)
                 is_left_off = line is not None and (found is not None or _begins(line, text))
@@ -174,18 +181,39 @@ class AnswerFile:
                         f"line {self.num_written + 1} of {str(path)!r} is {shown(text)}; expected "
                         f"{expected}: the file is not of an earlier run over {str(requests)!r}"
                     )
-                whole += len(text)
+                self._end += len(text)
                 self.num_written += 1
                 if not is_well(found):
                     self.num_errors += 1
                     self.first_error = self.first_error or self.num_written
-        self._file.seek(whole)
-        self._file.truncate()
+        reader.detach()  # else it closes the file when it goes
+        self._cut()
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Appends one line, and hands it to the system."""
-        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        """Appends one line, and hands it to the system.
+
+        Raises OutputError where there is no room for all of it; the file then ends with the line
+        before.
+        """
+        text = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+        rest = memoryview(text)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._cut()
+            raise OutputError(
+                f"answer file {str(self._path)!r} cannot be written: {reason_of(error)}; its lines "
+                "are whole, and the same command goes on after them"
+            ) from error
+        self._end += len(text)
+        self.num_well += is_well(answer)
+
+    def _cut(self) -> None:
+        """Ends the file after its last whole line, and goes on there."""
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
 
     def close(self) -> None:
         self._file.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from jspec.cli.measurement.figures import Seen
 from jspec.errors import ConfigError
+from jspec.messages.output_files import whole_file, write_text
 from jspec.serving.trace import TraceEvent, TraceKind
 
 ROWS = (
@@ -177,13 +178,12 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
         axes[1].legend()
     figure.suptitle(result.get("environment", {}).get("chip", ""))
     try:
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as part:
+            figure.savefig(part, dpi=150)
     except ValueError as error:
         raise ConfigError(f"plot is {str(path)!r}: {error}") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    """Whole or not at all. Raises OutputError."""
+    write_text(path, json.dumps(value, indent=1) + "\n")

@@ -148,6 +148,7 @@ def _copied(name: str, value: str, bucket: Any, files: Mapping[str, Mapping[str,
             bucket.get_file(path, str(to))
         kept.write_text(listing, encoding="utf-8")
     except Exception as error:
+        shutil.rmtree(directory, ignore_errors=True)  # a full disk has room again
         raise CheckpointError(
             f"{name} is {value!r}, which could not be copied to {str(directory)!r} "
             f"({type(error).__name__}: {_first_line(error)})"

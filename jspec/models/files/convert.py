@@ -14,10 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jspec.errors import ConfigError, NoCheckpointError
-from jspec.models.files.tensor_files import FILES, NAMES, ORBAX, HostArray, Tensors, open_tensors
+from jspec.messages.output_files import remove, write_text, writing
+from jspec.models.files.tensor_files import (
+    FILES,
+    NAMES,
+    ORBAX,
+    HostArray,
+    Tensors,
+    open_tensors,
+    write_tensors,
+)
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -45,8 +53,8 @@ def convert(
 
     The weights come from what `open_tensors` finds first: safetensors, torch's files, orbax. For
     orbax the host holds all tensors at once, for safetensors those of one file.
-    Raises ConfigError for an `out` that cannot be it, else CheckpointError; `out` is then as it
-    was.
+    Raises ConfigError for an `out` that cannot be it, OutputError for one that cannot be written,
+    else CheckpointError; `out` is then as it was.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")
@@ -57,7 +65,8 @@ def convert(
     is_new = not out.exists()
     with open_tensors(source) as tensors:
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            with writing(out):
+                out.mkdir(parents=True, exist_ok=True)
             _copy_rest(source, out)
             groups = _groups(tensors, max_file_bytes if to is Format.SAFETENSORS else None)
             if to is Format.ORBAX:
@@ -67,7 +76,7 @@ def convert(
             else:
                 _write_safetensors(out, tensors, groups)
         except BaseException:
-            shutil.rmtree(out)
+            remove(out)
             if not is_new:
                 out.mkdir()
             raise
@@ -104,7 +113,7 @@ def _write_safetensors(out: Path, tensors: Tensors, groups: list[tuple[str, ...]
         file = SINGLE
         if len(groups) > 1:
             file = f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
-        save_file(_held(tensors, names), out / file, metadata={"format": "pt"})
+        write_tensors(out / file, _held(tensors, names))
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         total = sum(_num_bytes(tensors, name) for name in weight_map)
@@ -112,13 +121,14 @@ def _write_safetensors(out: Path, tensors: Tensors, groups: list[tuple[str, ...]
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _copy_rest(source: Path, out: Path) -> None:
     """Every plain file that holds no weights."""
     for path in _rest(source):
-        shutil.copyfile(path, out / path.name)
+        with writing(out / path.name):
+            shutil.copyfile(path, out / path.name)
 
 
 def _rest(source: Path) -> Iterator[Path]:

@@ -6,8 +6,12 @@ engine deals the tensors to its own shards as it reads them, as from any other f
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,11 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jspec.errors import CheckpointError
-from jspec.models.files.array_tensors import HostArray, LazyFile, LazyHeader, LazyTensor, dtype_name
+from jspec.errors import CheckpointError, OutputError, shown
+from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor, dtype_name
+from jspec.models.files.tensor_files import HostArray
+
+_SYSTEM_ERROR = re.compile(r"([^:\[\]]+) \[os_error_code")
 
 
 def open_orbax(path: Path) -> LazyFile:
@@ -59,5 +66,40 @@ def _restore(
 
 
 def save_orbax(path: Path, tensors: Mapping[str, HostArray]) -> None:
-    """Writes a checkpoint of orbax, which must not exist."""
-    ocp.PyTreeCheckpointer().save(path.resolve(), dict(tensors))
+    """Writes a checkpoint of orbax, which must not exist. Raises OutputError."""
+    try:
+        with without_tracebacks():
+            ocp.PyTreeCheckpointer().save(path.resolve(), dict(tensors))
+    except Exception as error:
+        raise OutputError(f"{path}: cannot be written: {reason_of_orbax(error)}") from error
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Keeps what orbax's threads say of an error, which it also raises, off the terminal.
+
+    After an error its storage calls an event loop that has ended, at any time later: what Python
+    says of that is dropped from then on.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    level = logger.level
+
+    def say(found: sys.UnraisableHookArgs) -> None:
+        if not isinstance(found.exc_value, RuntimeError) or "loop is closed" not in str(
+            found.exc_value
+        ):
+            hook(found)
+
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = say
+    try:
+        yield
+        sys.unraisablehook = hook
+    finally:
+        logger.setLevel(level)
+
+
+def reason_of_orbax(error: Exception) -> str:
+    """What the system said, if an error of orbax's storage repeats it; else the error's start."""
+    found = _SYSTEM_ERROR.search(str(error))
+    return found[1].strip() if found else f"{type(error).__name__}: {shown(str(error))}"

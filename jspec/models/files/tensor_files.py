@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jspec.errors import CheckpointError
+from jspec.errors import CheckpointError, OutputError
+from jspec.messages.output_files import write_text, writing
 from jspec.models.files.array_tensors import FP8 as FP8
 from jspec.models.files.array_tensors import HostArray as HostArray
 from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
@@ -44,6 +46,7 @@ ORBAX = "orbax"  # a directory: a checkpoint of orbax, which `jspec convert` wri
 NAMES = (*(name for names in FILES for name in names), ORBAX)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
 BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
+_SYSTEM_ERROR = re.compile(r"I/O error: (.+) \(os error \d+\)")
 _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the destination
 
 
@@ -372,10 +375,24 @@ def _files(path: Path) -> dict[Path, set[str]]:
 def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, HostArray]
 ) -> None:
-    """Writes `path`/model.safetensors and config.json; holds one copy of the tensors meanwhile."""
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """Writes `path`/model.safetensors and config.json; holds one copy of the tensors meanwhile.
+
+    Raises OutputError.
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    write_tensors(path / "model.safetensors", tensors)
+    write_text(path / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, HostArray]) -> None:
+    """Writes one safetensors file. Raises OutputError."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:  # the former for a full disk, too
+        found = _SYSTEM_ERROR.search(str(error))
+        reason = found[1] if found else str(error)
+        raise OutputError(f"{path}: cannot be written: {reason}") from error
 
 
 def transpose_into(out: HostArray, source: HostArray) -> None:

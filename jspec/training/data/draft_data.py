@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jspec.errors import ConfigError
+from jspec.messages.output_files import whole_file
 from jspec.models.decoder import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.text.template.chat_template import ChatTemplate
@@ -80,9 +81,8 @@ def draw_own_samples(
         path = job.out / f"own_samples_{name}.npz"
         if not path.is_file():
             own = own_samples(table, sampling, count=max(number, 1), seed=job.recipe.loop.seed)
-            partial_path = path.with_suffix(".part.npz")
-            np.savez_compressed(partial_path, ids=own.ids, lens=own.lens, weights=own.weights)
-            partial_path.replace(path)
+            with whole_file(path) as part:
+                np.savez_compressed(part, ids=own.ids, lens=own.lens, weights=own.weights)
         with np.load(path) as stored:
             own = RowTable(**{name: stored[name] for name in ("ids", "lens", "weights")})
         found.append(joined_tables(table, own))

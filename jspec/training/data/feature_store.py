@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ import ml_dtypes
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from jspec.errors import ConfigError
+from jspec.errors import ConfigError, OutputError
+from jspec.messages.output_files import remove, whole_file, write_text, writing
 from jspec.spec.json_files import read_object
 from jspec.training.data.examples import RowTable
 from jspec.training.heads.draft_head import TargetFeatures
@@ -108,8 +110,12 @@ def write_features(
     batch_size: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Runs `features` over all rows, batch by batch (the last is filled up with its last row)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Runs `features` over all rows, batch by batch (the last is filled up with its last row).
+
+    Raises OutputError where there is no room for them, before more than the first batch has run.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
     num_rows = len(table.ids)
     for start in range(0, num_rows, batch_size):
@@ -122,13 +128,27 @@ def write_features(
                 continue
             if name not in arrays:
                 shape = (num_rows, *host.shape[1:])
-                path = folder / f"{name}.npy"
-                arrays[name] = open_memmap(path, mode="w+", dtype=host.dtype, shape=shape)
+                try:
+                    arrays[name] = _reserved(folder / f"{name}.npy", shape, host.dtype)
+                except OutputError:
+                    for other in arrays:
+                        remove(folder / f"{other}.npy")
+                    raise
             arrays[name][start:stop] = host[: stop - start]
         progress(stop, num_rows)
     for array in arrays.values():
         array.flush()  # type: ignore[attr-defined]
-    (folder / MANIFEST).write_text(json.dumps(key, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / MANIFEST, json.dumps(key, indent=1) + "\n")
+
+
+def _reserved(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """A new array in a file that has all of its room: a mapped page for which a full disk has none
+    ends the process by a signal."""
+    with whole_file(path) as part:
+        open_memmap(part, mode="w+", dtype=dtype, shape=shape)
+        with part.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
+    return open_memmap(path, mode="r+")
 
 
 def _as_bits(value: np.ndarray) -> np.ndarray:
