@@ -102,6 +102,16 @@ def vocabulary(directory: Path) -> dict[str, Any]:
     return of_draft(draft)
 
 
+def embedding(directory: Path) -> dict[str, Any]:
+    """The head brings the embedding of another model: here each token has another one's row."""
+    draft = copied(directory, "draft")
+    table = load_file(BUNDLED / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    file = draft / "model.safetensors"
+    other = np.ascontiguousarray(table[np.random.default_rng(0).permutation(len(table))])
+    save_file(load_file(file) | {"embed_tokens.weight": other}, file)
+    return of_draft(draft)
+
+
 def tensors(directory: Path) -> dict[str, Any]:
     """Half of the head's weights zero."""
     draft, rng = copied(directory, "draft"), np.random.default_rng(0)
@@ -149,6 +159,7 @@ FAULTS: dict[Callable[[Path], dict[str, Any]], str] = {
     template: "template",
     norm: "norm",
     vocabulary: "vocabulary",
+    embedding: "embedding",
     tensors: "tensors",
     stale: "unfit",
     quantised_twice: "unfit",

@@ -1,7 +1,7 @@
-"""Ten faults in a healthy pair: eight are named, two are told not to fit.
+"""Eleven faults in a healthy pair: nine are named, two are told not to fit.
 
-The bundled pair, and copies of it with one thing wrong (`faulty_pairs`); the tenth, an anchor row
-off by one, is of the engine. Heads of other kinds that nobody tuned a rule on stand for unseen
+The bundled pair, and copies of it with one thing wrong (`faulty_pairs`); the eleventh, an anchor
+row off by one, is of the engine. Heads of other kinds that nobody tuned a rule on stand for unseen
 healthy ones.
 """
 

@@ -16,6 +16,7 @@ from jspec.cli.diagnosis.readings import (
     eagle3_readings,
     nearby_layers,
     shifted_readings,
+    target_readings,
 )
 from jspec.cli.diagnosis.records import Diagnosis, Pair, buckets_of, by_depth
 from jspec.cli.diagnosis.templates import TemplateCost, template_costs
@@ -177,7 +178,8 @@ class Examination:
         readings = shifted_readings(head)
         if isinstance(head, TrainedEagle3):
             readings = eagle3_readings(head.config, self._target.spec)
-        for reading in readings:
+        own, target = self._params, self._served.params["target"]
+        for reading in (*target_readings(head, self._layer_ids, own, target), *readings):
             yield reading, self._read(reading, evidence)
 
     def _read(self, reading: Reading, evidence: Evidence) -> Agreement:

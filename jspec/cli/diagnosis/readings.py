@@ -47,6 +47,38 @@ class Reading:
     shift: int = 0
 
 
+def target_readings(
+    head: DraftHead, layer_ids: tuple[int, ...], own: Params, target: Params
+) -> Iterator[Reading]:
+    """The target's weight instead of the head's own, where both have one of that shape.
+
+    own, target: params as they serve. An lm_head is the head's own by right if it scores a part of
+    the vocabulary, whose columns are not the target's.
+    """
+    for part, name, stored in (
+        ("embed", "table", "embed_tokens.weight"),
+        ("lm_head", "kernel", "lm_head.weight"),
+    ):
+        if part not in own or part not in target:
+            continue
+        ours, theirs = own[part][name], target[part][name]
+        if ours is theirs or ours.shape != theirs.shape:
+            continue
+
+        def with_targets(params: Params, part: str = part) -> Params:
+            return {**params, part: target[part]}
+
+        yield Reading(
+            kind="embedding" if part == "embed" else "lm_head",
+            fault=f"the head brings {stored} of its own, and drafts better with the target's",
+            repair=f"leave {stored} out of the head's file, so that the target's is used, or get "
+            "the head that was trained beside this target",
+            head=head,
+            layer_ids=layer_ids,
+            params=with_targets,
+        )
+
+
 def nearby_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """Every id that a reading may ask for, ascending."""
     near = {i + d for i in layer_ids for d in (-1, 0, 1)} | set(usual_layers(num_layers))

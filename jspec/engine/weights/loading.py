@@ -23,10 +23,8 @@ from jspec.config.resolved_config import ResolvedConfig
 from jspec.device import sharding
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
-from jspec.engine.weights.dummy_weights import dummy_params
-from jspec.engine.weights.remote_checkpoints import local_directories
+from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_stream import put_on, stream
-from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.family import Family
@@ -228,7 +226,10 @@ def _draft_params(
         )["draft"]
         return {**made, **{name: target_params[name] for name in source.shares}}
     put = put_on(mesh, by_columns=target.ops.by_columns)
-    return source.read(target_params, dtype, lambda reads: stream(reads, put))
+    found = source.read(target_params, dtype, lambda reads: stream(reads, put))
+    if path is not None and path != config.model_path:
+        warn_of_other_targets(Path(path), source, target_params)
+    return found
 
 
 def _check_fits(name: str, path: Path, table: ParamTable, *, mesh: Mesh, dtype: DTypeLike) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jspec.engine.memory.device_memory import least_memory
 from jspec.engine.weights.loading import LoadedModels
+from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_checks import Finite, as_host, differences
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.engine.weights.weight_switch import (
@@ -40,13 +41,6 @@ from jspec.errors import (
     shown,
 )
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
-from jspec.models.files.array_tensors import LazyTensor, held
-from jspec.models.files.checkpoint import (
-    check_directory,
-    check_target,
-    load_model_spec,
-    load_target,
-)
 from jspec.models.files.published import changed_reads, layouts_by_name, published_tensor
 from jspec.models.files.stored import ParamRead
 from jspec.models.files.tensor_files import HostArray
@@ -243,6 +237,7 @@ class ServedWeights:
         if faults:
             raise CheckpointError("\n".join(faults))
         new: dict[ParamPath, Any] = {}
+        read: dict[str, Any] = {}  # the target's
 
         def place(reads: Sequence[ParamRead]) -> Mapping[ParamPath, Any]:
             return self._place(reads, found)
@@ -258,8 +253,11 @@ class ServedWeights:
             )
             new |= flat_leaves({TARGET.value: read})
         if update.draft is not None:
-            read = dict(source.read(self._runner.params["target"], self._dtype, place))
-            new |= flat_leaves({DRAFT.value: read})
+            drafts = dict(source.read(self._runner.params["target"], self._dtype, place))
+            if update.draft != update.target:
+                target = read or self._runner.params["target"]
+                warn_of_other_targets(Path(update.draft), source, target)
+            new |= flat_leaves({DRAFT.value: drafts})
         return new, source
 
     def _check_target(self, path: Path) -> None:

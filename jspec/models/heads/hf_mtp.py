@@ -27,14 +27,7 @@ from jspec.models.files.stored import (
     param_reads,
     stored_tensors,
 )
-from jspec.models.files.tensor_files import Tensors, write_checkpoint
-from jspec.models.heads.head_files import refuse_unknown
-from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
-from jspec.models.params import Form, ParamSpec, ParamTable, Part
-from jspec.models.placement import nested
-from jspec.models.registry import DRAFTS, family_named
-from jspec.spec.json_files import Fields, in_file, read_fields
-from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
+from jspec.models.heads.target_copies import EMBED, HEAD, Copies, TargetCopy
 
 Params = dict[str, Any]
 HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
@@ -282,6 +275,14 @@ def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
         return names
     other = replace(names, first=names.also)
     return other if any(other.number(name) == 0 for name in tensors.sources) else names
+
+
+def copies_in(tensors: Tensors, config: MtpConfig, names: MtpNames) -> Copies:
+    """What a file may hold of the target's embedding and lm_head, none of which is read."""
+    return {
+        name: TargetCopy(path=EMBED if name.endswith(_EMBED) else HEAD, is_read=False)
+        for name in sorted(copies_of_target(config, _numbered(tensors, names)))
+    }
 
 
 def copies_of_target(config: MtpConfig, names: MtpNames) -> frozenset[str]:

@@ -30,6 +30,7 @@ from jspec.models.heads.eagle3 import Eagle3Head, eagle3_params
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.head_files import canonical_name, published_specs
 from jspec.models.heads.hf_eagle3 import check_eagle3, load_eagle3
+from jspec.models.heads.target_copies import EMBED, TargetCopy
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
@@ -274,6 +275,7 @@ def eagle_source(request: DraftRequest) -> DraftSource:
         shares=("embed",),  # as most heads do
         published=published_specs(eagle3_params(config)),
         canonical=canonical_name,
+        copies_in=lambda _: {"embed_tokens.weight": TargetCopy(path=EMBED, is_read=True)},
     )
 
 

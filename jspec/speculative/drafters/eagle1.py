@@ -24,6 +24,7 @@ from jspec.models.heads.eagle1 import (
     with_hot_columns,
 )
 from jspec.models.heads.head_files import canonical_name, published_specs
+from jspec.models.heads.target_copies import EMBED, HEAD, TargetCopy
 from jspec.models.heads.token_map import read_token_map
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafters.eagle import EagleDrafter, check_draft_vocabulary
@@ -77,5 +78,9 @@ def eagle1_source(request: DraftRequest) -> DraftSource:
         shares=("embed", "lm_head") if hot_ids is None else ("embed",),
         published=published_specs(eagle1_params(config))[:1],
         canonical=canonical_name,
+        copies_in=lambda _: {
+            "embed_tokens.weight": TargetCopy(path=EMBED, is_read=True),
+            "lm_head.weight": TargetCopy(path=HEAD, is_read=False),
+        },
         with_target=None if hot_ids is None else partial(with_hot_columns, hot_ids),
     )

@@ -17,7 +17,14 @@ from jspec.config.limits import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.files.stored import Place
-from jspec.models.heads.hf_mtp import check_mtp, copies_of_target, load_mtp, load_mtp_config, shared
+from jspec.models.heads.hf_mtp import (
+    check_mtp,
+    copies_in,
+    copies_of_target,
+    load_mtp,
+    load_mtp_config,
+    shared,
+)
 from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
@@ -83,5 +90,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
         aux_layer_ids=config.aux_layer_ids,
         shares=shared(config),
         copies=copies_of_target(config, names),
+        copies_in=lambda tensors: copies_in(tensors, config, names),
         algorithm=algorithm,
     )

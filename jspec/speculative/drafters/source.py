@@ -18,6 +18,8 @@ from jspec.config.limits import Algorithm
 from jspec.layers.linear import Shard
 from jspec.models.family import Family
 from jspec.models.files.stored import Place
+from jspec.models.files.tensor_files import Tensors
+from jspec.models.heads.target_copies import Copies
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec
@@ -78,7 +80,8 @@ class DraftSource:
     shares: names of params that dummy weights take from the target's.
     published: how weights are stored whose entry in the drafter's table does not say, where they
         are not the target's. canonical: the table's name of a stored tensor's. copies: what its
-        files may hold of the target's, under names that are not read.
+        files may hold of the target's, under names that are not read. copies_in: those that open
+        files of its may hold, read or not, to be compared with the target's.
     with_target: the params (second) once the target's (first) have changed, for what was computed
         from those; arrays that are the target's own follow by themselves.
     algorithm: what is in force, where the checkpoint decides that and not the arguments.
@@ -92,6 +95,7 @@ class DraftSource:
     published: ParamTable = ()
     canonical: Callable[[str], str] = str
     copies: frozenset[str] = frozenset()
+    copies_in: Callable[[Tensors], Copies] | None = None
     with_target: Callable[[Params, Params], Params] | None = None
     algorithm: Algorithm | None = None
 

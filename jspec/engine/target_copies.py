@@ -1,0 +1,49 @@
+"""A draft's files against the target that is served: a warning for what is another model's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jspec.models.files.fp8 import open_tensors
+from jspec.models.files.stored import value_at
+from jspec.models.heads.target_copies import FOREIGN, NUM_ROWS, TargetCopy, difference
+from jspec.speculative.drafters.source import DraftSource
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
+    """Logs each tensor of the draft's that is none of the target's, though the target has it.
+
+    path: the draft's directory. target: params, on the host or the devices. Some rows are read.
+    """
+    if source.copies_in is None:
+        return
+    with open_tensors(path, canonical=source.canonical) as tensors:
+        for name, copy in source.copies_in(tensors).items():
+            if name not in tensors:
+                continue
+            found = difference(tensors, name, copy.path, value_at(target, copy.path))
+            if found is not None and found > FOREIGN:
+                file, stored = tensors.sources[name]
+                log.warning(
+                    "%s: %s differs from the target's by %.0f%% (root mean square over %d tokens); "
+                    "%s",
+                    *(file.path, stored, 100 * found, NUM_ROWS, _what_to_do(copy)),
+                )
+
+
+def _what_to_do(copy: TargetCopy) -> str:
+    if copy.is_read:
+        return (
+            "the head drafts with its own. If it was trained with it beside this target, all is "
+            "well; a head of another target has few drafts accepted. Without the tensor in its "
+            "file the target's is used; jspec doctor measures both"
+        )
+    return (
+        "the target's is used instead, but the head was trained beside another one, as it seems: "
+        "if few drafts are accepted, get the head of this target. jspec doctor measures it"
+    )
