@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from jspec.errors import ConfigError
+from jspec.files.json_files import Fields
 from jspec.models.heads.eagle1 import eagle1_config_json
 from jspec.models.heads.eagle3_config import eagle3_config_json
 from jspec.models.heads.hf_mtp import mtp_config_json, written_config
 from jspec.models.registry import family_named
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

@@ -147,7 +147,7 @@ def test_generate_reads_a_pipe_and_ctrl_c_ends_it_cleanly(flags: list[str]) -> N
 
 def test_an_interrupt_inside_exec_has_the_status_of_every_other(tmp_path: Path) -> None:
     (tmp_path / "interrupted.py").write_text(
-        "from jspec import cli\n"
+        "from jspec.cli import main as cli\n"
         "cli.run_generate = lambda words: exec('raise KeyboardInterrupt')\n"
         "cli.run(['generate'])\n"
     )
@@ -166,7 +166,7 @@ COMPILING = """
 import os, signal, threading
 import jax
 import jax.numpy as jnp
-from jspec import cli
+from jspec.cli import main as cli
 
 def slow(x):
     for i in range(150):

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jspec.bench import report as bench_report
 from safetensors.numpy import save_file
 
 import jspec.cli.batch
 import jspec.models.files.tensor_files
-from jspec.cli import main
+from jspec.cli.main import main
 from jspec.cli.batch_files.batch_file import AnswerFile, answer, read_lines, refusal
+from jspec.cli.measurement import report as bench_report
 from jspec.cli.verify import write_json as write_verify_json
 from jspec.errors import OutputError
-from jspec.messages.output_files import whole_file, write_text
+from jspec.files.output_files import whole_file, write_text
 from jspec.server.service import open_trace
 from jspec.training.checkpoints import Checkpoints
 from jspec.training.data.examples import RowTable
@@ -84,7 +84,7 @@ def test_a_conversion_to_orbax_without_room_is_one_line(checkpoint: Path, tmp_pa
     """In a process of its own, for orbax leaves an event loop behind."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "jspec.cli", "convert", str(checkpoint)),
+            *(sys.executable, "-m", "jspec", "convert", str(checkpoint)),
             *(str(tmp_path / "out"), "--to", "orbax"),
         ],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM)),
@@ -239,7 +239,7 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 def test_standard_output_without_room_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "jspec.cli", "flags"],
+            [sys.executable, "-m", "jspec", "flags"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

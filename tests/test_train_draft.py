@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec import Engine
-from jspec.cli import main
+from jspec.cli.main import main
 from jspec.cli.flags import FlagParser, add_flags, parse_flags
 from jspec.cli.train_draft import make_parser
 from jspec.engine.weights.loading import BUNDLED

@@ -19,6 +19,7 @@ from jspec.cli.bench import run_bench
 from jspec.cli.chat import run_chat
 from jspec.cli.convert import run_convert
 from jspec.cli.doctor import run_doctor
+from jspec.cli.flags import FlagParser, add_flags, markdown_table, named_model, parse_flags
 from jspec.cli.generate import run_generate
 from jspec.cli.info import run_info
 from jspec.cli.verify import run_verify

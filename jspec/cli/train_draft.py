@@ -21,6 +21,7 @@ from jspec.cli.flags import FlagParser
 from jspec.engine.weights.loading import BUNDLED
 from jspec.errors import ConfigError, OutputError
 from jspec.serving.engine import Engine
+from jspec.training.data.examples import SHORTEST, LossOn, RowTable
 from jspec.training.draft_job import HEAD, SETTINGS, run_job
 from jspec.training.draft_recipe import HeadRecipe
 from jspec.training.draft_settings import DraftJob, Kind

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jspec.cli.flag_table import GROUPS
+from jspec.cli.flags import FlagParser, add_flags, parse_flags
 from jspec.engine.interrupts import interruptible
 from jspec.engine.memory.device_memory import share_for_server
 from jspec.errors import ConfigError
-from jspec.messages.output_files import write_text
+from jspec.files.output_files import write_text
 from jspec.messages.request import SamplingParams
 
 if TYPE_CHECKING:

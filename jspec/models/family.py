@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, shown
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params
 from jspec.models.params import ParamTable
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from jspec.errors import ConfigError
+from jspec.files.json_files import Fields
 from jspec.models.families import (
     glm4_moe,
     gpt_oss,
@@ -21,7 +22,6 @@ from jspec.models.families import (
 )
 from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (

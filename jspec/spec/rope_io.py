@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.spec.json_files import Fields, shown
+from jspec.files.json_files import Fields, shown
 from jspec.spec.rope import RopeConfig, YarnConfig
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from jspec.errors import OutputError
-from jspec.messages.output_files import remove
+from jspec.files.output_files import remove
 from jspec.models.files.orbax_files import reason_of_orbax, without_tracebacks
-from jspec.training.loop import Params, Progress, Resumed, TrainState
+from jspec.training.train_state import Params, Progress, Resumed, TrainState
 
 
 class Checkpoints:

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jspec.errors import ConfigError, OutputError
-from jspec.messages.output_files import remove, write_text, writing
+from jspec.files.json_files import read_object
+from jspec.files.output_files import remove, write_text, writing
 from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import (
     check_directory,
@@ -30,7 +31,6 @@ from jspec.models.files.checkpoint import (
     load_model_spec,
     load_target,
 )
-from jspec.spec.json_files import read_object
 from jspec.training.data.draft_data import (
     STORES,
     Sampling,

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from jspec.errors import TrainingError
-from jspec.messages.output_files import write_text, writing
+from jspec.files.output_files import write_text, writing
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, show, speed

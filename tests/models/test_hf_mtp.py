@@ -13,13 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.workloads import MIMO_V2_FLASH_JSON
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields
 from jspec.models.heads.hf_mtp import check_mtp, load_mtp, load_mtp_config
 from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.params import ParamTable
 from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import ModelSpec, MtpConfig
 from tests.models.head_laws import PagedHead
 from tests.models.random_params import random_params

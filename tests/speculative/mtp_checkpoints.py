@@ -19,6 +19,7 @@ from jspec.config.drafting import Drafting
 from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
 from jspec.messages.features import StepFeatures
 from jspec.models.decoder import Params
@@ -30,7 +31,6 @@ from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import family_named, table_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.json_files import Fields
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.mtp import RecurrentDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter

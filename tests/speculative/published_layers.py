@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from jspec.files.json_files import Fields
 from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors
 from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.registry import family_named
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import MtpConfig
 from tests.models.mimo_v2_reference import MimoV2Layers
 from tests.models.mtp_reference import F64, MtpReference

@@ -24,6 +24,7 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.limits import Algorithm, RopeConfig
 from jspec.engine.runner import empty_pools
 from jspec.errors import CheckpointError, ConfigError, JspecError
+from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
@@ -35,7 +36,6 @@ from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
 from tests.models.dense_forward import dense_forward
 from tests.models.head_laws import check_head

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import read_fields
 from jspec.models.decoder import Params
 from jspec.models.families import mimo_v2
 from jspec.models.files.checkpoint import load_model_spec, load_target
@@ -25,7 +26,6 @@ from jspec.models.heads.hf_mtp import load_mtp, load_mtp_config
 from jspec.models.heads.mtp import MtpHead
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.json_files import read_fields
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
 from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jspec.errors import ConfigError, OutputError, reason_of, shown
-from jspec.spec.json_files import json_fault
+from jspec.files.json_files import json_fault
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/generate")
 KEYS = frozenset({"custom_id", "method", "url", "body"})

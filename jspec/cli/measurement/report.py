@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec.cli.measurement.figures import Seen
 from jspec.errors import ConfigError
-from jspec.messages.output_files import whole_file, write_text
+from jspec.files.output_files import whole_file, write_text
 from jspec.serving.trace import TraceEvent, TraceKind
 
 ROWS = (

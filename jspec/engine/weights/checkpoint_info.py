@@ -17,13 +17,13 @@ from jspec.config.engine_args import EngineArgs
 from jspec.config.speculation import DEFAULT_STEPS
 from jspec.engine.memory.pool_sizes import kv_bytes_per_token
 from jspec.errors import ConfigError, JspecError
+from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
 from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.json_files import Fields, read_fields
 from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource

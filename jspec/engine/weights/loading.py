@@ -23,8 +23,11 @@ from jspec.config.resolved_config import ResolvedConfig
 from jspec.device import sharding
 from jspec.engine.memory.device_memory import check_weights_fit
 from jspec.engine.resolving import CheckpointFacts, DeviceFacts, head_dims_of, ops_of, resolve
+from jspec.engine.weights.dummy_weights import dummy_params
+from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.engine.weights.target_copies import warn_of_other_targets
 from jspec.engine.weights.weight_stream import put_on, stream
+from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
 from jspec.models.family import Family

@@ -41,6 +41,13 @@ from jspec.errors import (
     shown,
 )
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
+from jspec.models.files.array_tensors import LazyTensor, held
+from jspec.models.files.checkpoint import (
+    check_directory,
+    check_target,
+    load_model_spec,
+    load_target,
+)
 from jspec.models.files.published import changed_reads, layouts_by_name, published_tensor
 from jspec.models.files.stored import ParamRead
 from jspec.models.files.tensor_files import HostArray

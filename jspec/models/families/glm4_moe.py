@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jspec.files.json_files import Fields
 from jspec.models.family import (
     OF_RECURRENT_LAYERS,
     Family,
@@ -32,7 +33,6 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError
+from jspec.files.json_files import Fields, shown
 from jspec.models.family import (
     FULL,
     SLIDING,
@@ -27,7 +28,6 @@ from jspec.models.files.mxfp4 import BLOCK
 from jspec.models.layer_params import decoder_params, product
 from jspec.models.params import Codec, Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
 from jspec.pallas_kernels.experts.packed import CODES, PARTS, SCALES, num_groups
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.files.json_files import Fields
 from jspec.models.family import (
     FULL,
     Family,
@@ -14,7 +15,6 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import DenseSpec, ModelSpec
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.files.json_files import Fields
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
     OF_RECURRENT_LAYERS,
@@ -24,7 +25,6 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import ModelSpec, MtpConfig
 
 NAMES = MtpNames(

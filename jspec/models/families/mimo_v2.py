@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.errors import CheckpointError
+from jspec.files.json_files import Fields, shown
 from jspec.models.family import (
     CHAINS_NORMED,
     FULL,
@@ -31,7 +32,6 @@ from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params
 from jspec.models.params import ParamTable
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

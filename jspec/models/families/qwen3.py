@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.files.json_files import Fields
 from jspec.models.families.qwen2 import qwen_json, qwen_windows
 from jspec.models.family import (
     Family,
@@ -12,7 +13,6 @@ from jspec.models.family import (
     read_dense,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import ModelSpec
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.errors import CheckpointError
+from jspec.files.json_files import Fields, shown
 from jspec.models.families.qwen2 import qwen_json
 from jspec.models.family import (
     FULL,
@@ -21,7 +22,6 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import DenseSpec, FeedForward, ModelSpec, MoESpec, Routing
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jspec.errors import ConfigError
+from jspec.files.json_files import Fields
 from jspec.models.family import (
     FULL,
     OF_RECURRENT_LAYERS,
@@ -27,7 +28,6 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
-from jspec.spec.json_files import Fields
 from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 
 NAMES = MtpNames(

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, shown
 from jspec.models.family import (
     FULL,
     OF_MTP_LAYERS,
@@ -35,7 +36,6 @@ from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.mtp_params import MtpNames
 from jspec.models.layer_params import decoder_params, dense_params, product, zero_centred
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, Split, prefixed
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

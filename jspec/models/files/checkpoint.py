@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reason_of
+from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
 from jspec.models.family import Family, eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
@@ -30,7 +31,6 @@ from jspec.models.files.stored import (
 from jspec.models.files.tensor_files import write_checkpoint
 from jspec.models.placement import nested
 from jspec.models.registry import FAMILIES, family_named, family_of, table_of
-from jspec.spec.json_files import exists, in_file, read_fields
 from jspec.spec.model_spec import ModelSpec, MoESpec
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jspec.errors import ConfigError, NoCheckpointError
-from jspec.messages.output_files import remove, write_text, writing
+from jspec.files.output_files import remove, write_text, writing
 from jspec.models.files.tensor_files import (
     FILES,
     NAMES,

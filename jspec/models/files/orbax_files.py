@@ -20,8 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jspec.errors import CheckpointError, OutputError, shown
-from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor, dtype_name
-from jspec.models.files.tensor_files import HostArray
+from jspec.models.files.array_tensors import HostArray, LazyFile, LazyHeader, LazyTensor, dtype_name
 
 _SYSTEM_ERROR = re.compile(r"([^:\[\]]+) \[os_error_code")
 

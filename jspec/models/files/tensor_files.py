@@ -20,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jspec.errors import CheckpointError, OutputError
-from jspec.messages.output_files import write_text, writing
+from jspec.files.json_files import MIB, check_regular, exists, read_object, shown
+from jspec.files.output_files import write_text, writing
 from jspec.models.files.array_tensors import FP8 as FP8
 from jspec.models.files.array_tensors import HostArray as HostArray
 from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import Shape as Shape
 from jspec.models.files.torch_files import open_torch_file
-from jspec.spec.json_files import MIB, check_regular, exists, read_object, shown
 
 # By safetensors' spelling; files are little-endian.
 WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {

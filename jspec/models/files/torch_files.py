@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError
-from jspec.spec.json_files import MIB, check_regular, shown
+from jspec.files.json_files import MIB, check_regular, shown
 
 MAX_PICKLE_BYTES = 64 * MIB
 # torch's name of a storage: safetensors' spelling of its numbers, and numpy's.

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from jaxtyping import Array, Float, Int
 
 from jspec.errors import ConfigError
+from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.layers.attention import Attend, attention, take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
@@ -69,7 +70,6 @@ from jspec.models.placement import nested
 from jspec.models.registry import family_named
 from jspec.pallas_kernels.attention.rows import AttentionRows
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.json_files import Fields, in_file, read_fields
 from jspec.spec.model_spec import Eagle1Config, LayerSpec, ModelSpec
 
 ARCHITECTURES = (

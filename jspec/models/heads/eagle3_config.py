@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, in_file, read_fields, shown
 from jspec.models.family import read_attention, read_decoder, read_dense, refuse_windows
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_files import (
@@ -22,7 +23,6 @@ from jspec.models.heads.head_files import (
     stored_names,
 )
 from jspec.models.registry import family_named
-from jspec.spec.json_files import Fields, in_file, read_fields, shown
 from jspec.spec.model_spec import Eagle3Config, FeatureNorm, ModelSpec
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")

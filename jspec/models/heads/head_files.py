@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, shown
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.layer_params import attention_params, ffn_params, norm
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, Split, or_fused, prefixed
-from jspec.spec.json_files import Fields, shown
 from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 LAYER = "layers.0."

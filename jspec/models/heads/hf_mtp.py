@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError, ConfigError
+from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import Family, MtpFamily
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.fp8 import open_tensors
@@ -27,7 +28,14 @@ from jspec.models.files.stored import (
     param_reads,
     stored_tensors,
 )
+from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.heads.head_files import refuse_unknown
+from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.heads.target_copies import EMBED, HEAD, Copies, TargetCopy
+from jspec.models.params import Form, ParamSpec, ParamTable, Part
+from jspec.models.placement import nested
+from jspec.models.registry import DRAFTS, family_named
+from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 
 Params = dict[str, Any]
 HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key

@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jspec.errors import CheckpointError
+from jspec.files.json_files import MIB, check_regular, read_text
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.files.torch_files import read_torch_tensor
-from jspec.spec.json_files import MIB, check_regular, read_text
 
 MAX_BYTES = 256 * MIB
 

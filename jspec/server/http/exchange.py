@@ -31,9 +31,9 @@ from jspec.errors import (
     RequestFailedError,
     shown,
 )
+from jspec.files.json_files import json_fault
 from jspec.server.hardening.json_bounds import check_structure
 from jspec.server.server_args import ServerArgs
-from jspec.spec.json_files import json_fault
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("jspec.server")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from jspec.errors import ConfigError, RequestError, shown
+from jspec.files.json_files import long_integer
 from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks
-from jspec.spec.json_files import long_integer
 from jspec.text.grammar.grammar_state import CompiledGrammar
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.llguidance_grammars import LlguidanceGrammars

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import jinja2
 
 from jspec.errors import CheckpointError, ConfigError, RequestError, shown
-from jspec.spec.json_files import exists, read_object, read_text
+from jspec.files.json_files import exists, read_object, read_text
 from jspec.text.template.template_sandbox import TemplateSandbox
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"

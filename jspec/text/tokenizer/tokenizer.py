@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from jspec.errors import CheckpointError, RequestError
-from jspec.spec.json_files import MIB, exists, read_object, read_text
+from jspec.files.json_files import MIB, exists, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.stop.stop_watch import StopTables
 from jspec.text.tokenizer.token_bytes import TokenBytes, bytes_of

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from jspec.errors import ConfigError, OutputError
-from jspec.messages.output_files import remove, whole_file, write_text, writing
-from jspec.spec.json_files import read_object
+from jspec.files.json_files import read_object
+from jspec.files.output_files import remove, whole_file, write_text, writing
 from jspec.training.data.examples import RowTable
 from jspec.training.heads.draft_head import TargetFeatures
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from jspec.errors import CheckpointError
+from jspec.files.json_files import MAX_CONFIG_BYTES, check_regular, read_object, shown
 from jspec.models.files.checkpoint import load_model_spec
-from jspec.spec.json_files import MAX_CONFIG_BYTES, check_regular, read_object, shown
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 LLAMA = {
