@@ -18,8 +18,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec import Engine
-from jspec.cli.main import main
 from jspec.cli.flags import FlagParser, add_flags, parse_flags
+from jspec.cli.main import main
 from jspec.cli.train_draft import make_parser
 from jspec.engine.weights.loading import BUNDLED
 from jspec.models.files.checkpoint import load_model_spec
@@ -84,7 +84,7 @@ def test_the_pages_commands_lead_to_a_head_that_is_served(
     write_target(named)
     train, serve = commands(named)
     more = ["--algorithm", algorithm, *TINY, *HEADS[algorithm]]
-    assert main.main([*train, *more]) == 0
+    assert main([*train, *more]) == 0
     shown = capsys.readouterr().out
     assert "held_out_served_T0" in shown
     assert "tokens/s" in shown
@@ -115,7 +115,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         steps = ["--num-steps", "60", "--serve-prompts", "0", "--eval-every", "7"]
         return [*told, "--algorithm", "EAGLE", *TINY, *steps, "--checkpoint-every", "1", *more]
 
-    assert main.main(words("whole")) == 0
+    assert main(words("whole")) == 0
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen(
         [sys.executable, "-m", "jspec.cli.main", *words("cut")], env=environment
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert child.wait() == -signal.SIGKILL
     assert not (tmp_path / "cut" / "head").exists()
-    assert main.main(words("cut", "--resume")) == 0
+    assert main(words("cut", "--resume")) == 0
     whole, cut = (
         load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", "cut")
     )
@@ -165,7 +165,7 @@ def test_what_is_asked_wrongly_is_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--devices", "1"] if "--data" in words and "--devices" not in words else []
-    assert main.main(["train-draft", *words, *more]) == 2
+    assert main(["train-draft", *words, *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jspec: error: ")
     assert message in error
@@ -175,7 +175,7 @@ def test_the_help_says_what_every_flag_is(capsys: pytest.CaptureFixture[str]) ->
     for action in make_parser()._actions:
         assert action.help, action.option_strings
     with pytest.raises(SystemExit):
-        main.main(["train-draft", "--help"])
+        main(["train-draft", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "assistant: what the assistant says, and every line is a chat (default: all)" in said
     assert "Steps, but for --budget-seconds (default: 10000)" in said

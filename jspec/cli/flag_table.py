@@ -42,6 +42,7 @@ class Flag:
     argument: the engine or server argument that an implemented flag sets; `const` is what a SWITCH
     sets it to. is_primary: the row that describes the argument (another may set it too).
     neutral: values with which a refused flag is allowed. aliases: values translated on the way in.
+    replaced: likewise, with a warning.
     """
 
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class Flag:
     is_primary: bool = True
     neutral: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -74,6 +76,7 @@ def flags_of(declared: Field[Any]) -> Iterator[Flag]:
         argument=name,
         const=not is_off_switch,
         aliases=says.translated,
+        replaced=says.replaced,
     )
     for short in says.shorthands:
         yield Flag(

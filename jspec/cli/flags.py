@@ -189,6 +189,11 @@ def make_settings(values: Mapping[str, Any], *, warnings: tuple[str, ...] = ()) 
     """Checked settings from one flat mapping of engine and server arguments."""
     rows = {flag.argument: flag for flag in FLAGS if flag.argument and flag.is_primary}
     checked = {key: _check_value(rows[key], value) for key, value in values.items()}
+    for key, value in checked.items():
+        instead = rows[key].replaced.get(value) if isinstance(value, str) else None
+        if instead is not None:
+            checked[key] = instead
+            warnings += (f"{rows[key].name} {value} is another server's: {instead} is used",)
     server = {key: value for key, value in checked.items() if key in ServerArgs.names()}
     engine = {key: value for key, value in checked.items() if key not in server}
     settings = Settings(engine=engine, server=ServerArgs(**server), warnings=warnings)

@@ -37,6 +37,7 @@ SGLANG_ATTENTION = (  # its names of kernels
     *("flashmla", "flex_attention", "intel_amx", "torch_native", "triton", "trtllm_mha"),
     *("trtllm_mla", "wave"),
 )
+SGLANG_GRAMMARS = dict.fromkeys(("xgrammar", "outlines"), "llguidance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Argument:
 
     text: what it does, for the help and the docs; a number's default is added. group: heading
         above it there. aliases: other names of its flag.
-    choices: all its values. translated: values of the flag that mean another one.
+    choices: all its values. translated: values of the flag that mean another one. replaced: other
+        servers' values, each with the one that is used instead, with a warning.
     low, high: bounds, included; above: a bound that is not. expected: what an error says is wanted,
         where the bounds say it badly.
     is_local: it names something on this machine; is_model: a directory, which "" cannot be;
@@ -67,6 +69,7 @@ class Argument:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     translated: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     above: float | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from jspec.config.arguments import (
     AT_START,
     SGLANG_ATTENTION,
+    SGLANG_GRAMMARS,
     Shorthand,
     argument,
     check_arguments,
@@ -27,6 +28,7 @@ MAX_MATCH_WINDOW = 64  # compares of the whole context a step, unrolled
 _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 _FETCHED = {"is_local": True, "is_fetched": True}
 _CHECKPOINT = {**_FETCHED, "is_model": True}
+_GRAMMARS = {"choices": ("llguidance", "none"), "replaced": SGLANG_GRAMMARS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,10 +290,10 @@ class EngineArgs:
         "where they serve model and dtype; SGLang's names mean auto",
         _MEMORY,
         choices=("auto", "xla", "pallas"),
-        translated=dict.fromkeys(SGLANG_ATTENTION, "auto"),
+        replaced=dict.fromkeys(SGLANG_ATTENTION, "auto"),
     )
     grammar_backend: str = argument(
-        "llguidance", "what compiles grammars", _MODEL, choices=("llguidance", "xgrammar", "none")
+        "llguidance", "llguidance, or none: grammars are refused", _MODEL, **_GRAMMARS
     )
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ OF_VLLM: Mapping[str, str] = {
     "--no-async-scheduling": "write --disable-overlap-schedule",
     "--compilation-config": "leave it out: every step is compiled; --compile-at-start says when",
     "--guided-decoding-backend": "write --grammar-backend",
-    "--structured-outputs-config": "write --grammar-backend, llguidance, xgrammar or none",
+    "--structured-outputs-config": "write --grammar-backend, llguidance or none",
     "--enable-auto-tool-choice": "leave it out: --tool-call-parser is enough",
     "--max-log-len": "leave it out: the log never has a request's text",
     "--enable-log-requests": "write --log-requests",

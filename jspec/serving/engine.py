@@ -46,7 +46,7 @@ from jspec.serving.loop import EngineLoop, TraceEvent
 from jspec.serving.loop_thread import LoopThread
 from jspec.serving.request_trace import RequestTrace
 from jspec.text.calls.tools import check_tools
-from jspec.text.grammar.grammars import Grammars, check_package
+from jspec.text.grammar.grammars import Grammars
 from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params
 from jspec.text.stream import stream_of
 from jspec.text.template.chat_template import ChatTemplate
@@ -91,7 +91,6 @@ class Engine(EngineCalls):
         self.startup_seconds = time.monotonic() - started
 
     def _start(self, progress: Progress | None) -> None:
-        check_package(self.args.grammar_backend)
         paths = resolve_paths(self.args)
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:

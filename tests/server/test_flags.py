@@ -285,3 +285,23 @@ def test_what_is_said_instead_of_another_servers_flag_is_there() -> None:
 def test_names_of_peers_that_are_jspec_s_own_are_taken() -> None:
     settings = parse("--tensor-parallel-size", "2", "--served-model-name", "x", "--model", "m")
     assert (settings.engine["tp_size"], settings.server.served_model_name) == (2, "x")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "used"),
+    [
+        ("--grammar-backend", "xgrammar", "llguidance"),
+        ("--grammar-backend", "outlines", "llguidance"),
+        ("--attention-backend", "flashinfer", "auto"),
+    ],
+)
+def test_another_servers_value_is_replaced_with_a_warning(
+    tmp_path: Path, flag: str, value: str, used: str
+) -> None:
+    argument = flag.removeprefix("--").replace("-", "_")
+    file = tmp_path / "jspec.toml"
+    file.write_text(f'{argument} = "{value}"\n')
+    for settings in (parse(flag, value), parse("--config", str(file))):
+        assert settings.engine[argument] == used
+        assert settings.warnings == (f"{flag} {value} is another server's: {used} is used",)
+    assert parse(flag, used).warnings == ()

@@ -1,4 +1,4 @@
-"""Each package's masks at every node of a tree, what is refused, and what a sequence is told."""
+"""The masks at every node of a tree, what is refused, and what a sequence is told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jspec.errors import ConfigError, RequestError
+from jspec.errors import RequestError
 from jspec.messages.grammar import GrammarKind, GrammarSource, num_words
 from jspec.messages.request import SamplingParams
 from jspec.text.grammar.grammar_state import CompiledGrammar
-from jspec.text.grammar.grammars import BACKENDS, MAX_ALL_WORK, MAX_WORK, Grammars, check_package
+from jspec.text.grammar.grammars import MAX_ALL_WORK, MAX_WORK, Grammars
 from jspec.text.tokenizer.tokenizer import Tokenizer
 from tests.support.tiny_models import tiny_tokenizer
+
+pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -43,16 +45,9 @@ def vocab_size(tokenizer: Tokenizer) -> int:
     return tokenizer.vocab_size + 37  # a model's vocabulary may be larger
 
 
-@pytest.fixture(scope="module", params=sorted(BACKENDS))
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    pytest.importorskip(name)
-    return name
-
-
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer, vocab_size: int, end_id: int, backend: str) -> Grammars:
-    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend=backend)
+def grammars(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Grammars:
+    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
 
 
 def source(**given: Any) -> GrammarSource:
@@ -172,47 +167,16 @@ def test_two_sequences_of_one_grammar_are_apart(grammars: Grammars, tokenizer: T
     ],
 )
 def test_what_is_no_grammar_is_refused_by_name(
-    grammars: Grammars, backend: str, given: dict[str, Any], message: str
+    grammars: Grammars, given: dict[str, Any], message: str
 ) -> None:
-    if backend != "llguidance" and ("unclosed" in message or "Invalid type" in message):
-        message = f"{next(iter(given))} is "  # its own words follow
     with pytest.raises(RequestError, match=message):
         grammars.compile(source(**given))
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "array", "items": {"type": "integer", "multipleOf": 3}},
-        {"properties": {"not": {"type": "array", "uniqueItems": True}}},
-        {"$defs": {"a": {"not": {"type": "string"}}}, "$ref": "#/$defs/a"},
-    ],
-)
-def test_xgrammar_refuses_what_it_would_leave_out(
-    tokenizer: Tokenizer, vocab_size: int, end_id: int, schema: dict[str, Any]
-) -> None:
-    pytest.importorskip("xgrammar")
-    grammars = Grammars(
-        tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="xgrammar"
-    )
-    with pytest.raises(RequestError, match=r"(multipleOf|uniqueItems|not): xgrammar does not keep"):
-        grammars.compile(source(json_schema=schema))
-    names_alone = {"properties": {"not": {"enum": [{"if": 1}]}}}
-    grammars.compile(source(json_schema=names_alone))
-
-
-def test_an_engine_without_a_package_says_so(tokenizer: Tokenizer) -> None:
+def test_an_engine_without_grammars_says_so(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, vocab_size=400, eos_token_ids=(1,), backend="none")
     with pytest.raises(RequestError, match=r"\(regex\) and grammar_backend is 'none'"):
         grammars.compile(source(regex="a"))
-
-
-def test_a_package_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    check_package("none")
-    check_package("llguidance")  # the default: an extra that most requests do not need
-    with pytest.raises(ConfigError, match=r"'xgrammar', and .*pip install 'jspec\[xgrammar\]'"):
-        check_package("xgrammar")
 
 
 def test_a_grammar_needs_a_tokenizer_and_an_end(tokenizer: Tokenizer) -> None:
@@ -243,8 +207,7 @@ def test_a_grammar_that_grew_too_large_says_so_in_a_sentence(
     tokenizer: Tokenizer, vocab_size: int, end_id: int
 ) -> None:
     """llguidance adds its parser's state, some thousand characters of it."""
-    pytest.importorskip("llguidance")
-    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="llguidance")
+    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
     names = {f"k{i}": {"type": "string"} for i in range(1500)}
     schema = {"type": "object", "properties": names}
     with pytest.raises(RequestError, match=r"json_schema is .* items; max is 2000"):
@@ -261,8 +224,7 @@ HUGE = "(((a{1000}){1000}){%d})b"  # llguidance's own limits let it grow to 160 
 
 @pytest.fixture
 def guided(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Grammars:
-    pytest.importorskip("llguidance")
-    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend="llguidance")
+    return Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
 
 
 @pytest.mark.parametrize(
@@ -320,10 +282,10 @@ def test_a_grammar_whose_run_failed_is_made_anew(
 
 
 def test_what_worked_long_is_made_anew_and_the_least_used_goes(
-    tokenizer: Tokenizer, vocab_size: int, end_id: int, backend: str
+    tokenizer: Tokenizer, vocab_size: int, end_id: int
 ) -> None:
-    """A package learns while it works, so what is kept is bounded by the work behind it."""
-    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,), backend=backend)
+    """llguidance learns while it works, so what is kept is bounded by the work behind it."""
+    made = Grammars(tokenizer, vocab_size=vocab_size, eos_token_ids=(end_id,))
     letters = "abcdefgh"
     grammars = [made.compile(source(regex=letter)) for letter in letters]
     assert made.compile(source(regex="a")) is grammars[0]

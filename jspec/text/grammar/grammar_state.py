@@ -1,39 +1,47 @@
-"""One sequence's place in a grammar, whichever package keeps it: walks a tree and comes back."""
+"""One sequence's state in a grammar, which walks a draft tree and comes back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from jspec.messages.grammar import WORD_BITS, Constraint
 
 
-class Matcher(Protocol):
-    """What a package keeps of one sequence."""
+class Matcher:
+    """llguidance's state of one sequence."""
 
-    def fill(self, row: np.ndarray) -> None:
-        """Writes what may come next, u32[W], of ones before."""
-        ...
-
-    def consume(self, token_ids: list[int]) -> bool:
-        """Goes on after these tokens; false, and `error`, where it cannot."""
-        ...
-
-    def go_back(self) -> None:
-        """To before the last token."""
-        ...
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
 
     @property
     def error(self) -> str:
-        """Why it knows no further; empty while it does."""
-        ...
+        """Why it cannot go on; empty while it can."""
+        return error_of(self._matcher)
+
+    def fill(self, row: np.ndarray) -> None:
+        """Write the ids that may come next, u32[W]."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def consume(self, token_ids: list[int]) -> bool:
+        """Go on after these tokens; false, with `error` set, where it cannot."""
+        return bool(self._matcher.consume_tokens(token_ids))
+
+    def go_back(self) -> None:
+        """Roll back the last token."""
+        self._matcher.rollback(1)
+
+
+def error_of(matcher: Any) -> str:
+    """What is wrong with an LLMatcher, without the parser's state that comes after it."""
+    return str(matcher.get_error()).partition("\n<state>")[0]
 
 
 class Work:
-    """What was done with a compiled grammar. A package keeps what it learns by it, in one memory
+    """What was done with a compiled grammar. llguidance keeps what it learns by it, in one memory
     for all sequences, and does not tell its size.
 
     seconds: of a processor. failed: a sequence knew no further; others may not either.

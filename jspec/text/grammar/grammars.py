@@ -1,68 +1,35 @@
-"""Grammars: compiled once by the package that was chosen, then asked at every node of a tree.
+"""Grammars: compiled once, then asked at every node of a tree.
 
-The packages are extras (`BACKENDS`). Their masks are a function of the bytes so far, so a
+llguidance, which compiles them, is an extra. Its masks are a function of the bytes so far, so a
 sequence's tokens do not depend on which drafts were asked about.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from jspec.errors import ConfigError, RequestError, shown
+from jspec.errors import RequestError, shown
 from jspec.files.json_files import long_integer
 from jspec.messages.grammar import Grammar, GrammarSource, ReasoningMarks
 from jspec.text.grammar.grammar_state import CompiledGrammar
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.llguidance_grammars import LlguidanceGrammars
 from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
-from jspec.text.grammar.xgrammar_grammars import XgrammarGrammars
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars, the last ones used
-# A package keeps what it learns while it works, up to some 100 MB in a second, and tells no size:
-# so seconds of work bound what is kept. One that worked longer is made anew, which is milliseconds.
+# llguidance keeps what it learns while it works, up to some 100 MB in a second, without saying how
+# much: seconds of work bound what is kept. One that worked longer is compiled again (milliseconds).
 MAX_WORK = 1.0
 MAX_ALL_WORK = 4.0
-
-
-class Backend(Protocol):
-    """One package, for one vocabulary. Making one raises ImportError where it is not installed."""
-
-    def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises ValueError, TypeError, RuntimeError or RecursionError for what is none."""
-        ...
-
-
-# By SGLang's names; the extra that installs each has a name of its own.
-BACKENDS: Mapping[str, Callable[[Vocabulary], Backend]] = {
-    "llguidance": LlguidanceGrammars,
-    "xgrammar": XgrammarGrammars,
-}
-DEFAULT_BACKEND = "llguidance"
-EXTRAS: Mapping[str, str] = {"llguidance": "grammar", "xgrammar": "xgrammar"}
-
-
-def check_package(backend: str) -> None:
-    """Raises ConfigError where one that was asked for is not installed. The default one may lack
-    until a grammar needs it: it is an extra, and most requests have no grammar."""
-    extra = EXTRAS.get(backend)
-    if extra is None or backend == DEFAULT_BACKEND or importlib.util.find_spec(backend):
-        return
-    raise ConfigError(
-        f"grammar_backend is {backend!r}, and that package is not installed; expected it "
-        f"(pip install 'jspec[{extra}]'), {DEFAULT_BACKEND} or none"
-    )
 
 
 class Grammars:
     """Compiles for one vocabulary. Safe to share between threads.
 
-    vocab_size: V of the model, which may have more ids than the tokenizer has tokens. backend: one
-    of BACKENDS, or none.
+    vocab_size: V of the model, which may have more ids than the tokenizer has tokens. backend:
+    llguidance, or none, which refuses every grammar.
     """
 
     def __init__(
@@ -71,15 +38,15 @@ class Grammars:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        backend: str = DEFAULT_BACKEND,
+        backend: str = "llguidance",
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._backend_name = backend
+        self._backend = backend
         self._known: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
-        self._backend: Backend | None = None
+        self._compiler: LlguidanceGrammars | None = None
         self._marks: dict[str, Mark] = {}
         self._lock = threading.Lock()
 
@@ -87,7 +54,7 @@ class Grammars:
         """The grammar, maybe from before.
 
         Raises RequestError naming the parameter for one that is wrong or too large, and where there
-        is no tokenizer, no end of sequence, or no package for it.
+        is no tokenizer, no end of sequence, or no llguidance.
         """
         with self._lock:
             found = self._known.get(source)
@@ -119,17 +86,17 @@ class Grammars:
         return ReasoningFirst(grammar, mark, opens=opens)
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        name, backend = source.kind.value, self._made_backend(source.kind.value)
+        name, compiler = source.kind.value, self._made_compiler(source.kind.value)
         try:
-            return backend.compile(source)
+            return compiler.compile(source)
         except (ValueError, TypeError, RuntimeError, RecursionError) as error:
             reason = long_integer(error) or " ".join(str(error).split())[:400]
             raise RequestError(f"{name} is {shown(source.text)}: {reason}") from None
 
-    def _made_backend(self, name: str) -> Backend:
+    def _made_compiler(self, name: str) -> LlguidanceGrammars:
         """Made with the first grammar. name: of the parameter that asks."""
-        if self._backend is not None:
-            return self._backend
+        if self._compiler is not None:
+            return self._compiler
         if self._tokenizer is None:
             raise RequestError(
                 f"a grammar is asked for ({name}) and the engine has no tokenizer "
@@ -140,19 +107,18 @@ class Grammars:
                 f"a grammar is asked for ({name}) and the model names no end of sequence; expected "
                 f"eos_token_id in its config, since nothing else can end the text of a grammar"
             )
-        package = self._backend_name
-        if package not in BACKENDS:
+        if self._backend == "none":
             raise RequestError(
-                f"a grammar is asked for ({name}) and grammar_backend is {package!r}; expected an "
-                f"engine with one of {', '.join(BACKENDS)}"
+                f"a grammar is asked for ({name}) and grammar_backend is 'none'; expected an "
+                f"engine with llguidance"
             )
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         try:
-            self._backend = BACKENDS[package](self._vocabulary)
+            self._compiler = LlguidanceGrammars(self._vocabulary)
         except ImportError:
             raise RequestError(
-                f"a grammar is asked for ({name}), which needs the package {package}, and that is "
-                f"not installed: pip install 'jspec[{EXTRAS[package]}]'"
+                f"a grammar is asked for ({name}), which needs the package llguidance, and that is "
+                f"not installed: pip install 'jspec[grammar]'"
             ) from None
-        return self._backend
+        return self._compiler

@@ -1,4 +1,4 @@
-"""Grammars through llguidance (github.com/guidance-ai/llguidance), an extra:
+"""Compile grammars by llguidance (github.com/guidance-ai/llguidance), an extra:
 `pip install jspec[grammar]`."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jspec.messages.grammar import GrammarKind, GrammarSource
-from jspec.text.grammar.grammar_state import CompiledGrammar
+from jspec.text.grammar.grammar_state import CompiledGrammar, Matcher, error_of
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.structural_tags import read_tags
 
@@ -22,7 +22,7 @@ MAX_STATES = 100_000  # that all sequences of a grammar may reach; some 100 MB a
 
 
 class LlguidanceGrammars:
-    """Implements `grammars.Backend`."""
+    """A compiler for one vocabulary. Raises ImportError where llguidance is not installed."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
@@ -33,22 +33,22 @@ class LlguidanceGrammars:
         )
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """See `grammars.Backend`."""
+        """Raises ValueError, TypeError, RuntimeError or RecursionError for what is no grammar."""
         definition, fuel = _definition(source), START_FUEL + len(source.text)
         return CompiledGrammar(
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
         )
 
-    def _begun(self, definition: str, fuel: int) -> Callable[[], _Matcher]:
+    def _begun(self, definition: str, fuel: int) -> Callable[[], Matcher]:
         import llguidance
 
         limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
         matcher = llguidance.LLMatcher(self._tokenizer, definition, log_level=0, limits=limits)
-        reason = _reason(matcher) or self._reason_at_the_start(matcher.deep_copy())
+        reason = error_of(matcher) or self._reason_at_the_start(matcher.deep_copy())
         if reason:
             raise ValueError(_advised(reason))
-        # Nobody moves this one; each sequence gets a copy.
-        return lambda: _Matcher(matcher.deep_copy())
+        # This one stays at the start; each sequence gets a copy.
+        return lambda: Matcher(matcher.deep_copy())
 
     def _reason_at_the_start(self, matcher: Any) -> str:
         """Why it does not come past the first token, or nothing.
@@ -61,35 +61,7 @@ class LlguidanceGrammars:
         bits[list(self._eos_token_ids)] = 0
         if not matcher.is_error() and bits.any():
             matcher.consume_token(int(bits.argmax()))
-        return _reason(matcher)
-
-
-class _Matcher:
-    """Implements `grammar_state.Matcher`."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    @property
-    def error(self) -> str:
-        return _reason(self._matcher)
-
-    def fill(self, row: np.ndarray) -> None:
-        """See Matcher."""
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-    def consume(self, token_ids: list[int]) -> bool:
-        """See Matcher."""
-        return bool(self._matcher.consume_tokens(token_ids))
-
-    def go_back(self) -> None:
-        """See Matcher."""
-        self._matcher.rollback(1)
-
-
-def _reason(matcher: Any) -> str:
-    """What is wrong, without the parser's state that comes after it."""
-    return str(matcher.get_error()).partition("\n<state>")[0]
+        return error_of(matcher)
 
 
 def _advised(reason: str) -> str:
