@@ -91,8 +91,8 @@ class Constraint(Protocol):
 class Grammar(Protocol):
     """Compiled, and shared by all sequences that were asked to follow it."""
 
-    def begin(self) -> Constraint:
-        """The state in front of the first token."""
+    def begin(self, *, goes_on: bool = False) -> Constraint:
+        """The state in front of the first token. goes_on: text stands before it."""
         ...
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from jspec.errors import RequestError
+from jspec.server.app import create_app
 from jspec.server.openai.completion_schema import parse_completion
+from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
 
 pytest.importorskip("llguidance")
@@ -157,3 +163,59 @@ def test_a_list_says_which_grammar_is_wrong_and_a_row_may_do_without_drafts(
     check(drafted["text"])
     assert one_by_one["text"] == drafted["text"]
     assert "spec_verify_ct" not in one_by_one["meta_info"]
+
+
+@pytest.fixture(scope="module")
+def piece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama 2's arrangement: pieces of text, byte fallback, the space in front put and stripped."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁true", "▁false", "tr", "ue", "x", "{", "▁{", '"', '":', "▁yy", "▁["]
+    vocab = {piece: piece_id for piece_id, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    path = tmp_path_factory.mktemp("pieces")
+    backend.save(str(path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    config = {"eos_token": "</s>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def test_a_tokenizer_of_pieces_follows_grammars(
+    engine_arguments: dict[str, Any], piece_tokenizer: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
+    chat = {"messages": [{"role": "user", "content": "call"}], "max_tokens": 250, "seed": 3}
+    with Engine(**{**engine_arguments, "tokenizer_path": str(piece_tokenizer)}) as engine:
+        args = ServerArgs(log_interval=0, tool_call_parser="qwen")
+        transport = httpx.ASGITransport(app=create_app(engine, args))
+
+        async def ask(path: str, **body: Any) -> Any:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                answer = await client.post(path, json=body, timeout=100)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+        for seed in range(6):
+            tied = {"regex": "(true|false)", "sampling_seed": seed, "temperature": 1}
+            answer = asyncio.run(ask("/generate", text="abc", sampling_params=tied))
+            assert answer["text"] in ("true", "false")
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        format = {"response_format": WRAPPED}
+        answer = asyncio.run(ask("/v1/chat/completions", **chat, **format))
+        check(answer["choices"][0]["message"]["content"])
+        forced = {"tools": [tool], "tool_choice": "required"}
+        answer = asyncio.run(ask("/v1/chat/completions", **chat, **forced))
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        check(call["function"]["arguments"])

@@ -260,8 +260,8 @@ def test_a_batch_without_a_grammar_needs_no_program_of_them() -> None:
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other() -> None:
     class Failing(FakeGrammar):
-        def begin(self) -> Any:
-            constraint: Any = super().begin()
+        def begin(self, *, goes_on: bool = False) -> Any:
+            constraint: Any = super().begin(goes_on=goes_on)
             constraint.failed = "it grew too large"
             return constraint
 
@@ -281,8 +281,8 @@ def test_masks_are_made_while_the_device_scores() -> None:
     events: list[str] = []
 
     class Watched(FakeGrammar):
-        def begin(self) -> Any:
-            constraint: Any = super().begin()
+        def begin(self, *, goes_on: bool = False) -> Any:
+            constraint: Any = super().begin(goes_on=goes_on)
             fill = constraint.fill
 
             def watched(tokens: Any, parents: Any, allowed: Any) -> None:

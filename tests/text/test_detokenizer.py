@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jspec.text.tokenizer.decoders import DecoderKind
 
 from jspec.text.tokenizer.detokenizer import (
     MAX_ANCHOR_IDS,
@@ -13,7 +14,7 @@ from jspec.text.tokenizer.detokenizer import (
     WindowDetokenizer,
     new_detokenizer,
 )
-from jspec.text.tokenizer.tokenizer import DecoderKind, Tokenizer
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 KINDS = (
     "byte_level",
@@ -61,7 +62,7 @@ def test_pieces_add_up_to_decode_for_any_ids(
 @given(raw=st.binary(max_size=40))
 @example(raw=b"\xed\xa0\x80\xf4\x90\xc0\x80\xe4\xbd")
 def test_any_bytes_agree_with_decode(byte_level: Tokenizer, raw: bytes) -> None:
-    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    id_of_byte = {byte_level.all_bytes[i]: i for i in range(byte_level.vocab_size)}
     ids = [id_of_byte[bytes([byte])] for byte in raw]
     assert "".join(pieces_of(byte_level, ids)) == byte_level.decode(ids)
 
@@ -85,13 +86,13 @@ def test_no_piece_holds_half_a_character(
 
 
 def test_a_character_comes_out_with_its_last_byte(byte_level: Tokenizer) -> None:
-    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    id_of_byte = {byte_level.all_bytes[i]: i for i in range(byte_level.vocab_size)}
     ids = [id_of_byte[bytes([byte])] for byte in "🙂a".encode()]
     assert pieces_of(byte_level, ids) == ["", "", "", "🙂", "a", ""]
 
 
 def test_a_torn_character_is_flushed_as_replacement(byte_level: Tokenizer) -> None:
-    id_of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    id_of_byte = {byte_level.all_bytes[i]: i for i in range(byte_level.vocab_size)}
     ids = [id_of_byte[b"a"], id_of_byte[b"\xf0"], id_of_byte[b"\x9f"]]
     assert pieces_of(byte_level, ids) == ["a", "", "", "\ufffd"]
 

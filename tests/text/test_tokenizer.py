@@ -14,10 +14,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 from tokenizers import decoders, processors
 
 from jspec.errors import CheckpointError, RequestError
-from jspec.text.tokenizer.tokenizer import BosRule, DecoderKind, Tokenizer, is_byte_token
+from jspec.text.tokenizer.tokenizer import BosRule, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parents[2] / "jspec" / "bundled" / "target"
 TEXT = "def f(x):\n    return '你好 🙂'  # größer\n"
@@ -41,18 +42,61 @@ def test_byte_level_encode_then_decode_is_the_text(byte_level: Tokenizer, text: 
 @given(data=st.data())
 def test_token_bytes_join_to_the_decoded_text(byte_level: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 2)))
-    joined = b"".join(byte_level.token_bytes(i) for i in ids)
+    joined = b"".join(byte_level.all_bytes[i] for i in ids)
     assert joined.decode(errors="replace") == byte_level.decode(ids, skip_special_tokens=False)
 
 
 def test_every_byte_has_a_token(byte_level: Tokenizer) -> None:
-    singles = {byte_level.token_bytes(i) for i in range(byte_level.vocab_size)}
+    singles = {byte_level.all_bytes[i] for i in range(byte_level.vocab_size)}
     assert {bytes([byte]) for byte in range(256)} <= singles
 
 
-def test_token_bytes_refuses_other_vocabularies(sentencepiece: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="decoder_kind is byte_fallback"):
-        sentencepiece.token_bytes(3)
+@settings(deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama", "gemma", "metaspace", "word_piece"])
+def test_bytes_of_pieces_join_to_the_decoded_text(
+    tokenizers_by_kind: Mapping[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    """The first token by what it shows there, the others by what they add."""
+    tokenizer = tokenizers_by_kind[kind]
+    ids = [
+        i
+        for i in data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+        if tokenizer.id_to_token(i) is not None
+    ]
+    joined = b"".join(
+        [*tokenizer.alphabet.at_start(ids[:1]), *(tokenizer.all_bytes[i] for i in ids[1:])]
+    )
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if "\ufffd" not in text:  # one wrong byte spoils the run of bytes that it is in
+        assert joined.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "first", "inside"),
+    [
+        ("llama", "▁def", b"def", b" def"),
+        ("llama", "▁", b"", b" "),
+        ("llama", "<0x20>", b"", b" "),
+        ("llama", "<0xE4>", b"\xe4", b"\xe4"),
+        ("gemma", "▁def", b" def", b" def"),
+        ("metaspace", "▁x▁", b"x", b" x "),
+        ("metaspace_never", "▁x▁", b" x ", b" x "),
+        ("metaspace", "<0x41>", b"<0x41>", b"<0x41>"),
+        ("word_piece", "##s", b"##s", b"s"),
+        ("word_piece", "x", b"x", b" x"),
+        ("bpe_suffix", "y</w>", b"y ", b"y "),
+        ("none", "x", b"x", b" x"),
+    ],
+)
+def test_what_a_piece_shows_first_and_adds_inside(
+    tokenizers_by_kind: Mapping[str, Tokenizer], kind: str, token: str, first: bytes, inside: bytes
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    token_id = id_of(tokenizer, token)
+    assert tokenizer.alphabet.at_start([token_id]) == [first]
+    assert tokenizer.all_bytes[token_id] == inside
+    assert tokenizer.all_bytes[tokenizer.vocab_size + 3] == b""
 
 
 def test_vocab_size_is_one_more_than_the_highest_id(byte_level: Tokenizer) -> None:
@@ -206,8 +250,8 @@ def test_decoders_that_cannot_be_streamed_are_refused(
 
 
 def test_byte_tokens_are_recognised_by_their_spelling() -> None:
-    assert is_byte_token("<0xE4>")
-    assert not any(is_byte_token(token) for token in ("<0xE4", "<0xG0>", "a<0xE4>", "<0x123>"))
+    assert byte_of("<0xE4>") == 0xE4
+    assert not any(byte_of(token) for token in ("<0xE4", "<0xG0>", "a<0xE4>", "<0x123>"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])

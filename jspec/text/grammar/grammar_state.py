@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 
 from jspec.messages.grammar import WORD_BITS, Constraint
+from jspec.text.grammar.grammar_vocabulary import FirstTokens
 
 
 class Matcher:
-    """llguidance's state of one sequence."""
+    """llguidance's state of one sequence, in front of its first token.
 
-    def __init__(self, matcher: Any) -> None:
+    first: how llguidance is told of the first token of a text; None: as of any other one, also
+    where the grammar begins inside a text. wide_words: of llguidance's masks.
+    """
+
+    def __init__(self, matcher: Any, first: FirstTokens | None, wide_words: int) -> None:
         self._matcher = matcher
+        self._first = first
+        self._wide_words = wide_words
+        self._num_tokens = 0
+        self._begins_blank = False  # llguidance was not told of the first token
 
     @property
     def error(self) -> str:
@@ -24,15 +33,29 @@ class Matcher:
 
     def fill(self, row: np.ndarray) -> None:
         """Write the ids that may come next, u32[W]."""
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        is_wide = row.size != self._wide_words
+        wide = np.full(self._wide_words, 0xFFFFFFFF, np.uint32) if is_wide else row
+        self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+        if self._first is not None and not self._num_tokens:
+            self._first.allow(row, wide)
+        elif is_wide:
+            row[:] = wide[: row.size]
 
     def consume(self, token_ids: list[int]) -> bool:
         """Go on after these tokens; false, with `error` set, where it cannot."""
-        return bool(self._matcher.consume_tokens(token_ids))
+        told = token_ids
+        if self._first is not None and token_ids and not self._num_tokens:
+            self._begins_blank = token_ids[0] in self._first.blank
+            first = [] if self._begins_blank else [self._first.told(token_ids[0])]
+            told = [*first, *token_ids[1:]]
+        self._num_tokens += len(token_ids)
+        return bool(self._matcher.consume_tokens(told))
 
     def go_back(self) -> None:
         """Roll back the last token."""
-        self._matcher.rollback(1)
+        self._num_tokens -= 1
+        if self._num_tokens or not self._begins_blank:
+            self._matcher.rollback(1)
 
 
 def error_of(matcher: Any) -> str:
@@ -55,26 +78,28 @@ class Work:
 class CompiledGrammar:
     """Implements `messages.grammar.Grammar`.
 
-    make: compiles; then at the beginning, one matcher for each sequence. Where a sequence failed,
-    what was compiled is let go, and made anew for the next one that begins.
+    make: compiles, and returns what makes a matcher for a sequence, which begins a text or goes on
+    in one. Where a sequence failed, what was compiled is let go, and the next one compiles again.
     """
 
     def __init__(
-        self, make: Callable[[], Callable[[], Matcher]], *, eos_token_ids: tuple[int, ...]
+        self, make: Callable[[], Callable[[bool], Matcher]], *, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._make = make
         self._eos_token_ids = eos_token_ids
         begun = time.thread_time()
-        self._new_matcher: Callable[[], Matcher] | None = make()
+        self._new_matcher: Callable[[bool], Matcher] | None = make()
         self.work = Work(time.thread_time() - begun)
 
-    def begin(self) -> Constraint:
-        """See Grammar."""
+    def begin(self, *, goes_on: bool = False) -> Constraint:
+        """See Grammar. goes_on: text that the grammar does not see comes before."""
         new_matcher = self._new_matcher
         if new_matcher is None:
             new_matcher = self._new_matcher = self._make()
             self.work = Work()
-        return GrammarState(new_matcher(), self._eos_token_ids, work=self.work, fail=self._fail)
+        return GrammarState(
+            new_matcher(not goes_on), self._eos_token_ids, work=self.work, fail=self._fail
+        )
 
     def _fail(self, work: Work) -> None:
         work.failed = True

@@ -1,25 +1,126 @@
-"""A model's vocabulary as packages for grammars ask for it."""
+"""A model's vocabulary as llguidance asks for it.
+
+A grammar is followed by the bytes that a client sees. Of tokens that are pieces of text the first
+one of an answer may show others than further in (Llama's decoder strips the space in front), so it
+is told to llguidance as another token, which has the bytes that are shown.
+"""
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
+
+from jspec.messages.grammar import WORD_BITS, num_words
+from jspec.text.tokenizer.decoders import DecoderKind
+from jspec.text.tokenizer.token_bytes import TokenAlphabet
 from jspec.text.tokenizer.tokenizer import Tokenizer
+
+_SPACE = "\u2581"  # how SentencePiece spells a space
 
 
 class Vocabulary:
-    """tokens: the bytes of each of the model's ids, none for an id without a token."""
+    """vocab_size: V of the model. The attributes without a comment are named by llguidance."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._tokenizer = tokenizer
-        known = range(min(vocab_size, tokenizer.vocab_size))
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in known]
-        self.tokens += [b""] * (vocab_size - len(self.tokens))
-        self.special_token_ids = sorted(tokenizer.special_ids)
         self.eos_token_ids = eos_token_ids
-        # llguidance's names for two of the tokenizer's own.
         self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
         self.bos_token_id = tokenizer.bos_token_id
+        # An end of sequence is no text of a grammar, also where the tokenizer shows its name.
+        self.special_token_ids = sorted({*tokenizer.special_ids, *eos_token_ids})
+        known = range(min(vocab_size, tokenizer.vocab_size))
+        # The bytes of each of the model's ids inside a text, none for an id without a token.
+        self.own_tokens = tokenizer.alphabet.inside(known)
+        self.own_tokens += [b""] * (vocab_size - len(self.own_tokens))
+        self.first: FirstTokens | None = None
+        self.tokens = self.own_tokens
+        if tokenizer.decoder_kind is not DecoderKind.BYTE_LEVEL:
+            self.first = FirstTokens(tokenizer.alphabet, self) or None
+        if self.first is not None:
+            padding = num_words(vocab_size) * WORD_BITS - vocab_size
+            self.tokens = [*self.own_tokens, *[b""] * padding, *self.first.spellings]
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Ids whose bytes are this text's: what llguidance allows alone where a text is forced."""
+        backend = self._tokenizer.backend
+        if self._tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        else:  # without what puts a space in front
+            ids = [token.id for token in backend.model.tokenize(text.replace(" ", _SPACE))]
+        wanted = text.encode()
+        if self._has_special(ids) or b"".join(self._tokenizer.all_bytes[i] for i in ids) != wanted:
+            return self._longest(wanted)
+        return ids
+
+    def _has_special(self, ids: list[int]) -> bool:
+        return not set(ids).isdisjoint(self.special_token_ids)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest token at each place; bytes that no token has are left out."""
+        most, ids, at = max(map(len, self.id_of)), list[int](), 0
+        while at < len(text):
+            ends = range(min(len(text), at + most), at, -1)
+            end = next((end for end in ends if text[at:end] in self.id_of), None)
+            if end is not None:
+                ids.append(self.id_of[text[at:end]])
+            at = at + 1 if end is None else end
+        return ids
+
+    @functools.cached_property
+    def id_of(self) -> dict[bytes, int]:
+        """The lowest id of each text that a token is."""
+        special = frozenset(self.special_token_ids)
+        ids = range(len(self.own_tokens) - 1, -1, -1)
+        return {self.own_tokens[i]: i for i in ids if self.own_tokens[i] and i not in special}
+
+
+class FirstTokens:
+    """The tokens that show other bytes as the first of a text than inside it; false for none.
+
+    spellings: bytes that no token has inside a text, each told to llguidance by an id of its own,
+    from the next whole word of a mask after V on. blank: ids that show nothing as the first token;
+    the next one is inside the text.
+    """
+
+    def __init__(self, alphabet: TokenAlphabet, vocabulary: Vocabulary) -> None:
+        inside, special = vocabulary.own_tokens, frozenset(vocabulary.special_token_ids)
+        ids = [i for i, text in enumerate(inside) if text and i not in special]
+        shown = zip(ids, alphabet.at_start(ids), strict=True)
+        differing = {i: text for i, text in shown if text != inside[i]}
+        id_of = dict(vocabulary.id_of) if differing else {}
+        begin = num_words(len(inside)) * WORD_BITS
+        self.spellings: list[bytes] = []
+        for text in differing.values():
+            if text and text not in id_of:
+                id_of[text] = begin + len(self.spellings)
+                self.spellings.append(text)
+        self._told = {i: id_of[text] for i, text in differing.items() if text}
+        # Of those that show nothing, the ones that leave nothing to strip: by a decoder that strips
+        # two spaces one may be left.
+        blank = [i for i, text in differing.items() if not text]
+        twice = zip(blank, alphabet.at_start_twice(blank), strict=True)
+        self.blank = frozenset(i for i, text in twice if text == inside[i])
+        self._arrays = [
+            np.array(list(each), np.int64)
+            for each in (differing, self._told, self._told.values(), self.blank)
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._told or self.blank)
+
+    def told(self, token_id: int) -> int:
+        """The id that llguidance knows a first token by."""
+        return self._told.get(token_id, token_id)
+
+    def allow(self, row: np.ndarray, wide: np.ndarray) -> None:
+        """Write which ids may come first, u32[W]. wide: llguidance's mask, with its further ids."""
+        differing, ids, told, blank = self._arrays
+        bits = np.unpackbits(wide.view(np.uint8), bitorder="little")
+        first = bits[: row.size * WORD_BITS].copy()
+        first[differing] = 0
+        first[ids] = bits[told]
+        first[blank] = 1
+        row[:] = np.packbits(first, bitorder="little").view(np.uint32)

@@ -16,6 +16,7 @@ from jspec.text.grammar.grammar_state import CompiledGrammar
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.llguidance_grammars import LlguidanceGrammars
 from jspec.text.grammar.reasoning_first import Mark, ReasoningFirst
+from jspec.text.tokenizer.decoders import cuts_the_end
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars, the last ones used
@@ -79,7 +80,7 @@ class Grammars:
             assert self._vocabulary is not None
             mark = self._marks.get(marks.close)
             if mark is None:
-                mark = self._marks[marks.close] = Mark(marks.close, self._vocabulary.tokens)
+                mark = self._marks[marks.close] = Mark(marks.close, self._vocabulary.own_tokens)
         opens = None
         if marks.open is not None and self._tokenizer is not None:
             opens = self._tokenizer.token_to_id(marks.open)
@@ -111,6 +112,11 @@ class Grammars:
             raise RequestError(
                 f"a grammar is asked for ({name}) and grammar_backend is 'none'; expected an "
                 f"engine with llguidance"
+            )
+        if part := cuts_the_end(self._tokenizer.backend):
+            raise RequestError(
+                f"a grammar is asked for ({name}) and the tokenizer's decoder has {part}, which "
+                f"cuts the end of a text; expected a decoder that leaves it as it is"
             )
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.messages.grammar import GrammarKind, GrammarSource
+from jspec.messages.grammar import GrammarKind, GrammarSource, num_words
 from jspec.text.grammar.grammar_state import CompiledGrammar, Matcher, error_of
 from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.structural_tags import read_tags
@@ -28,6 +28,7 @@ class LlguidanceGrammars:
         import llguidance
 
         self._eos_token_ids = vocabulary.eos_token_ids
+        self._first, self._wide_words = vocabulary.first, num_words(len(vocabulary.tokens))
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary), eos_token=list(vocabulary.eos_token_ids)
         )
@@ -39,7 +40,7 @@ class LlguidanceGrammars:
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
         )
 
-    def _begun(self, definition: str, fuel: int) -> Callable[[], Matcher]:
+    def _begun(self, definition: str, fuel: int) -> Callable[[bool], Matcher]:
         import llguidance
 
         limits = llguidance.LLParserLimits(initial_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
@@ -47,8 +48,12 @@ class LlguidanceGrammars:
         reason = error_of(matcher) or self._reason_at_the_start(matcher.deep_copy())
         if reason:
             raise ValueError(_advised(reason))
-        # This one stays at the start; each sequence gets a copy.
-        return lambda: Matcher(matcher.deep_copy())
+
+        def new_matcher(begins_text: bool) -> Matcher:
+            first = self._first if begins_text else None
+            return Matcher(matcher.deep_copy(), first, self._wide_words)  # this one stays in front
+
+        return new_matcher
 
     def _reason_at_the_start(self, matcher: Any) -> str:
         """Why it does not come past the first token, or nothing.

@@ -58,26 +58,36 @@ class ReasoningFirst:
     def __init__(self, grammar: Grammar, mark: Mark, *, opens: int | None = None) -> None:
         self._grammar, self._mark, self._opens = grammar, mark, opens
 
-    def begin(self) -> Constraint:
-        return _State(self._grammar.begin(), self._mark, self._opens)
+    def begin(self, *, goes_on: bool = False) -> Constraint:
+        """See Grammar."""
+        after = self._grammar.begin(goes_on=True)
+        at_start = None if self._opens is None else self._grammar.begin(goes_on=goes_on)
+        return _State(after, self._mark, self._opens, at_start)
 
 
 class _State:
-    """Implements `messages.grammar.Constraint`."""
+    """Implements `core.grammar.Constraint`.
 
-    def __init__(self, inner: Constraint, mark: Mark, opens: int | None) -> None:
-        self._inner, self._mark, self._opens = inner, mark, opens
-        self._place: Place = 0 if opens is None else START
+    inner: the grammar after the reasoning. at_start: in its place, where the answer may do without.
+    """
+
+    def __init__(
+        self, inner: Constraint, mark: Mark, opens: int | None, at_start: Constraint | None
+    ) -> None:
+        self._inner, self._mark, self._opens, self._at_start = inner, mark, opens, at_start
+        self._place: Place = START if at_start is not None else 0
 
     @property
     def failed(self) -> str:
-        return self._inner.failed
+        return self._inner.failed or (self._at_start.failed if self._at_start is not None else "")
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
         """As `Constraint.accept`."""
         for i, token_id in enumerate(token_ids):
-            if self._place == START and token_id != self._opens:
-                self._place = GRAMMAR
+            if self._at_start is not None:
+                if token_id != self._opens:
+                    self._place, self._inner = GRAMMAR, self._at_start
+                self._at_start = None
             if self._place == GRAMMAR:
                 self._inner.accept(token_ids[i:])
                 return
@@ -112,11 +122,12 @@ class _State:
         for node, place in places.items():
             if place >= 0:
                 clear(allowed[node], self._mark.forbidden(place))
-        for nodes in trees.values():
+        for root, nodes in trees.items():
             index = {node: i for i, node in enumerate(nodes)}
             above_each = [-1, *(index[int(parents[node])] for node in nodes[1:])]
             part = allowed[nodes]
-            self._inner.fill(tokens[nodes], np.array(above_each, np.int32), part)
+            inner = self._inner if root or self._at_start is None else self._at_start
+            inner.fill(tokens[nodes], np.array(above_each, np.int32), part)
             allowed[nodes] = part
         if self._place == START and self._opens is not None:
             word, bit = divmod(self._opens, WORD_BITS)

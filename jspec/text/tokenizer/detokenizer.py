@@ -11,7 +11,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from jspec.text.tokenizer.tokenizer import DecoderKind, Tokenizer, is_byte_token
+from jspec.text.tokenizer.decoders import DecoderKind, byte_of
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 # Longest context that WindowDetokenizer keeps. One or two tokens do, unless a vocabulary has
 # tokens without any text and a sequence repeats them.
@@ -95,7 +96,7 @@ class WindowDetokenizer:
         if token is None or (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
             return ""
         self._waiting_ids.append(token_id)
-        if self._has_byte_tokens and is_byte_token(token):
+        if self._has_byte_tokens and byte_of(token) is not None:
             return ""
         return self._release()
 

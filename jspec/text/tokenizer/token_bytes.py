@@ -1,8 +1,13 @@
-"""The bytes that the tokens of a byte-level vocabulary stand for (GPT-2's alphabet)."""
+"""The bytes that single tokens add to a text, for every kind of vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import tokenizers
+
+from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 
 
 class TokenBytes(dict[int, bytes]):
@@ -13,20 +18,80 @@ class TokenBytes(dict[int, bytes]):
     """
 
     def __init__(
-        self, id_to_token: Callable[[int], str | None], *, hidden: frozenset[int] = frozenset()
+        self,
+        look_up: Callable[[Sequence[int]], Sequence[bytes]],
+        *,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
-        self._id_to_token = id_to_token
+        self._look_up = look_up
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        found = b"" if token_id in self._hidden else bytes_of(self._id_to_token(token_id))
+        found = b"" if token_id in self._hidden else self._look_up([token_id])[0]
         self[token_id] = found
         return found
 
 
-def bytes_of(token: str | None) -> bytes:
-    """What a token, as the vocabulary spells it, stands for."""
+class TokenAlphabet:
+    """How the tokens of one vocabulary spell text; special tokens spell their names.
+
+    A decoder of pieces treats the ends of a text apart, as Llama's does, which strips the space in
+    front: `▁def` is "def" at the start of a text and " def" inside it. So the tokenizer's own
+    decoder decodes a piece between two tokens of letters, whose text is then taken off.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, kind: DecoderKind) -> None:
+        self._backend, self._kind = backend, kind
+
+    def inside(self, ids: Sequence[int]) -> list[bytes]:
+        """What each id adds to a text that has begun; none for an id without a token."""
+        return self._bytes_of(ids, [self._letters])
+
+    def at_start(self, ids: Sequence[int]) -> list[bytes]:
+        """What each id shows as the first token of a text."""
+        return self._bytes_of(ids, [])
+
+    def at_start_twice(self, ids: Sequence[int]) -> list[bytes]:
+        """What each id shows if a text begins with it twice."""
+        return self._texts([[i, i] for i in ids], 0)
+
+    @functools.cached_property
+    def _letters(self) -> int:
+        """The shortest token of letters alone; any id without a token where there is none."""
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        words = [(len(token), i) for token, i in vocab.items() if token.isalnum()]
+        return min(words)[1] if words else 1 + max(vocab.values(), default=0)
+
+    def _bytes_of(self, ids: Sequence[int], before: list[int]) -> list[bytes]:
+        tokens = [self._backend.id_to_token(i) for i in ids]
+        if self._kind is DecoderKind.BYTE_LEVEL:
+            return [byte_level_bytes(token) for token in tokens]
+        start = len(self._backend.decode(before, skip_special_tokens=False))
+        found = self._texts([[*before, i] for i in ids], start)
+        for n, token in enumerate(tokens):
+            byte = byte_of(token) if token and self._kind is DecoderKind.BYTE_FALLBACK else None
+            if token is None:
+                found[n] = b""
+            elif byte is not None and byte >= 0x80:  # alone it would be no character
+                found[n] = bytes([byte])
+        return found
+
+    def _texts(self, rows: Sequence[list[int]], start: int) -> list[bytes]:
+        """The text of each row from a character on, as it is where more text follows."""
+        letters = self._letters
+        once, twice = (
+            len(self._backend.decode([letters] * n, skip_special_tokens=False)) for n in (1, 2)
+        )
+        # As a batch, which lets other threads run.
+        texts = self._backend.decode_batch(
+            [[*row, letters] for row in rows], skip_special_tokens=False
+        )
+        return [text[start : len(text) - (twice - once)].encode() for text in texts]
+
+
+def byte_level_bytes(token: str | None) -> bytes:
+    """What a token, as a byte-level vocabulary spells it (GPT-2's alphabet), stands for."""
     if token is None:
         return b""
     try:

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-from jspec.text.tokenizer.tokenizer import DecoderKind, Tokenizer
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a vocabulary with byte fallback spells a byte
-_SPACE = "\u2581"  # how SentencePiece spells a space
+from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """What each id of a vocabulary stands for, alone; special tokens by their names."""
+    """What each id of a vocabulary adds to a text; special tokens by their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, which may be a part of a character; none for an id without a token."""
-        if token_id not in self._known:
-            self._known[token_id] = self._bytes_of(token_id)
-        return self._known[token_id]
+        return self._tokenizer.all_bytes[token_id]
 
     def text(self, token_id: int) -> str:
         """The same as text, with U+FFFD where the bytes are no whole characters."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if self._tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
-            return self._tokenizer.token_bytes(token_id)
-        token = self._tokenizer.id_to_token(token_id) or ""
-        byte = _BYTE.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode("utf-8")
 
 
 def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts: TokenTexts) -> int:

@@ -10,7 +10,6 @@ import enum
 import filecmp
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,30 +21,11 @@ from jspec.errors import CheckpointError, RequestError
 from jspec.files.json_files import MIB, exists, read_object, read_text
 from jspec.text.free_memory import give_back_freed_memory
 from jspec.text.stop.stop_watch import StopTables
-from jspec.text.tokenizer.token_bytes import TokenBytes, bytes_of
+from jspec.text.tokenizer.decoders import DecoderKind, decoder_kind
+from jspec.text.tokenizer.token_bytes import TokenAlphabet, TokenBytes
 
 LARGE_CHARS = 2**20  # a text after which memory is given back
 MAX_TOKENIZER_BYTES = 256 * MIB  # Gemma 3's, with 262,144 tokens, has 32 MiB
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Decoders whose text for a token depends on that token and its neighbours only, in any place of
-# a sequence, and those that still do when Fuse has joined everything into one piece.
-_LOCAL_DECODERS = frozenset(
-    {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
-)
-_LOCAL_AFTER_FUSE = frozenset({"Fuse", "Strip"})
-
-
-class DecoderKind(enum.Enum):
-    """How ids become text, as far as streaming has to know.
-
-    BYTE_LEVEL: a token is a string of bytes, the text is the UTF-8 of their concatenation.
-    BYTE_FALLBACK: tokens are pieces of text, but `<0xE4>` is one byte, and a whole run of bytes
-    decodes to replacement characters if any part of it is invalid. PIECES: pieces of text only.
-    """
-
-    BYTE_LEVEL = "byte_level"
-    BYTE_FALLBACK = "byte_fallback"
-    PIECES = "pieces"
 
 
 class BosRule(enum.Enum):
@@ -64,7 +44,7 @@ class Tokenizer:
     beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
     name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
     tokens has at most n times as many characters; None where the tokenizer may drop some.
-    all_bytes, shown_bytes: of a byte-level vocabulary, by id; special tokens are not shown.
+    all_bytes, shown_bytes: what an id adds to a text; special tokens are not shown.
     """
 
     backend: tokenizers.Tokenizer
@@ -75,14 +55,17 @@ class Tokenizer:
     bos_token_id: int | None
     bos_rule: BosRule
     max_chars_per_token: int | None
+    alphabet: TokenAlphabet = field(init=False, repr=False)
     all_bytes: TokenBytes = field(init=False, repr=False)
     shown_bytes: TokenBytes = field(init=False, repr=False)
     _stop_tables: tuple[StopTables, StopTables] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        look_up = self.id_to_token
-        object.__setattr__(self, "all_bytes", TokenBytes(look_up))
-        object.__setattr__(self, "shown_bytes", TokenBytes(look_up, hidden=self.special_ids))
+        alphabet = TokenAlphabet(self.backend, self.decoder_kind)
+        shown = TokenBytes(alphabet.inside, hidden=self.special_ids)
+        object.__setattr__(self, "alphabet", alphabet)
+        object.__setattr__(self, "all_bytes", TokenBytes(alphabet.inside))
+        object.__setattr__(self, "shown_bytes", shown)
         tables = StopTables(self.all_bytes), StopTables(self.shown_bytes)
         object.__setattr__(self, "_stop_tables", tables)
 
@@ -112,7 +95,7 @@ class Tokenizer:
         bos_token_id = _bos_token_id(backend, directory, config, model_configs)
         return cls(
             backend=backend,
-            decoder_kind=_decoder_kind(backend, tokenizer_path),
+            decoder_kind=decoder_kind(backend, tokenizer_path),
             vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
             special_ids=frozenset(
                 i for i, token in backend.get_added_tokens_decoder().items() if token.special
@@ -191,17 +174,6 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it, or None."""
         return self.backend.token_to_id(token)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that an id stands for in a byte-level vocabulary; none for an unknown id.
-
-        Raises ValueError for other vocabularies, in which bytes depend on the neighbours.
-        """
-        if self.decoder_kind is not DecoderKind.BYTE_LEVEL:
-            raise ValueError(
-                f"decoder_kind is {self.decoder_kind.value}; token_bytes expects byte_level"
-            )
-        return bytes_of(self.id_to_token(token_id))
-
 
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
     """The longest token in characters, where every character of a text is in some token.
@@ -244,11 +216,6 @@ def _keeps_all(part: Mapping[str, Any]) -> bool:
             return kind in {"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend"}
 
 
-def is_byte_token(token: str) -> bool:
-    """Whether a token of a BYTE_FALLBACK vocabulary is one byte, as in `<0xE4>`."""
-    return _BYTE_TOKEN.fullmatch(token) is not None
-
-
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not exists(path):
         raise CheckpointError(f"{path} does not exist; expected a Hugging Face tokenizer.json")
@@ -267,37 +234,6 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     if not exists(path):
         return {}
     return read_object(path)
-
-
-def _decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
-    if backend.decoder is None:
-        return DecoderKind.PIECES
-    parts = _flatten_decoder(json.loads(backend.decoder.__getstate__()))
-    kinds = [str(part["type"]) for part in parts]
-    if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
-        return DecoderKind.BYTE_LEVEL
-    fused = False
-    for part, kind in zip(parts, kinds, strict=True):
-        if not (_local_after_fuse(part) if fused else kind in _LOCAL_DECODERS):
-            raise CheckpointError(
-                f"decoder in {path} is {kinds} and cannot be streamed because of {kind}; expected "
-                f"ByteLevel alone, or {sorted(_LOCAL_DECODERS)} with at most Strip and the "
-                "replacement of single characters after Fuse"
-            )
-        fused = fused or kind == "Fuse"
-    return DecoderKind.BYTE_FALLBACK if "ByteFallback" in kinds else DecoderKind.PIECES
-
-
-def _flatten_decoder(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if part["type"] != "Sequence":
-        return [part]
-    return [leaf for child in part["decoders"] for leaf in _flatten_decoder(child)]
-
-
-def _local_after_fuse(part: Mapping[str, Any]) -> bool:
-    if part["type"] == "Replace":
-        return len(part["pattern"].get("String", "")) == 1
-    return part["type"] in _LOCAL_AFTER_FUSE
 
 
 def _named_token_id(
