@@ -291,6 +291,7 @@ class Request:
     extra_key: requests with different ones share no cached prefix.
     grammar: what was made of `sampling.grammar`, one for all n; None: not made yet.
     reasoning: what may stand in front of the grammar's text; None: nothing.
+    shown_ids: special tokens that have text also where `skip_special_tokens` is set.
     priority: who goes first, where priorities are on (`ServeLimits.priority_order`).
     """
 
@@ -302,6 +303,7 @@ class Request:
     stop_matching: Any = field(default=None, repr=False, compare=False)
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
     reasoning: ReasoningMarks | None = None
+    shown_ids: frozenset[int] = frozenset()
     extra_key: str | None = None
     priority: int = 0
 

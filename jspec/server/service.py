@@ -191,7 +191,9 @@ class Service:
                 tracker=None
                 if tokenizer is None
                 else SpecTokenTracker(
-                    tokenizer, skip_special_tokens=request.sampling.skip_special_tokens
+                    tokenizer,
+                    skip_special_tokens=request.sampling.skip_special_tokens,
+                    shown_ids=request.shown_ids,
                 ),
                 logprobs=LogprobForm.of(request.sampling, token_text=token_text),
                 seed=request.seed,
@@ -272,6 +274,7 @@ class Service:
                     priority=prompt.priority,
                     extra_key=prompt.extra_key,
                     reasoning=prompt.reasoning,
+                    shown_ids=prompt.shown_ids,
                 )
             found += ((index, request) for request in requests)
         return found

@@ -219,10 +219,11 @@ class Engine(EngineCalls):
         extra_key: str | None = None,
         priority: int = 0,
         reasoning: ReasoningMarks | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
-        reasoning: what may stand in front of a grammar's text.
+        reasoning: what may stand in front of a grammar's text. shown_ids: as of a Request.
         """
         return self._intake.requests(
             prompt,
@@ -232,6 +233,7 @@ class Engine(EngineCalls):
             extra_key=extra_key,
             priority=priority,
             reasoning=reasoning,
+            shown_ids=shown_ids,
         )
 
     @property

@@ -117,12 +117,13 @@ class Intake:
         extra_key: str | None = None,
         priority: int = 0,
         reasoning: ReasoningMarks | None = None,
+        shown_ids: frozenset[int] = frozenset(),
         trial: bool = False,
     ) -> tuple[Request, ...]:
         """The n Requests of one prompt, tokenized and seeded. Raises RequestError.
 
         extra_key: requests with different ones share no cached prefix. priority: who goes first.
-        reasoning: what may stand in front of a grammar's text.
+        reasoning: what may stand in front of a grammar's text. shown_ids: as of a Request.
         trial: they are only looked at, and leave the order of arrival as it is.
         """
         sampling = self.sampling(sampling_params)
@@ -148,6 +149,7 @@ class Intake:
                 extra_key=extra_key,
                 priority=priority,
                 reasoning=reasoning,
+                shown_ids=shown_ids,
             )
             for i in range(sampling.n)
         )

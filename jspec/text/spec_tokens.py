@@ -51,8 +51,16 @@ class SpecTokenTracker:
         chunk 2  ids "y", text "cy" →   [("c", target's), ("y", ...)]
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = new_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids
+        )
         # (number of characters, accepted, step)
         self._queued: deque[tuple[int, bool, _Step]] = deque()
         self._counters = SpecCounters()

@@ -51,10 +51,14 @@ class TokenizedStream:
         *,
         stop: Sequence[str] | StopAutomaton = (),
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
         no_stop_trim: bool = False,
     ) -> None:
-        self._stop_tables = tokenizer.stop_tables(skip_special_tokens=skip_special_tokens)
-        self._detokenizer = new_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        hidden = tokenizer.hidden_ids(skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
+        self._stop_tables = tokenizer.stop_tables(hidden)
+        self._detokenizer = new_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids
+        )
         if not isinstance(stop, StopAutomaton):
             stop = StopAutomaton.from_strings(stop)
         self._matcher = StopMatcher(stop)
@@ -128,5 +132,6 @@ def stream_of(tokenizer: Tokenizer | None, request: Request) -> TextStream:
         tokenizer,
         stop=automaton or StopAutomaton.from_strings(params.stop, params.stop_regex),
         skip_special_tokens=params.skip_special_tokens,
+        shown_ids=request.shown_ids,
         no_stop_trim=params.no_stop_trim,
     )

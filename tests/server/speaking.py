@@ -62,10 +62,10 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "mistral": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "qwen3_coder": ("<|im_start|>", "<|im_end|>"),
-    "glm45": ("<|im_start|>", "<|im_end|>"),
+    "glm45": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
     "deepseekv3": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "deepseekv31": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
-    "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>"),
+    "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>", "<|stray|>"),
 }
 TEMPLATES: Mapping[str, str] = {
     "qwen": HERMES_TEMPLATE,

@@ -19,7 +19,7 @@ from .speaking import ARGUMENTS, CALLS, CLOCK, SPECIAL, TEMPLATES, WEATHER
 from .speaking_client import ASK, Speaker
 from .test_flags import parse
 
-REASONING = {"qwen": "qwen3", "gpt-oss": "gpt-oss"}
+REASONING = {"qwen": "qwen3", "glm45": "qwen3", "gpt-oss": "gpt-oss"}
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +350,45 @@ def test_the_flags_know_the_peers_names() -> None:
         parse("--tool-call-parser", "x")
     with pytest.raises(ConfigError, match="expected 'gpt-oss' for both"):
         parse("--tool-call-parser", "gpt-oss", "--reasoning-parser", "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "content", "reasoning"),
+    [
+        ("llama3", "hello<|eot_id|> world", "hello world", None),
+        ("mistral", "hello[INST] world", "hello world", None),
+        ("deepseekv3", "hello<｜User｜> world", "hello world", None),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>H<|stray|>m.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>hello<|stray|> world",
+            "hello world",
+            "Hm.",
+        ),
+        (
+            "glm45",
+            "<think>H<|im_start|>m.</think>\n\nhello<|im_start|> world",
+            "hello world",
+            "Hm.",
+        ),
+    ],
+)
+def test_special_tokens_that_are_no_marks_of_the_parser_are_left_out(
+    speaker: Callable[..., Speaker], name: str, said: str, content: str, reasoning: str | None
+) -> None:
+    speak = speaker(name, reasons=True)
+    body: dict[str, Any] = {"tools": [WEATHER]}
+    (choice,) = (answer := speak(said, **body)).choices
+    assert choice.message.content == content
+    found = getattr(choice.message, "reasoning_content", None)
+    assert found == reasoning
+    if reasoning is not None:
+        assert answer.usage.reasoning_tokens == len(reasoning) + 1  # and the one without text
+    deltas = [chunk.choices[0].delta for chunk in speak(said, stream=True, **body)]
+    assert "".join(delta.content or "" for delta in deltas) == content
+    everything = {"extra_body": {"skip_special_tokens": False}}
+    shown = speak(said, **body, **everything).choices[0].message.content
+    assert len(shown) > len(content)
+    (call,) = speak("<|stray|>" * (name == "gpt-oss") + CALLS[name], **body).choices
+    assert call.finish_reason == "tool_calls"
+    assert json.loads(call.message.tool_calls[0].function.arguments) == {"city": "Paris é"}

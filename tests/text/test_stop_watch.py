@@ -86,11 +86,11 @@ def test_what_bytes_cannot_tell_is_not_watched(
 
 
 def test_few_tables_are_kept_and_each_stays_small(byte_level: Tokenizer) -> None:
-    tables = stop_watch.StopTables(byte_level.shown_bytes)
+    tables = stop_watch.StopTables(byte_level.all_bytes)
     for i in range(3 * stop_watch.MAX_TABLES):
         tables.watch(StopAutomaton.from_strings([f"stop {i}"]))
     assert len(tables._tables) == stop_watch.MAX_TABLES
-    table = stop_watch.StopTable(byte_level.shown_bytes, ["a" * 200])
+    table = stop_watch.StopTable(byte_level.all_bytes, ["a" * 200])
     for state in range(200):
         table.pass_all(state, range(byte_level.vocab_size))
         assert len(table._known) <= stop_watch.MAX_KNOWN

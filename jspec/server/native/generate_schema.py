@@ -118,7 +118,7 @@ class PromptCall:
     """One prompt of a call: text or input_ids, how to sample it, and its name if it has one.
 
     priority: whether it goes before others, where the engine has priorities. extra_key: prompts
-    with different ones share no cached prefix.
+    with different ones share no cached prefix. shown_ids: special tokens that have text anyway.
     """
 
     sampling: SamplingParams
@@ -128,6 +128,7 @@ class PromptCall:
     priority: int = 0
     extra_key: str | None = None
     reasoning: ReasoningMarks | None = None
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,8 +101,8 @@ def prepare(
         splits = has_reasoning = False
     reads_calls = bool(use.names) or style.has_channels
     markers = style.markers(calls=reads_calls, reasoning=has_reasoning or style.has_channels)
-    if any(_is_special(tokenizer, marker) for marker in markers):
-        sampling = replace(sampling, skip_special_tokens=False)
+    ids = {tokenizer.token_to_id(marker) for marker in markers}
+    shown_ids = frozenset(i for i in ids if i is not None and tokenizer.is_special(i))
 
     def new_parser() -> AnswerParser:
         return style.parser(
@@ -115,12 +115,7 @@ def prepare(
         most_calls=None if use.parallel else 1,
         has_reasoning=has_reasoning,
     )
-    return replace(prompt, sampling=sampling), reading
-
-
-def _is_special(tokenizer: Tokenizer, marker: str) -> bool:
-    token_id = tokenizer.token_to_id(marker)
-    return token_id is not None and tokenizer.is_special(token_id)
+    return replace(prompt, sampling=sampling, shown_ids=shown_ids), reading
 
 
 PLAIN_READING = ChatReading(

@@ -19,6 +19,7 @@ from jspec.text.calls.machine import CallMachine, num_undecided
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKERS = (START, CHANNEL, MESSAGE, *ENDS)
+CONSTRAIN = "<|constrain|>"  # in a head, where it ends the name of a tool
 MAX_HEAD = 256  # characters; a longer one is none
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -15,6 +15,7 @@ from jspec.text.calls.call_list import CallListParser
 from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
 
 GPT_OSS = "gpt-oss"
+_HARMONY_MARKERS = (*gpt_oss.MARKERS, gpt_oss.CONSTRAIN)
 # Mistral's templates take ids of nine letters and digits only; others take any.
 _SHORT_ID = string.ascii_letters + string.digits
 
@@ -70,12 +71,12 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
-    GPT_OSS: CallFormat(parser=_harmony, markers=gpt_oss.MARKERS),
+    GPT_OSS: CallFormat(parser=_harmony, markers=_HARMONY_MARKERS),
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek-r1": ReasoningFormat(starts_inside=True),
     "qwen3": ReasoningFormat(),
-    GPT_OSS: ReasoningFormat(markers=gpt_oss.MARKERS),
+    GPT_OSS: ReasoningFormat(markers=_HARMONY_MARKERS),
 }
 CALL_ALIASES: Mapping[str, str] = {
     "qwen25": "qwen",

@@ -108,7 +108,7 @@ class StopTables:
     """The tables of a vocabulary, the sets of stop strings that were used last."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes = token_bytes
+        self.token_bytes = token_bytes
         self._tables: OrderedDict[tuple[str, ...], StopTable] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -121,7 +121,7 @@ class StopTables:
         with self._lock:
             table = self._tables.get(stop)
             if table is None:
-                table = self._tables[stop] = StopTable(self._bytes, stop)
+                table = self._tables[stop] = StopTable(self.token_bytes, stop)
             self._tables.move_to_end(stop)
             if len(self._tables) > MAX_TABLES:
                 self._tables.popitem(last=False)

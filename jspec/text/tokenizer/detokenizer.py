@@ -35,11 +35,20 @@ class Detokenizer(Protocol):
         ...
 
 
-def new_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """The detokenizer that fits the tokenizer's decoder, for one new sequence."""
+def new_detokenizer(
+    tokenizer: Tokenizer,
+    *,
+    skip_special_tokens: bool = True,
+    shown_ids: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """The detokenizer that fits the tokenizer's decoder, for one new sequence.
+
+    shown_ids: special tokens that have text also where others are skipped.
+    """
+    hidden = tokenizer.hidden_ids(skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
     if tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
-        return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        return ByteLevelDetokenizer(tokenizer, hidden)
+    return WindowDetokenizer(tokenizer, hidden)
 
 
 class ByteLevelDetokenizer:
@@ -49,8 +58,8 @@ class ByteLevelDetokenizer:
     standard, section 3.9), so invalid bytes inside a text agree as well.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._bytes = tokenizer.shown_bytes if skip_special_tokens else tokenizer.all_bytes
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._bytes = tokenizer.bytes_without(hidden)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -82,9 +91,9 @@ class WindowDetokenizer:
     turns the whole run into U+FFFD, so no text of it is final earlier.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
         self._has_byte_tokens = tokenizer.decoder_kind is DecoderKind.BYTE_FALLBACK
         self._anchor_ids: tuple[int, ...] = ()
         self._anchor_text = ""
@@ -93,7 +102,7 @@ class WindowDetokenizer:
     def push(self, token_id: int) -> str:
         """See Detokenizer."""
         token = self._tokenizer.id_to_token(token_id)
-        if token is None or (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+        if token is None or token_id in self._hidden:
             return ""
         self._waiting_ids.append(token_id)
         if self._has_byte_tokens and byte_of(token) is not None:

@@ -21,14 +21,24 @@ class TokenTexts:
         """The same as text, with U+FFFD where the bytes are no whole characters."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
+    def bytes_in(self, token_id: int, text: bytes, begin: int) -> bytes:
+        """The bytes that the token has in a text of which the tokens before it had `begin`."""
+        if begin == 0:
+            (found,) = self._tokenizer.alphabet.at_start([token_id])
+        else:
+            found = self.bytes_of(token_id)
+        is_hidden = self._tokenizer.is_special(token_id) and not text.startswith(found, begin)
+        return b"" if is_hidden else found
+
 
 def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts: TokenTexts) -> int:
-    """How many of a text's ids have a byte in one of its passages, which come in order.
+    """How many of a text's ids have a byte in one of its passages, which come in order, or come
+    between two that have.
 
     In: passages ["Hm."], text "<think>Hm.</think>Yes", ids of "<think>" "H" "m.</" "think>" "Yes"
     Out: 2
     """
-    spans, char, byte = list[tuple[int, int]](), 0, 0
+    spans, char, byte, data = list[tuple[int, int]](), 0, 0, text.encode()
     for passage in passages:
         begin = text.find(passage, char)
         if begin < 0:
@@ -38,7 +48,7 @@ def num_tokens_in(passages: Sequence[str], text: str, ids: Iterable[int], texts:
         spans.append((first, byte))
     found = end = at = 0
     for token_id in ids:
-        begin, end = end, end + len(texts.bytes_of(token_id))
+        begin, end = end, end + len(texts.bytes_in(token_id, data, end))
         while at < len(spans) and spans[at][1] <= begin:
             at += 1
         if at == len(spans):

@@ -44,7 +44,7 @@ class Tokenizer:
     beyond it; such ids decode to nothing). eos_token_ids: every id that the checkpoint's files
     name as an end, generation_config.json first; may be empty. max_chars_per_token: a text of n
     tokens has at most n times as many characters; None where the tokenizer may drop some.
-    all_bytes, shown_bytes: what an id adds to a text; special tokens are not shown.
+    alphabet: how its tokens spell text. all_bytes: what an id adds to a text, special tokens too.
     """
 
     backend: tokenizers.Tokenizer
@@ -57,22 +57,35 @@ class Tokenizer:
     max_chars_per_token: int | None
     alphabet: TokenAlphabet = field(init=False, repr=False)
     all_bytes: TokenBytes = field(init=False, repr=False)
-    shown_bytes: TokenBytes = field(init=False, repr=False)
-    _stop_tables: tuple[StopTables, StopTables] = field(init=False, repr=False)
+    _stop_tables: dict[frozenset[int], StopTables] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         alphabet = TokenAlphabet(self.backend, self.decoder_kind)
-        shown = TokenBytes(alphabet.inside, hidden=self.special_ids)
+        tokens = TokenBytes(alphabet.inside)
         object.__setattr__(self, "alphabet", alphabet)
-        object.__setattr__(self, "all_bytes", TokenBytes(alphabet.inside))
-        object.__setattr__(self, "shown_bytes", shown)
-        tables = StopTables(self.all_bytes), StopTables(self.shown_bytes)
-        object.__setattr__(self, "_stop_tables", tables)
+        object.__setattr__(self, "all_bytes", tokens)
+        object.__setattr__(self, "_stop_tables", {frozenset(): StopTables(tokens)})
 
-    def stop_tables(self, *, skip_special_tokens: bool) -> StopTables | None:
+    def hidden_ids(
+        self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> frozenset[int]:
+        """The special tokens without text: none unless skipped, and then all but the shown ones."""
+        return self.special_ids - shown_ids if skip_special_tokens else frozenset()
+
+    def bytes_without(self, hidden: frozenset[int]) -> TokenBytes:
+        """`all_bytes`, but none of hidden ids; kept, since few sets are asked for."""
+        return self._tables(hidden).token_bytes
+
+    def stop_tables(self, hidden: frozenset[int]) -> StopTables | None:
         """What finds stop strings among ids; None where tokens are not bytes."""
-        is_bytes = self.decoder_kind is DecoderKind.BYTE_LEVEL
-        return self._stop_tables[skip_special_tokens] if is_bytes else None
+        return self._tables(hidden) if self.decoder_kind is DecoderKind.BYTE_LEVEL else None
+
+    def _tables(self, hidden: frozenset[int]) -> StopTables:
+        found = self._stop_tables.get(hidden)
+        if found is None:  # two threads at once: the one that comes second takes the first's
+            made = StopTables(TokenBytes(self.alphabet.inside, hidden=hidden))
+            found = self._stop_tables.setdefault(hidden, made)
+        return found
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
