@@ -69,11 +69,11 @@ def check_template(settings: Settings) -> None:
     """Raises ConfigError for a model without a chat template, before its weights are read."""
     with interruptible():
         from jspec.engine.weights.loading import resolve_paths
-        from jspec.text.template.chat_template import ChatTemplate
+        from jspec.text.template.chat_templates import ChatTemplates
 
     args = settings.engine_args
     directory: Path = resolve_paths(args).tokenizer
-    if ChatTemplate.find(directory, named=args.chat_template) is None:
+    if ChatTemplates.find(directory, named=args.chat_template) is None:
         raise ConfigError(
             f"{str(directory)!r} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json); expected one, or --chat-template FILE; jspec generate needs "

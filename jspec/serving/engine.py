@@ -49,7 +49,7 @@ from jspec.text.calls.tools import check_tools
 from jspec.text.grammar.grammars import Grammars
 from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params
 from jspec.text.stream import stream_of
-from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.token_texts import TokenTexts
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ class Engine(EngineCalls):
         if not self.args.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
         self.eos_token_ids = end_of_sequence_ids(paths.target, self._tokenizer)
-        template = ChatTemplate.find(paths.tokenizer, named=self.args.chat_template)
+        templates = ChatTemplates.find(paths.tokenizer, named=self.args.chat_template)
         is_models = self.args.sampling_defaults == "model"
         defaults = load_sampling_defaults(paths.target) if is_models else {}
         runner = self._start_runner(progress)
@@ -107,7 +107,7 @@ class Engine(EngineCalls):
             eos_token_ids=self.eos_token_ids,
             context_length=runner.limits.context_length,
             random_seed=self.config.random_seed,
-            chat_template=template,
+            chat_templates=templates,
             defaults=defaults,
         )
         self._grammars = Grammars(

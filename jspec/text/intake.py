@@ -24,7 +24,7 @@ from jspec.messages.request import MAX_CHOICES, Request, SamplingParams
 from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.template.chat_messages import check_messages
-from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 NO_TOKENIZER = "the engine has no tokenizer (skip_tokenizer_init); expected"
@@ -80,7 +80,7 @@ class Intake:
     """Makes Requests. `random_seed` makes those without a sampling_seed follow from their order.
 
     tokenizer: None takes ids only, and refuses prompts as text and stop strings.
-    context_length: a prompt has fewer tokens. chat_template: None refuses messages.
+    context_length: a prompt has fewer tokens. chat_templates: None refuses messages.
     defaults: sampling parameters where a call names none.
     """
 
@@ -92,13 +92,13 @@ class Intake:
         eos_token_ids: tuple[int, ...],
         context_length: int,
         random_seed: int | None = None,
-        chat_template: ChatTemplate | None = None,
+        chat_templates: ChatTemplates | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.defaults = dict(defaults or {})
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._chat_template = chat_template
+        self._chat_templates = chat_templates
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._random_seed = random_seed
@@ -241,7 +241,7 @@ class Intake:
         """
         checked = check_messages(messages)
         sampling = self.sampling(sampling_params)
-        if self._chat_template is None:
+        if self._chat_templates is None:
             raise RequestError(
                 "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); expected one, or --chat-template FILE"
@@ -252,7 +252,7 @@ class Intake:
                 f"continue_final_message is true and the last message is the "
                 f"{checked[-1]['role']}'s; expected the assistant's"
             )
-        text = self._chat_template.render(
+        text = self._chat_templates.render(
             checked,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

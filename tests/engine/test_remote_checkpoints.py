@@ -5,6 +5,7 @@ Nothing here reaches a network: the libraries are stand-ins that serve a folder.
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 import sys
 from pathlib import Path
@@ -30,16 +31,18 @@ class Hub(ModuleType):
     def snapshot_download(
         self, repo_id: str, *, revision: str | None, allow_patterns: Any, ignore_patterns: Any
     ) -> str:
-        assert ignore_patterns == ["*/*"]
         self.asked.append((repo_id, revision))
         source = self.root / repo_id
         if not source.is_dir():
             raise FileNotFoundError(f"404: no {repo_id}\nand more")
         to = self.root / "cache" / repo_id
         to.mkdir(parents=True, exist_ok=True)
-        for pattern in allow_patterns:
-            for file in source.glob(pattern):
-                shutil.copy(file, to)
+        for file in (each for each in source.rglob("*") if each.is_file()):
+            name = str(file.relative_to(source))  # as the library matches it: * is any part of it
+            is_ignored = any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns)
+            if not is_ignored and any(fnmatch.fnmatch(name, each) for each in allow_patterns):
+                (to / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, to / name)
         return str(to)
 
 
@@ -96,6 +99,23 @@ def test_a_repository_is_fetched_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {file.name for file in paths.draft.iterdir()} == {"config.json", "pytorch_model.bin"}
     # The head is asked for again with torch's files, as it has no safetensors.
     assert hub.asked == [("org/model", "v1.5"), ("org/head", None), ("org/head", None)]
+
+
+def test_of_a_repository_the_folders_are_left_but_for_further_chat_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(tmp_path))
+    files = (
+        *("config.json", "model.safetensors", "chat_template.jinja", "original/consolidated.pt"),
+        *("onnx/config.json", "onnx/model.safetensors", "additional_chat_templates/rag.jinja"),
+    )
+    for name in files:
+        file = tmp_path / "org" / "templates" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    found = local_directories({"tokenizer_path": "org/templates"})["tokenizer_path"]
+    fetched = {str(each.relative_to(found)) for each in found.rglob("*") if each.is_file()}
+    assert fetched == {*files[:3], files[-1]}
 
 
 def test_a_bucket_is_copied_until_it_changes(

@@ -209,19 +209,21 @@ def test_an_unknown_model_is_a_404(client: httpx.Client) -> None:
 
 
 def test_the_bundled_pair_has_a_plain_template() -> None:
-    from jspec.engine.weights.loading import BUNDLED
-    from jspec.text.template.chat_template import ChatTemplate
+    from jspec.text.template.chat_templates import ChatTemplates
 
-    plain = ChatTemplate.find(BUNDLED / "target", named=None)
+    from jspec.engine.weights.loading import BUNDLED
+
+    plain = ChatTemplates.find(BUNDLED / "target", named=None)
     assert plain is not None
     assert plain.render([*MESSAGES, {"role": "assistant", "content": "x"}]) == "Be brief.\nHi\nx"
 
 
 def test_the_bundled_template_shows_tools_and_its_calls_can_be_parsed() -> None:
-    from jspec.engine.weights.loading import BUNDLED
-    from jspec.text.template.chat_template import ChatTemplate
+    from jspec.text.template.chat_templates import ChatTemplates
 
-    plain = ChatTemplate.find(BUNDLED / "target", named=None)
+    from jspec.engine.weights.loading import BUNDLED
+
+    plain = ChatTemplates.find(BUNDLED / "target", named=None)
     assert plain is not None
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"function": {"name": "add", "arguments": {"a": 1}}, "id": "c", "type": "function"}

@@ -392,3 +392,20 @@ def test_special_tokens_that_are_no_marks_of_the_parser_are_left_out(
     (call,) = speak("<|stray|>" * (name == "gpt-oss") + CALLS[name], **body).choices
     assert call.finish_reason == "tool_calls"
     assert json.loads(call.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
+
+
+def test_a_chat_with_tools_gets_the_template_for_tools(tmp_path: Path) -> None:
+    write_text_files(tmp_path, special=SPECIAL["qwen"], template="plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    file = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text(TEMPLATES["qwen"], encoding="utf-8")
+    engine = SpeakingEngine(tmp_path)
+    try:
+        speak = Speaker(engine, ServerArgs(tool_call_parser="qwen"))
+        speak("Sunny.", tools=[WEATHER])
+        assert "get_weather" in engine.prompts[-1]
+        for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+            speak("Sunny.", **more)
+            assert engine.prompts[-1] == "plain"
+    finally:
+        engine.shutdown()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
+from jspec.text.template.chat_templates import ChatTemplates
 from tokenizers import decoders, models, pre_tokenizers
 
 from jspec.engine.programs.compilation import Progress
@@ -26,7 +27,6 @@ from jspec.scheduler.scheduler import Scheduler
 from jspec.serving.engine import Engine
 from jspec.text.intake import Intake
 from jspec.text.stream import stream_of
-from jspec.text.template.chat_template import ChatTemplate
 from jspec.text.tokenizer.tokenizer import Tokenizer
 from tests.support.failing_runner import FailingRunner, Fails
 from tests.support.fake_runner import small_limits
@@ -93,7 +93,7 @@ class SpeakingEngine(Engine):
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=self.eos_token_ids,
             context_length=self._limits.context_length,
-            chat_template=ChatTemplate.from_directory(self._directory),
+            chat_templates=ChatTemplates.from_directory(self._directory),
         )
         make_stream = functools.partial(stream_of, self._tokenizer)
         self._scheduler = Scheduler(self._limits, make_stream=make_stream)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jspec.text.template.chat_templates import ChatTemplates
 
 from jspec.errors import CheckpointError, ConfigError, RequestError
 from jspec.text.template.chat_messages import check_messages
@@ -93,12 +94,12 @@ def test_a_message_is_continued_where_it_ends() -> None:
 
 
 def test_where_a_checkpoint_keeps_its_template(tmp_path: Path) -> None:
-    assert ChatTemplate.find(tmp_path, named=None) is None
+    assert ChatTemplates.find(tmp_path, named=None) is None
     config = {"bos_token": {"content": "<b>"}, "eos_token": "<e>", "chat_template": "config"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
     def found() -> str:
-        chosen = ChatTemplate.find(tmp_path, named=None)
+        chosen = ChatTemplates.find(tmp_path, named=None)
         assert chosen is not None
         return chosen.render([USER])
 
@@ -114,16 +115,66 @@ def test_where_a_checkpoint_keeps_its_template(tmp_path: Path) -> None:
     assert found() == "jinja<b>"
     named = tmp_path / "other.jinja"
     named.write_text("named{{ eos_token }}")
-    chosen = ChatTemplate.find(tmp_path, named=str(named))
+    chosen = ChatTemplates.find(tmp_path, named=str(named))
     assert chosen is not None
     assert chosen.render([USER]) == "named<e>"
+
+
+def write_named(directory: Path, way: str, sources: dict[str, str]) -> None:
+    """Several templates, as a checkpoint keeps them."""
+    if way == "config":
+        listed = [{"name": name, "template": source} for name, source in sources.items()]
+        config = {"chat_template": listed, "bos_token": "<b>"}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        return
+    config = {"chat_template": "never this", "bos_token": "<b>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = directory / "additional_chat_templates"
+    folder.mkdir()
+    for name, source in sources.items():
+        file = directory / "chat_template.jinja" if name == "default" else folder / f"{name}.jinja"
+        file.write_text(source)
+
+
+@pytest.mark.parametrize("way", ["config", "files"])
+def test_a_chat_with_tools_gets_the_template_for_tools(tmp_path: Path, way: str) -> None:
+    sources = {
+        "default": "plain",
+        "tool_use": "{{ bos_token }}{{ tools | length }}",
+        "rag": "{% if",
+    }
+    write_named(tmp_path, way, sources)
+    found = ChatTemplates.find(tmp_path, named=None)
+    assert found is not None
+    assert found.render([USER]) == found.render([USER], tools=[]) == "plain"
+    assert found.render([USER], tools=[{}, {}]) == "<b>2"
+
+
+@pytest.mark.parametrize("way", ["config", "files"])
+def test_without_a_template_for_tools_or_for_others(tmp_path: Path, way: str) -> None:
+    for name in ("tools", "plain"):
+        (tmp_path / name).mkdir()
+    write_named(tmp_path / "plain", way, {"default": "plain", "rag": "x"})
+    found = ChatTemplates.find(tmp_path / "plain", named=None)
+    assert found is not None
+    with pytest.raises(RequestError, match="the chat template never names `tools`"):
+        found.render([USER], tools=[{}])
+    write_named(tmp_path / "tools", way, {"tool_use": "{{ tools | length }}"})
+    found = ChatTemplates.find(tmp_path / "tools", named=None)
+    assert found is not None
+    assert found.render([USER], tools=[{}]) == "1"
+    with pytest.raises(RequestError, match=r"tools is left out, and the only .* is 'tool_use'"):
+        found.render([USER])
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (5, "chat_template in .* is int; expected text or a list"),
-        ([{"name": "rag", "template": "x"}], "expected one named 'default'"),
+        (5, "chat_template in .* is 5; expected text, or a list"),
+        ([{"name": "rag", "template": "x"}], r"has \['rag'\]; expected one named 'default'"),
+        ([], r"has \[\]; expected one named 'default'"),
+        (["x"], r"is \['x'\]; expected text, or a list"),
+        ([{"name": "default"}], "expected text, or a list"),
         ("{% if %}", "the chat template in .*: Expected an expression"),
     ],
 )
@@ -132,7 +183,7 @@ def test_a_template_that_is_none_is_a_checkpoint_error(
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(CheckpointError, match=message):
-        ChatTemplate.find(tmp_path, named=None)
+        ChatTemplates.find(tmp_path, named=None)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +253,11 @@ def test_what_is_small_is_computed() -> None:
 
 def test_a_named_file_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chat_template is .*expected a file"):
-        ChatTemplate.find(tmp_path, named=str(tmp_path / "none.jinja"))
+        ChatTemplates.find(tmp_path, named=str(tmp_path / "none.jinja"))
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
     with pytest.raises(CheckpointError, match="has no chat_template"):
-        ChatTemplate.find(tmp_path, named=str(empty))
+        ChatTemplates.find(tmp_path, named=str(empty))
 
 
 def test_what_was_only_thought_goes_back_without_content() -> None:

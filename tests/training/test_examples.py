@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jspec.text.template.chat_templates import ChatTemplates
 
 from jspec.errors import ConfigError
 from jspec.text.template.chat_template import ChatTemplate
@@ -41,7 +42,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def reader(
     tokenizer: Tokenizer, *, loss_on: LossOn = LossOn.ALL, template: str | None = TEMPLATE
 ) -> Reader:
-    found = None if template is None else ChatTemplate(source=template, where="the test")
+    made = None if template is None else ChatTemplate(source=template, where="the test")
+    found = None if made is None else ChatTemplates(default=made)
     return Reader(tokenizer=tokenizer, template=found, vocab_size=320, loss_on=loss_on)
 
 

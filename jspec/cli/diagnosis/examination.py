@@ -29,7 +29,7 @@ from jspec.models.heads.eagle1 import Eagle1Head
 from jspec.models.heads.eagle3 import Eagle3Head
 from jspec.models.heads.mtp import MtpHead
 from jspec.serving.engine import Engine
-from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.training.heads.draft_head import DraftHead
 from jspec.training.heads.head_eagle1 import TrainedEagle1
 from jspec.training.heads.head_eagle3 import TrainedEagle3
@@ -229,7 +229,7 @@ class Examination:
             return
         own = None
         if args.chat_template is not None:
-            own = ChatTemplate.from_directory(self._engine.config.tokenizer_path)
+            own = ChatTemplates.from_directory(self._engine.config.tokenizer_path)
         rescorer = Rescorer(self._served, most_tokens=max(self._most, 1024))
         self._costs = template_costs(self._engine, rescorer, contents[:FIRST_TEXTS], own=own)
         if not self._costs or not self._costs[0].is_strange:

@@ -14,6 +14,7 @@ from jspec.errors import JspecError
 from jspec.messages.request import Request
 from jspec.serving.engine import Engine
 from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 
 MOST_NATS = 3.0  # a token of markup
 CHATML = (
@@ -48,10 +49,11 @@ def template_costs(
     rescorer: Rescorer,
     contents: Sequence[str],
     *,
-    own: ChatTemplate | None = None,
+    own: ChatTemplates | None = None,
 ) -> tuple[TemplateCost, ...]:
     """That which serves first; none for an engine without one. own: the checkpoint's, if another
     one serves."""
+    templates: list[tuple[str, ChatTemplate | ChatTemplates]]
     templates = [] if own is None else [("the checkpoint's own", own)]
     templates += [
         (name, ChatTemplate(source=source, where=f"{name} template"))

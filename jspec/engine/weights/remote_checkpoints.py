@@ -92,7 +92,8 @@ def _from_hub(name: str, value: str) -> Path:
                 found["id"],
                 revision=found["revision"],
                 allow_patterns=list(patterns),
-                ignore_patterns=["*/*"],  # a checkpoint's files lie at the top
+                # A checkpoint's files are at the top, but for its further chat templates.
+                ignore_patterns=[f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"],
             )
         )
 

@@ -12,7 +12,7 @@ from jspec.errors import ConfigError
 from jspec.files.output_files import whole_file
 from jspec.models.decoder import Params
 from jspec.spec.model_spec import ModelSpec
-from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 from jspec.training.data.examples import Reader, RowTable, held_out_from, rows_of
 from jspec.training.data.feature_store import (
@@ -48,7 +48,7 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
         )
     reader = Reader(
         tokenizer=tokenizer,
-        template=ChatTemplate.find(job.target, named=job.chat_template),
+        template=ChatTemplates.find(job.target, named=job.chat_template),
         vocab_size=spec.vocab_size,
         loss_on=job.loss_on,
     )

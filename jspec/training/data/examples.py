@@ -30,7 +30,7 @@ import numpy as np
 
 from jspec.errors import ConfigError, JspecError, shown
 from jspec.text.template.chat_messages import ROLES
-from jspec.text.template.chat_template import ChatTemplate
+from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
 KINDS = ("text", "messages", "conversations", "input_ids")
@@ -75,7 +75,7 @@ class Reader:
     """How lines become tokens. vocab_size: the target's, which every id must lie in."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplates | None
     vocab_size: int
     loss_on: LossOn
 
