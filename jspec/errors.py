@@ -50,7 +50,15 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
 
 
 class JspecError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose.
+
+    message: what a server tells its client. detail: what follows it for whoever runs the engine:
+    words of other libraries, which name files and addresses.
+    """
+
+    def __init__(self, message: str = "", detail: str = "") -> None:
+        super().__init__(message + detail)
+        self.message = message
 
 
 class ConfigError(JspecError, ValueError):

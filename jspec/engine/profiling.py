@@ -32,7 +32,7 @@ class Profiler:
                     raise PermissionError(EACCES, os.strerror(EACCES), directory)
                 jax.profiler.start_trace(directory)
             except (OSError, RuntimeError, ValueError) as error:
-                raise RequestError(f"no profile can be taken: {error}") from error
+                raise RequestError("no profile can be taken", f": {error}") from error
             self._directory = directory
 
     def stop(self) -> str:
@@ -44,6 +44,6 @@ class Profiler:
             directory, self._directory = self._directory, None
             try:
                 jax.profiler.stop_trace()
-            except (OSError, RuntimeError) as error:  # the disk is full, the directory has gone
-                raise RequestError(f"no profile was written to {directory!r}: {error}") from error
+            except (OSError, RuntimeError, ValueError) as error:
+                raise RequestError("no profile can be written", f": {error}") from error
             return directory

@@ -269,6 +269,6 @@ class RoundReader:
 
 
 def text_failure(request: Request, error: Exception) -> str:
-    """What a request is told whose text raised; the log has where."""
+    """What a request is told whose text raised; the log has why and where."""
     LOGGER.error("request %s was ended", request.request_id, exc_info=error)
-    return f"its text could not be made: {type(error).__name__}: {error}"
+    return f"its text could not be made ({type(error).__name__})"

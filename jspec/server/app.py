@@ -29,6 +29,7 @@ from jspec.server.hardening.origins import OriginGuard
 from jspec.server.http import openapi
 from jspec.server.http.exchange import (
     HANDLERS,
+    INTERNAL,
     BearerAuth,
     RequestLog,
     error_response,
@@ -87,9 +88,7 @@ def middleware_of(args: ServerArgs) -> list[Middleware]:
 
 async def _on_bug(_: Request, __: Exception) -> Response:
     # Starlette raises it again after this answer, so that it is logged with its traceback.
-    return error_response(
-        "internal error; the server's log has the traceback", HTTPStatus.INTERNAL_SERVER_ERROR
-    )
+    return error_response(INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class Endpoints:

@@ -102,8 +102,8 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         self._is_done = True
         self._on_drop()  # from whatever event loop this is
         return RequestFailedError(
-            f"the text of request {self._request_id!r} could not be made: "
-            f"{type(error).__name__}: {error}"
+            f"the text of request {self._request_id!r} could not be made",
+            f": {type(error).__name__}: {error}",
         )
 
     def _end(self) -> None:

@@ -313,7 +313,8 @@ class EngineLoop:
         for name in failed:
             self._scheduler.end(name)
             why = f"request {name!r} ran each of {MOST_LOSSES} times that the engine failed"
-            wake([self._queues.pop(name).put(RequestFailedError(f"{why}; the last time: {error}"))])
+            failure = RequestFailedError(why, f"; the last time: {error}")
+            wake([self._queues.pop(name).put(failure)])
         await self._recovery.run(error, self._restart, is_closing=lambda: self._is_closing)
 
     async def _restart(self) -> None:
@@ -381,7 +382,7 @@ class EngineLoop:
         self._visits.refuse(lambda: self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:
-        because = "" if self._cause is None else f" because of {self._cause!r}"
-        error = EngineClosedError(f"the engine is closed{because}; {detail}")
+        because = "" if self._cause is None else f", because of {self._cause!r}"
+        error = EngineClosedError(f"the engine is closed; {detail}", because)
         error.__cause__ = self._cause
         return error

@@ -73,7 +73,7 @@ class Recovery:
                 except EngineClosedError as refusal:
                     if is_closing():
                         return
-                    raise EngineClosedError(f"{refusal}; {error}") from error
+                    raise EngineClosedError(refusal.message, f"; {error}") from error
                 except Exception as failure:
                     if is_closing():
                         return

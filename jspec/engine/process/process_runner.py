@@ -241,10 +241,10 @@ class ProcessProfiler:
         try:
             self._runner.start_profile(directory)
         except RunnerError as error:
-            raise RequestError(f"no profile can be taken: {error}") from error
+            raise RequestError("no profile can be taken", f": {error}") from error
 
     def stop(self) -> str:
         try:
             return self._runner.stop_profile()
         except RunnerError as error:
-            raise RequestError(f"no profile can be taken: {error}") from error
+            raise RequestError("no profile can be taken", f": {error}") from error

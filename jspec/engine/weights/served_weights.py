@@ -203,7 +203,9 @@ class ServedWeights:
                 params["draft"] = derive(params["target"], params["draft"])
         except Exception as error:
             if any(leaf.is_deleted() for leaf in old.values()):
-                raise EngineClosedError(f"the weights were switched in part: {error!r}") from error
+                raise EngineClosedError(
+                    "the weights were switched in part", f": {error!r}"
+                ) from error
             raise
         self._runner.replace_params(params)
         self._source = prepared.source

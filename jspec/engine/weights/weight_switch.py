@@ -93,8 +93,8 @@ class _Switch:
             back = {key: self._put(path, value) for key, (path, value) in self._saved.items()}
         except Exception as error:
             raise EngineClosedError(
-                f"the weights were not switched because of {cause!r}, and the former ones could "
-                f"not be put back because of {error!r}"
+                "the weights were not switched, and the former ones could not be put back",
+                f" because of {error!r}; they were not switched because of {cause!r}",
             ) from error
         return {path: back.get(id(leaf), leaf) for path, leaf in self._old.items()}
 

@@ -151,7 +151,7 @@ async def _answer(request: Request, update: Awaitable[dict[str, Any]]) -> Respon
     except (CheckpointError, ConfigError, RequestError) as error:
         status = HTTPStatus.BAD_REQUEST
         log_refusal(request, status, str(error))
-        answer = {"success": False, "message": str(error), "num_paused_requests": 0}
+        answer = {"success": False, "message": error.message, "num_paused_requests": 0}
         return JSONResponse(answer, status_code=status)
 
 

@@ -43,6 +43,7 @@ DRAIN_SECONDS = 10.0
 NEAR_PATH = 0.8  # least likeness of a path that is suggested
 INLINE_BYTES = 16_384  # of a body that is parsed without leaving the event loop
 MAX_LOGGED = 300  # characters of a path, or of a refusal's message
+INTERNAL = "internal error; the server's log has the traceback"
 # Probes and scrapers carry no key; the page holds nothing secret and asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/metrics"})
 
@@ -75,6 +76,16 @@ def status_of(error: JspecError) -> int:
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
+def told(error: JspecError) -> str:
+    """What a client is told of an error; the log has all of it."""
+    return INTERNAL if _is_bug(error) else error.message
+
+
+def _is_bug(error: JspecError) -> bool:
+    is_internal = status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR
+    return is_internal and not isinstance(error, RequestFailedError)
+
+
 def in_one_line(text: str) -> str:
     """What a client wrote, for the log: cut, and unable to begin another line."""
     return text[:MAX_LOGGED].encode("unicode_escape").decode()
@@ -92,10 +103,10 @@ async def on_jspec_error(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_seconds)))
     status = status_of(error)
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, RequestFailedError):
+    if _is_bug(error):
         LOGGER.error("a bug in jspec", exc_info=error)
     log_refusal(request, status, str(error))
-    return error_response(str(error), status, headers=headers)
+    return error_response(told(error), status, headers=headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from jspec.messages.response import (
 )
 from jspec.server.control.metrics import RequestClock
 from jspec.server.http.event_json import EventJson, encode_event
-from jspec.server.http.exchange import ClientGoneError, error_body, status_of, unless_gone
+from jspec.server.http.exchange import ClientGoneError, error_body, status_of, told, unless_gone
 from jspec.serving.request_trace import Border, RequestTrace
 from jspec.text.spec_tokens import SpecTokenTracker
 
@@ -239,7 +239,7 @@ async def fold_events(
         if body is not None:
             yield encode_event(body)
     except JspecError as error:
-        yield encode_event(error_body(str(error), status_of(error)))
+        yield encode_event(error_body(told(error), status_of(error)))
 
 
 class EventStream(Response):

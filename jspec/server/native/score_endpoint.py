@@ -69,7 +69,7 @@ class ScoreEndpoint:
         if model is not None and model not in self.service.model_names:
             raise HTTPException(
                 HTTPStatus.NOT_FOUND,
-                f"model is {shown(model)}; expected one of {list(self.service.model_names)}",
+                f"model is {shown(model)}; expected {self.service.model_name!r} or 'default'",
             )
         prompts = [
             PromptCall(text=prompt, sampling=sampling)

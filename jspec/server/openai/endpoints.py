@@ -104,7 +104,7 @@ class OpenAIEndpoints:
         if name is not None and name not in self.service.model_names:
             raise HTTPException(
                 HTTPStatus.NOT_FOUND,
-                f"model is {shown(name)}; expected one of {list(self.service.model_names)}",
+                f"model is {shown(name)}; expected {self.service.model_name!r} or 'default'",
             )
 
     async def _answer(self, request: Request, answer: _Answer) -> Response:

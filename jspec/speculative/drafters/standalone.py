@@ -199,7 +199,7 @@ def standalone_source(request: DraftRequest) -> DraftSource:
     if spec.vocab_size != request.target.vocab_size:
         raise ConfigError(
             f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "
-            f"{request.target.vocab_size}, that of the target {request.target_path}"
+            f"{request.target.vocab_size}, the target's"
         )
     check_same_vocabulary(request.tokenizer, path)
     if args.speculative.topk > spec.vocab_size:

@@ -340,8 +340,9 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     if differing:
         i = min(differing)
         raise CheckpointError(
-            f"{other}: id {i} is {found.get(i)!r}; expected {expected.get(i)!r}, as in {ours}: a "
-            f"draft must have the target's vocabulary ({len(differing)} ids differ)"
+            f"{other}: id {i} is {found.get(i)!r}; expected {expected.get(i)!r}, as in the "
+            f"target's {ours.name}: a draft must have the target's vocabulary ({len(differing)} "
+            "ids differ)"
         )
 
 
