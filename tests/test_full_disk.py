@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 
 import jspec.cli.batch
 import jspec.models.files.tensor_files
-from jspec.cli.main import main
 from jspec.cli.batch_files.batch_file import AnswerFile, answer, read_lines, refusal
+from jspec.cli.main import main
 from jspec.cli.measurement import report as bench_report
 from jspec.cli.verify import write_json as write_verify_json
 from jspec.errors import OutputError
