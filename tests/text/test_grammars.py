@@ -74,7 +74,6 @@ def root_of(grammars: Grammars, given: GrammarSource, ids: tuple[int, ...], size
     return allowed_ids(filled(state, [0], [-1], size)[0])
 
 
-@pytest.mark.slow_cases("xgrammar]")
 def test_every_node_is_told_what_may_follow_its_own_path(
     grammars: Grammars, tokenizer: Tokenizer, vocab_size: int, end_id: int
 ) -> None:
