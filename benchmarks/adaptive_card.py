@@ -1,7 +1,7 @@
 """Shapes chosen step by step against each shape held fixed, on a device, with the dial.
 
     python -m benchmarks.adaptive_card [--batches 1 8 32 64] [--acceptances 0 0.5 0.9]
-    python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4 3/4/16:8]
+    python -m benchmarks.adaptive_card --mode tree [--shapes 0/1/1 3/1/4 3/4/8]
     python -m benchmarks.adaptive_card --model tiny        (a smoke test on a CPU)
 
 One engine at Llama-3.1-8B's shapes, EAGLE-3 chain 3/1/4, random weights of which the output head is
@@ -16,8 +16,7 @@ would spoil a mean. The chooser is a new one in each cell, and has seen WARM_STE
 longer. Beside it stands an engine that never drafts, on the same device, which takes its turns,
 too: a card that is warm is slower than a cold one. Every text is compared with what it must be.
 
---mode tree: the largest shape is 3/4/16, and there are shapes that verify fewer nodes, which the
-device chooses by score over all rows: 3/4/16:8 is "3/4/16 of 8 a row". The dial says how often the
+--mode tree: the largest shape is 3/4/16, with smaller ones beside it. The dial says how often the
 first candidate is right, so what a chain accepts; a tree accepts more, and with fewer nodes less.
 --shapes: other candidates than the mode's, beside the largest. Programs with filters are not made.
 
@@ -78,23 +77,18 @@ CARDS = {
     "chain": Card(acceptances=(0.0, 0.3, 0.5, 0.7, 0.85, 1.0), result="adaptive_card.json"),
     "tree": Card(
         acceptances=(0.3, 0.6, 0.85),
-        shapes=("0/1/1", "3/1/4", "3/4/16:8"),
+        shapes=("0/1/1", "3/1/4", "3/4/8"),
         result="adaptive_card_tree.json",
     ),
 }
 
 
 def shape_named(name: str, largest: SpeculativeConfig) -> SpeculativeConfig:
-    """Of the largest one's drafter. Raises ValueError for what is no shape.
-
-    In:  3/4/16:8    Out: 3/4/16 of 8 a row
-    """
-    numbers, _, nodes = name.partition(":")
-    steps, topk, most = (int(number) for number in numbers.split("/"))
+    """A shape of the largest one's drafter. Raises ValueError for what is no shape."""
+    steps, topk, nodes = (int(number) for number in name.split("/"))
     if steps == 0:
         return SpeculativeConfig.plain()
-    shape = replace(largest, num_steps=steps, topk=topk, num_draft_tokens=most)
-    return replace(shape, total_nodes_per_row=float(nodes)) if nodes else shape
+    return replace(largest, num_steps=steps, topk=topk, num_draft_tokens=nodes)
 
 
 @dataclass(slots=True)
@@ -382,7 +376,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=CARDS, default="chain")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--acceptances", type=float, nargs="+")
-    parser.add_argument("--shapes", nargs="+", metavar="S/K/N[:T]", help="beside the largest")
+    parser.add_argument("--shapes", nargs="+", metavar="S/K/N", help="beside the largest")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--times", type=int, default=3, help="runs of the chooser")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins later")

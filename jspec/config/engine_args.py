@@ -139,7 +139,7 @@ class EngineArgs:
     )
     speculative_adaptive_config: str | None = argument(
         None,
-        'It chooses from a JSON file: {"candidate_steps": [0, 1, 3], "total_nodes_per_row": [8]}',
+        'It chooses from the levels in a JSON file: {"candidate_steps": [0, 1, 3]}',
         _SPECULATION,
         is_local=True,
     )

@@ -265,16 +265,17 @@ def test_an_adaptive_engine_has_shapes_and_another_one_none() -> None:
     assert adaptive.speculative.num_steps == 3
 
 
-def test_an_adaptive_tree_is_also_verified_in_part(tmp_path: Path) -> None:
+def test_an_adaptive_tree_has_a_smaller_one_or_the_levels_that_a_file_names(
+    tmp_path: Path,
+) -> None:
     tree = EAGLE | {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
     adaptive = resolved(speculative_adaptive=True, checkpoint=DRAFTED, **tree)
-    assert [str(shape) for shape in adaptive.other_shapes][-1] == "3/4/16 of 8 a row"
+    assert [str(shape) for shape in adaptive.other_shapes][-1] == "3/4/8"
     file = tmp_path / "candidates.json"
-    file.write_text('{"total_nodes_per_row": [4, 6.5]}')
+    file.write_text('{"candidate_steps": [0, 2]}')
     named = {"speculative_adaptive_config": str(file), "speculative_adaptive": True}
     adaptive = resolved(checkpoint=DRAFTED, **named, **tree)
-    found = [str(shape) for shape in adaptive.other_shapes][-2:]
-    assert found == ["3/4/16 of 4 a row", "3/4/16 of 6.5 a row"]
+    assert [str(shape) for shape in adaptive.other_shapes] == ["0/1/1", "2/4/16"]
 
 
 @pytest.mark.parametrize(

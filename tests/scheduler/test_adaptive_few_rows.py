@@ -14,8 +14,8 @@ from jspec.scheduler.shapes.shape_policy import DOUBTS, Survival
 
 WARM_UP, STEPS, SEEDS = 150, 320, 24
 # Milliseconds of one row on an H200, at acceptance 0.85 and at 1.
-SOME_REJECTED = {"0/1/1": 4.18, "3/1/4": 4.77, "3/4/16 of 8 a row": 5.02, "3/4/16": 5.1}
-NONE_REJECTED = {"0/1/1": 4.18, "3/1/4": 4.97, "3/4/16 of 8 a row": 5.18, "3/4/16": 5.13}
+SOME_REJECTED = {"0/1/1": 4.18, "3/1/4": 4.77, "3/4/8": 5.02, "3/4/16": 5.1}
+NONE_REJECTED = {"0/1/1": 4.18, "3/1/4": 4.97, "3/4/8": 5.18, "3/4/16": 5.13}
 
 
 class Noted(AdaptiveShapes):

@@ -70,15 +70,12 @@ def test_chains_are_one_family_and_trees_are_their_own() -> None:
     tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
     families = [family(shape) for shape in shapes_for(tree)]
     assert family(ONE) == family(THREE) == family(PLAIN)
-    # 1/4/5 and 3/4/16 accept by their own nodes, and so does 3/4/16 where rows share them.
-    assert len(set(families)) == 4
-    assert family(replace(THREE, total_nodes_per_row=2)) != family(THREE)
-    assert family(replace(THREE, total_nodes_per_row=4)) == family(THREE)  # all nodes of a row
+    assert len(set(families)) == 4  # 1/4/5, 3/4/8 and 3/4/16 accept by their own nodes
 
 
 def test_a_part_of_a_tree_is_the_same_tree_with_fewer_nodes() -> None:
     tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
-    half = replace(tree, total_nodes_per_row=8.0)
+    half = replace(tree, num_draft_tokens=8)
     assert is_part(half, of=tree)
     others = [(tree, half), (tree, tree), (half, half), (half, THREE), (ONE, THREE), (PLAIN, ONE)]
     assert not any(is_part(part, of=whole) for part, whole in others)
@@ -206,7 +203,7 @@ def test_what_moved_far_is_not_believed_and_measured_again() -> None:
 
 def test_less_is_fewer_levels_candidates_and_nodes() -> None:
     tree = SpeculativeConfig(algorithm=Algorithm.EAGLE3, num_steps=3, topk=4, num_draft_tokens=16)
-    half = replace(tree, total_nodes_per_row=8.0)
+    half = replace(tree, num_draft_tokens=8)
     wide = replace(tree, num_steps=1, num_draft_tokens=5)
     ascending = [PLAIN, ONE, THREE, half, tree]
     for less, more in itertools.combinations(ascending, 2):

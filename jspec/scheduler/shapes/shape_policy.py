@@ -15,7 +15,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jspec.config.limits import SpeculativeConfig
 
@@ -32,28 +32,26 @@ COLD_RUNS = 2  # of a program, which are slower: a GPU records its launches in t
 DOUBTS = 2.0  # verifications that a guess counts for beside what was seen
 
 
-Family = tuple[int, int, float | None]
+Family = tuple[int, int]
 
 
 def family(shape: SpeculativeConfig) -> Family:
-    """Shapes of one family accept alike: a chain the beginning of a longer one, unless rows share
-    their nodes."""
-    shared = shape.total_nodes_per_row if shape.counts_nodes else None
-    is_chain = shape.topk == 1 and shared is None
-    return (shape.topk, 0 if is_chain else shape.num_draft_tokens, shared)
+    """Shapes of one family accept alike: a chain the beginning of a longer one."""
+    return (shape.topk, 0 if shape.topk == 1 else shape.num_draft_tokens)
 
 
 def is_part(shape: SpeculativeConfig, *, of: SpeculativeConfig) -> bool:
     """Whether its nodes are some of the other's, drafted alike: so it never accepts more."""
-    shared = shape.total_nodes_per_row
-    return shared is not None and shape != of == replace(shape, total_nodes_per_row=None)
+    return shape.num_draft_tokens < of.num_draft_tokens and (
+        (shape.num_steps, shape.topk) == (of.num_steps, of.topk)
+    )
 
 
 def does_less(shape: SpeculativeConfig, other: SpeculativeConfig) -> bool:
     """Than the other one, whatever is drafted: no more levels, candidates or nodes."""
 
-    def work(of: SpeculativeConfig) -> tuple[float, ...]:
-        return of.num_steps, of.topk, of.total_nodes_per_row or of.num_draft_tokens
+    def work(of: SpeculativeConfig) -> tuple[int, ...]:
+        return of.num_steps, of.topk, of.num_draft_tokens
 
     return shape != other and all(a <= b for a, b in zip(work(shape), work(other), strict=True))
 
