@@ -73,7 +73,6 @@ LONG = (
     "pallas_kernels/test_sample_gpu.py",
     "pallas_kernels/test_paged_attention.py",
     "speculative/test_shapes.py",
-    "speculative/test_node_budget.py",
     "models/test_hf_eagle3_forward.py",
     "pallas_kernels/test_rotate_write_gpu.py",
     "speculative/test_simulated_acceptance.py",

@@ -131,9 +131,6 @@ class EngineArgs:
     speculative_num_draft_tokens: int | None = argument(
         None, "N: tree nodes verified, root included (4)", _SPECULATION, low=1
     )
-    speculative_total_nodes_per_row: float | None = argument(
-        None, "Nodes verified a row on average, of all rows the best (N)", _SPECULATION, low=1
-    )
     speculative_adaptive: bool = argument(
         False, "Chooses each step's shape by what it accepts and costs, S/K/N at most", _SPECULATION
     )
@@ -384,18 +381,18 @@ class EngineArgs:
         """S/K/N in force. Raises ConfigError for an impossible one."""
         names = ("num_steps", "eagle_topk", "num_draft_tokens")
         given = {f"speculative_{name}": getattr(self, f"speculative_{name}") for name in names}
-        more: dict[str, Any] = {
-            "simulate_acceptance": self.simulate_acceptance,
-            "total_nodes_per_row": self.speculative_total_nodes_per_row,
-        }
         if self.algorithm is Algorithm.NONE:
             for name, found in given.items():
                 if found is not None:
                     raise ConfigError(
                         f"{name} is {found}, but speculative_algorithm is NONE; expected it unset"
                     )
-            return SpeculativeConfig(**more)
+            return SpeculativeConfig(simulate_acceptance=self.simulate_acceptance)
         steps, topk, nodes = self.algorithm.filled_in(*given.values())
         return SpeculativeConfig(
-            algorithm=self.algorithm, num_steps=steps, topk=topk, num_draft_tokens=nodes, **more
+            algorithm=self.algorithm,
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=nodes,
+            simulate_acceptance=self.simulate_acceptance,
         )

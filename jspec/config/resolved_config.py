@@ -15,9 +15,8 @@ class ResolvedConfig(EngineArgs):
 
     `engine.resolving.resolve` makes it, once, before a weight is read. The fields that are named
     again here were open, and no longer are; "auto" is the value of none. Where None is left it is
-    a value: no rope theta beside the checkpoint's, no corpus, nothing simulated, all nodes
-    verified, no seed; and max_total_tokens is None until the pool is made, which takes what
-    the weights leave.
+    a value: no rope theta beside the checkpoint's, no corpus, nothing simulated, no seed;
+    and max_total_tokens is None until the pool is made, which takes what the weights leave.
 
     tokenizer_path is a directory also if no tokenizer is wanted. compilation_cache_dir is "" where
     nothing is kept, also because nothing could be.
@@ -70,7 +69,6 @@ class ResolvedConfig(EngineArgs):
             topk=self.speculative_eagle_topk,
             num_draft_tokens=self.speculative_num_draft_tokens,
             simulate_acceptance=self.simulate_acceptance,
-            total_nodes_per_row=self.speculative_total_nodes_per_row,
         )
 
     def values(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from jspec.config import drafting
@@ -77,10 +76,6 @@ class SpeculativeConfig:
     Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: for measurements of speed,
     every verification emits this many tokens on average, whatever the target chose; the text is
     then not the model's.
-
-    total_nodes_per_row: None verifies all N nodes of each row. Otherwise a step of B rows verifies
-    T = ceil(B * this) nodes in total, and the device gives them to the rows whose drafts score
-    best (`speculative/node_budget.py`); from 1, the roots alone, to N, which is None.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -88,7 +83,6 @@ class SpeculativeConfig:
     topk: int = 1
     num_draft_tokens: int = 1
     simulate_acceptance: float | None = None
-    total_nodes_per_row: float | None = None
 
     def __post_init__(self) -> None:
         spec = f"S/K/N = {self.num_steps}/{self.topk}/{self.num_draft_tokens}"
@@ -98,11 +92,6 @@ class SpeculativeConfig:
             if self.simulate_acceptance is not None:
                 raise ConfigError(
                     f"simulate_acceptance is {self.simulate_acceptance}, but "
-                    f"speculative_algorithm is NONE; expected it unset"
-                )
-            if self.total_nodes_per_row is not None:
-                raise ConfigError(
-                    f"speculative_total_nodes_per_row is {self.total_nodes_per_row}, but "
                     f"speculative_algorithm is NONE; expected it unset"
                 )
             return
@@ -121,31 +110,17 @@ class SpeculativeConfig:
                 f"{spec}: the tree has {self.algorithm.drafting.candidates} = {self.pool_size} "
                 f"candidates, so speculative_num_draft_tokens must be from 2 to {most}"
             )
-        self._check_total()
         self._check_simulation()
-
-    def _check_total(self) -> None:
-        value, most = self.total_nodes_per_row, self.num_draft_tokens
-        if value is not None and not _is_between(value, 1, most):
-            raise ConfigError(
-                f"speculative_total_nodes_per_row is {value!r}; expected a number from 1 to "
-                f"N = {most}, nodes verified of a row on average, root included"
-            )
 
     def _check_simulation(self) -> None:
         value, most = self.simulate_acceptance, self.max_emitted
         if value is None:
             return
-        if not _is_between(value, 1, most):
+        is_number = isinstance(value, int | float) and value is not True
+        if not (is_number and 1 <= value <= most):  # NaN is not
             raise ConfigError(
                 f"simulate_acceptance is {value!r}; expected a number from 1 to S + 1 = {most}, "
                 f"tokens emitted a verification, bonus included"
-            )
-        nodes = self.total_nodes_per_row
-        if nodes is not None and value > nodes:
-            raise ConfigError(
-                f"simulate_acceptance is {value}; expected at most "
-                f"speculative_total_nodes_per_row = {nodes}: a row emits no more than it has nodes"
             )
 
     @classmethod
@@ -158,10 +133,8 @@ class SpeculativeConfig:
         return self.algorithm is Algorithm.NONE
 
     def __str__(self) -> str:
-        """S/K/N, and how many nodes of a row are verified where that is not N."""
-        nodes = self.total_nodes_per_row
-        shared = "" if nodes is None or not self.counts_nodes else f" of {_exact(nodes)} a row"
-        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}{shared}"
+        """S/K/N."""
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
         """Whether a drafter and the pages for `other` do for this one as well: it is plain, or of
@@ -188,22 +161,6 @@ class SpeculativeConfig:
     def lag(self) -> int:
         """Rows by which the drafter's last layer lags behind the committed length."""
         return self.algorithm.drafting.lag(self.num_steps, self.topk)
-
-    def total_nodes(self, batch: int) -> int | None:
-        """T: nodes that a step of this many rows verifies; None where that is all N of each.
-
-        In:  2.5 a row, batch 3   Out: 8
-        """
-        if self.total_nodes_per_row is None:
-            return None
-        total = math.ceil(batch * self.total_nodes_per_row)
-        return total if total < batch * self.num_draft_tokens else None
-
-    @property
-    def counts_nodes(self) -> bool:
-        """Whether a step says how many drafts of each row it verified: some N - 1, some fewer."""
-        nodes = self.total_nodes_per_row
-        return nodes is not None and nodes < self.num_draft_tokens
 
     @property
     def max_emitted(self) -> int:
@@ -242,13 +199,3 @@ class SpeculativeConfig:
             num_steps=self.num_steps,
             scratch_rows=self.num_scratch_rows,
         )
-
-
-def _is_between(value: object, low: float, high: float) -> bool:
-    """Whether it is a number in these bounds; NaN is not."""
-    return isinstance(value, int | float) and value is not True and low <= value <= high
-
-
-def _exact(value: float) -> str:
-    """As short as it can be, and another one for each number: programs are found by it."""
-    return repr(float(value)).removesuffix(".0")

@@ -141,18 +141,11 @@ class DraftTree:
 
     tokens: i32[B, N] target ids. parents: i32[B, N], parents[:, 0] = -1, parents[:, i] < i.
     depths: i32[B, N], 0 for the root.
-
-    scores: f32[B, N], how likely each node's path is to be accepted, comparable over rows and at
-    most 0, the root's; None: the drafter knows none, and depth counts.
-
-    In a tree that the step's budget has cut (`speculative/node_budget.py`) the nodes that are left
-    come first; a later one is none: its parent is -1, and nothing leads to it.
     """
 
     tokens: jax.Array
     parents: jax.Array
     depths: jax.Array
-    scores: jax.Array | None = None
 
 
 @pytree

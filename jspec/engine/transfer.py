@@ -224,7 +224,6 @@ def unpack_result(
     columns = layout.output_columns(
         spec.max_emitted if is_decode else 1,
         features,
-        counts_nodes=is_decode and spec.counts_nodes,
         hidden_words=words,
     )
     num_rounds = plan.num_rounds(limits)
@@ -252,7 +251,7 @@ def unpack_result(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
-                num_proposed=fields["num_proposed"][i] if "num_proposed" in fields else proposed,
+                num_proposed=proposed,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
                 hidden=hidden[i],

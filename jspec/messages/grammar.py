@@ -72,9 +72,8 @@ class Constraint(Protocol):
         """Writes which tokens may follow each node of a tree; the state stays where it is.
 
         tokens, parents: i32[N], node 0 is the root, which the state has seen, parents[0] = -1.
-        A later node whose parent is -1 is none. allowed: u32[N, W], bit v % 32 of word v // 32 is
-        token v. A node that the grammar cannot reach gets ones: a verification cannot reach it
-        either. So do all once it `failed`.
+        allowed: u32[N, W], bit v % 32 of word v // 32 is token v. A node that the grammar cannot
+        reach gets ones: a verification cannot reach it either. So do all once it `failed`.
         """
         ...
 

@@ -75,11 +75,9 @@ def output_columns(
     max_emitted: int,
     features: StepFeatures = PLAIN,
     *,
-    counts_nodes: bool = False,
     hidden_words: int = 0,
 ) -> OutputColumns:
-    """Of each row and round. max_emitted: M in a decode, 1 in a prefill. counts_nodes: whether it
-    says how many drafts of each row were verified; else it was N - 1. hidden_words: of a row of
+    """Of each row and round. max_emitted: M in a decode, 1 in a prefill. hidden_words: of a row of
     hidden states.
 
     The first num_emitted of a row's emitted_ids count, the others may be anything; so do the first
@@ -88,10 +86,6 @@ def output_columns(
     than the batch, one a packed token, which emit nothing: they say the first of the prompt token
     that follows, the second of the packed one.
     """
-    ids: tuple[tuple[str, tuple[int, ...]], ...]
-    ids = (("num_emitted", ()), ("emitted_ids", (max_emitted,)))
-    if counts_nodes:
-        ids = (*ids, ("num_proposed", ()))
     logprobs = (
         ("logprobs", (max_emitted,)),
         ("top_logprobs", (max_emitted, MAX_TOP_LOGPROBS)),
@@ -101,7 +95,8 @@ def output_columns(
     hidden = (("hidden", (max_emitted, hidden_words)),)
     return OutputColumns(
         (
-            *ids,
+            ("num_emitted", ()),
+            ("emitted_ids", (max_emitted,)),
             *(logprobs if Feature.LOGPROBS in features else ()),
             *(hidden if Feature.HIDDEN in features else ()),
         )

@@ -21,24 +21,19 @@ class JudgedTree:
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], *, accepted_ids: Sequence[int]
     ) -> JudgedTree | None:
-        """The nodes that are some, renumbered, and the path that was walked; None for a root alone.
+        """The tree and the path that was walked; None for a root alone.
 
-            tokens 7 5 6 5 9   parents -1 0 0 -1 2   accepted_ids 6 9
-            → ids 7 5 6 9      parents -1 0 0 2      accepted 2 3
+            tokens 7 5 6 9   parents -1 0 0 2   accepted_ids 6 9   → accepted 2 3
 
         A simulated acceptance emits what was not drafted: the path ends before it.
         """
-        kept = [0, *(node for node in range(1, len(tokens)) if parents[node] >= 0)]
-        if len(kept) == 1:
+        if len(tokens) == 1:
             return None
-        number = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        ids = tuple(tokens[node] for node in kept)
-        above = tuple(number[parents[node]] for node in kept)
-        children = {pair: node for node, pair in enumerate(zip(above, ids, strict=True)) if node}
+        children = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
         path: list[int] = []
         for token_id in accepted_ids:
             child = children.get((path[-1] if path else 0, token_id))
             if child is None:
                 break
             path.append(child)
-        return cls(ids=ids, parents=above, accepted=tuple(path))
+        return cls(ids=tuple(tokens), parents=tuple(parents), accepted=tuple(path))

@@ -7,7 +7,6 @@ the target of a step: the stack over its paged KV pools, each layer in one inner
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,14 +117,10 @@ class PagedAttend:
         )
 
     def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
-        gathered = self._rows.gathered
-        if gathered is not None:
-            heads, cos, sin = map(gathered.spread, (heads, rotation.cos, rotation.sin))
-            rotation = dataclasses.replace(rotation, cos=cos, sin=sin)
         out, self.pages = self._ops.rotate_write_and_attend(
             heads, rotation, self.pages, self._rows, self._call, sinks
         )
-        return out if gathered is None else gathered.packed(out)
+        return out
 
 
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)
@@ -142,7 +137,7 @@ def paged_layer(
     """`run_layer` over its pool, jitted once for all layers alike: (stream, pool with new rows)."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
     stream = run_layer(
-        params, stream, rows.token_positions, attend, spec=spec, settings=settings, kept=kept
+        params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
     )
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds what leaves an inner jit
         stream = Residual(x=stream.sum())

@@ -18,7 +18,6 @@ from jspec.device.state import SamplingRows
 from jspec.messages.request import MAX_TOP_LOGPROBS
 from jspec.pallas_kernels.attention.rows import QueryIndex
 from jspec.sampling.logprobs import Logprobs, logprobs_of
-from jspec.speculative.node_budget import PackedNodes
 from jspec.speculative.target import Params, Target
 
 SLICE = 64  # most tokens of a prompt whose logits are there at once
@@ -29,19 +28,15 @@ def emitted_logprobs(
     logits: Float[Array, "B N V"],
     verified: Verified,
     sampling: SamplingRows,
-    packed: PackedNodes | None = None,
 ) -> dict[str, jax.Array]:
     """The fields of `output_columns`, [B, M, .], of the emitted ids; the first num_emitted count.
 
-    logits: raw, of every node, or packed, [T, 1, V]; those of the path's node i chose emitted id i.
+    logits: raw, of every node; those of the path's node i chose emitted id i.
     """
 
     def at_depth(of_depth: tuple[jax.Array, jax.Array]) -> Logprobs:
         node, emitted_ids = of_depth
-        if packed is None:
-            of_node = jnp.take_along_axis(logits, node[:, None, None], axis=1, mode="clip")[:, 0]
-        else:
-            of_node = packed.at(logits[:, 0], node[:, None])[:, 0]
+        of_node = jnp.take_along_axis(logits, node[:, None, None], axis=1, mode="clip")[:, 0]
         return _reduced(target, of_node, emitted_ids, sampling.logprob_ids)
 
     by_depth = jax.lax.map(at_depth, (verified.node_path.T, verified.emitted_ids.T))

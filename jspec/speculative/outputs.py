@@ -1,7 +1,7 @@
 """Packs a step's results into one array: the columns of `messages.layout.output_columns`.
 
-Always how many tokens each row emitted, and which. Only in programs made for them: drafts that a
-budget left to a row, log-probabilities, hidden states.
+Always how many tokens each row emitted, and which. Only in programs made for them:
+log-probabilities and hidden states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from jspec.pallas_kernels.attention.rows import index_queries
 from jspec.speculative.drafter import Emitted, following_ids
 from jspec.speculative.hidden import hidden_bits, rows_of
 from jspec.speculative.logprobs import emitted_logprobs, prompt_logprobs, root_logprobs
-from jspec.speculative.node_budget import PackedNodes, num_drafts
 from jspec.speculative.target import Params, Target
 
 
@@ -29,24 +28,17 @@ def decode_output(
     *,
     spec: SpeculativeConfig,
     features: StepFeatures,
-    slots: Int[Array, "B"],
     sampling: SamplingRows,
-    packed: PackedNodes | None,
 ) -> Int[Array, "B M1"]:
     """Of a verification: i32[B, 1 + M], or more."""
     output = {"num_emitted": verified.num_accepted + 1, "emitted_ids": verified.emitted_ids}
-    if spec.counts_nodes:
-        output["num_proposed"] = num_drafts(packed, slots, spec=spec)
     if Feature.LOGPROBS in features:
-        output |= emitted_logprobs(target, scored.logits, verified, sampling, packed)
+        output |= emitted_logprobs(target, scored.logits, verified, sampling)
     words = 0
     if Feature.HIDDEN in features:
         path = verified.features.hidden
         output["hidden"], words = hidden_bits(path), rows_of(path).words
-    columns = output_columns(
-        spec.max_emitted, features, counts_nodes=spec.counts_nodes, hidden_words=words
-    )
-    return pack_output(columns, output)
+    return pack_output(output_columns(spec.max_emitted, features, hidden_words=words), output)
 
 
 def prefill_output(

@@ -5,9 +5,8 @@
                          (cut_step.py: the same in three programs, for rows with a grammar)
     speculative_rounds   several such steps, one after the other, without the host
 
-    propose   the drafter guesses a tree of N - 1 tokens after the root (under a budget, T nodes
-              of all rows are kept: `node_budget`)
-    score     one target forward over all nodes
+    propose   the drafter guesses a tree of N - 1 tokens after the root
+    score     one target forward over all N nodes
     settle    the target's own token at every node; the walk from the root along equal tokens is
               what was guessed right, and the token after it is the bonus
     advance   the drafter is told what was emitted, with the target's features; a plain step of an
@@ -40,7 +39,6 @@ from jspec.sampling.penalties import count_emitted
 from jspec.speculative.drafter import Drafter, Emitted, NoDrafter, RowsInStep, emitted_by
 from jspec.speculative.drafters.deferred import defer
 from jspec.speculative.hidden import without_hidden
-from jspec.speculative.node_budget import pack_nodes, spend_budget
 from jspec.speculative.outputs import decode_output, prefill_output
 from jspec.speculative.roots import sample_roots, see_chunks
 from jspec.speculative.state_rows import admit, advance_rows, grant_pages, start_rows
@@ -108,13 +106,11 @@ def speculative_step(
 def propose_tree(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, DraftTree]:
-    """The state with the rows' new pages, and what the drafter guesses after their roots; under a
-    budget, what of it is verified."""
+    """The state with the rows' new pages, and what the drafter guesses after their roots."""
     state = grant_pages(state, batch.grants, batch.window_grants)
     rows = _rows_in_step(state, batch.slots, batch.shared)
     draft = take_rows(state.draft, batch.slots)
     draft_kv, tree = program.proposer.propose(params["draft"], state.draft_kv, draft, rows)
-    tree = spend_budget(tree, rows, batch.slots, spec=program.spec)
     return dataclasses.replace(state, draft_kv=draft_kv), tree
 
 
@@ -139,7 +135,6 @@ def score_tree(
         _rows_in_step(state, slots, shared),
         needs=needs,
         spec=program.spec,
-        packed=pack_nodes(tree, slots, spec=program.spec),
     )
     return dataclasses.replace(state, kv=kv), Scored(logits=logits, features=features)
 
@@ -157,7 +152,6 @@ def settle_tree(
     """settle and advance. allowed: what a grammar allows after each node; None: all."""
     spec, target = program.spec, program.target
     rows = _rows_in_step(state, slots)
-    packed = pack_nodes(tree, slots, spec=spec)
     target_ids = choose_at_nodes(
         target,
         scored.logits,
@@ -168,7 +162,6 @@ def settle_tree(
         filtered=Feature.FILTERS in program.features,
         seen=take_rows(state.rows.seen, slots) if Feature.PENALTIES in program.features else None,
         allowed=allowed,
-        packed=packed,
     )
     kv, verified = settle(
         tree,
@@ -179,7 +172,6 @@ def settle_tree(
         spec=spec,
         ops=program.ops,
         groups=target.cache_groups,
-        packed=packed,
     )
     told = verified if program.drafter.needs.hidden else without_hidden(verified)
     if program.is_deferring:
@@ -200,9 +192,7 @@ def settle_tree(
         verified,
         spec=spec,
         features=program.features,
-        slots=slots,
         sampling=rows.sampling,
-        packed=packed,
     )
     return dataclasses.replace(state, kv=kv, rows=after), output
 

@@ -60,7 +60,6 @@ def build_tree(
         _, chosen = jax.lax.top_k(scores, num_draft_tokens - 1)
         chosen = jnp.sort(chosen, axis=1)
     parent = jnp.take_along_axis(parents, chosen, axis=1, mode="clip")
-    path_scores = jnp.take_along_axis(scores, chosen, axis=1, mode="clip")
     # Node of a parent: one after its place among the chosen, which ascend.
     node = jnp.sum(chosen[:, None, :] <= parent[:, :, None], axis=2, dtype=jnp.int32)
     tokens = jnp.take_along_axis(ids, chosen, axis=1, mode="clip")
@@ -69,7 +68,6 @@ def build_tree(
         tokens=jnp.concatenate((root_ids[:, None], tokens), axis=1),
         parents=jnp.concatenate((root - 1, jnp.where(parent < 0, 0, node)), axis=1),
         depths=jnp.concatenate((root, depth_of[chosen]), axis=1),
-        scores=jnp.concatenate((root.astype(path_scores.dtype), path_scores), axis=1),
     )
 
 

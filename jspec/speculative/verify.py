@@ -1,10 +1,7 @@
 """Verification: one target forward over the tree, then what it settles.
 
-score   runs the target over all N nodes of every row at once, or over the T of a step's budget
+score   runs the target over all N nodes of every row at once
 settle  chooses the target's token at each node, walks the tree, compacts the accepted path
-
-Under a budget (`node_budget`) what is by node comes packed: [T, 1, .] for [B, N, .]. Ids are by
-node again as soon as they are chosen, and paths are [B, M] in any case.
 
 Simulated acceptance, a static option for measurements of speed alone, cuts or lengthens that walk
 after everything a real step computes; no request can ask for it.
@@ -29,10 +26,8 @@ from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
-from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, windows_of_layers
 from jspec.speculative.drafter import Needs, RowsInStep
-from jspec.speculative.node_budget import PackedNodes
 from jspec.speculative.target import KVPool, Params, Target
 from jspec.speculative.tree import ancestors, pack_bits
 
@@ -46,38 +41,33 @@ def score(
     *,
     needs: Needs,
     spec: SpeculativeConfig,
-    packed: PackedNodes | None = None,
 ) -> tuple[KVPool, Float[Array, "B N V"], Features]:
     """(pool with a scratch row a node, f32 logits of every node, its features [B, N, .])."""
     batch, nodes = tree.tokens.shape
-    tokens, shape = tree.tokens.reshape(-1), (batch, nodes)
-    cu_nodes = jnp.arange(batch + 1, dtype=jnp.int32) * nodes
-    if packed is not None:
-        tokens, cu_nodes = packed.of_nodes(tree.tokens), packed.cu_nodes
-        shape = (tokens.shape[0], 1)
-    positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
+    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
     attention_rows = AttentionRows(
         page_table=rows.page_table,
         window_tables=rows.window_tables,
         prefix_lens=rows.seq_lens,
-        cu_q_lens=cu_nodes,
+        cu_q_lens=jnp.arange(batch + 1, dtype=jnp.int32) * nodes,
         q_positions=positions.reshape(-1),
         tail_mask=None if mask is None else mask.reshape(batch * nodes, -1),
         tail_positions=None if is_chain else positions,
         shared=rows.shared,
-        gathered=None if packed is None else packed.queries(nodes),
     )
     hidden, aux, kv = target.forward(
         params,
-        tokens,
+        tree.tokens.reshape(-1),
         kv,
         attention_rows,
         queries_per_row=nodes,
     )
-    logits = target.logits(params, hidden).reshape(*shape, -1)
-    by_node = jax.tree.map(lambda x: x.reshape(*shape, -1), features_of(hidden, aux, needs=needs))
+    logits = target.logits(params, hidden).reshape(batch, nodes, -1)
+    by_node = jax.tree.map(
+        lambda x: x.reshape(batch, nodes, -1), features_of(hidden, aux, needs=needs)
+    )
     return kv, logits, by_node
 
 
@@ -98,47 +88,35 @@ def choose_at_nodes(
     filtered: bool,
     seen: Seen | None,
     allowed: UInt32[Array, "B N W"] | None = None,
-    packed: PackedNodes | None = None,
 ) -> Int[Array, "B N"]:
     """The target's token at every node. filtered: with top-k, top-p and min-p.
 
     seen: None leaves out penalties, bias and the minimum length. allowed: what a grammar allows
-    there; None: all. packed: T rows of one node each; of nodes that are none, any id.
+    there; None: all.
     """
-    raw, sampling = logits, rows.sampling
-    positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
-    num_output = positions - prompt_lens[:, None]
+    raw = logits
+    positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()
-    on_path = None if seen is None else path_tokens(tree, num_levels=spec.num_steps)
-    if packed is not None:
-        sampling, seen = jax.tree.map(packed.of_rows, (sampling, seen))
-        of_node = (positions, num_output, on_path, allowed)
-        positions, num_output, on_path, allowed = jax.tree.map(
-            lambda x: packed.of_nodes(x)[:, None], of_node
-        )
-    if seen is not None and on_path is not None:
+    if seen is not None:
         logits = penalize(
             logits,
-            sampling,
+            rows.sampling,
             token_ids=token_ids,
             seen=seen,
-            tokens_on_path=on_path,
-            num_output=num_output,
+            tokens_on_path=path_tokens(tree, num_levels=spec.num_steps),
+            num_output=positions - prompt_lens[:, None],
         )
     if allowed is not None:
         logits = restrict(logits, raw, allowed, token_ids=token_ids, shard=target.shard)
-    chosen = choose(
+    return choose(
         logits,
-        sampling,
+        rows.sampling,
         positions=positions,
         token_ids=token_ids,
         filtered=filtered,
         shard=target.shard,
         ops=target.ops,
     )
-    if packed is None:
-        return chosen
-    return packed.at(chosen[:, 0], jnp.arange(tree.tokens.shape[1])[None])
 
 
 def settle(
@@ -151,12 +129,10 @@ def settle(
     spec: SpeculativeConfig,
     ops: Ops,
     groups: tuple[CacheGroup, ...] = (),
-    packed: PackedNodes | None = None,
 ) -> tuple[KVPool, Verified]:
     """Walks the tree and moves the accepted path's KV to the front (a chain is there already).
 
-    features: [B, N, .], by node, or packed. groups: of `kv`; without any, all of it is in the full
-    space.
+    features: [B, N, .], by node. groups: of `kv`; without any, all of it is in the full space.
     """
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
@@ -164,27 +140,16 @@ def settle(
     )
     if spec.simulate_acceptance is not None:
         forced = simulated_drafts(rows, mean_emitted=spec.simulate_acceptance)
-        forced, last = jnp.where(drafts, forced, 0), None
-        if packed is not None:
-            last = packed.num_drafts
-            forced = jnp.minimum(forced, last)
-        node_path = forced_path(tree, node_path, num_accepted, forced, last_node=last)
+        forced = jnp.where(drafts, forced, 0)
+        node_path = forced_path(tree, node_path, num_accepted, forced)
         num_accepted = forced
     if spec.topk > 1:
         kv = _commit(kv, rows, node_path, num_accepted, ops=ops, groups=groups)
     gather = partial(ops.gather_emitted, target_ids, node_path=node_path, num_accepted=num_accepted)
-    if packed is None:
-        emitted_ids, bonus_ids, aux_hidden = gather(hidden=features.aux_hidden)
-        hidden = jnp.zeros((*node_path.shape, 0), features.hidden.dtype)
-        if features.hidden.shape[-1]:
-            _, _, hidden = gather(hidden=features.hidden)
-    else:
-        emitted_ids, bonus_ids, _ = gather(hidden=jnp.zeros((*target_ids.shape, 0)))
-        is_on_path = (jnp.arange(node_path.shape[1]) <= num_accepted[:, None])[..., None]
-        hidden, aux_hidden = (
-            jnp.where(is_on_path, packed.at(x[:, 0], node_path), 0)
-            for x in (features.hidden, features.aux_hidden)
-        )
+    emitted_ids, bonus_ids, aux_hidden = gather(hidden=features.aux_hidden)
+    hidden = jnp.zeros((*node_path.shape, 0), features.hidden.dtype)
+    if features.hidden.shape[-1]:
+        _, _, hidden = gather(hidden=features.hidden)
     return kv, Verified(
         emitted_ids=emitted_ids,
         bonus_ids=bonus_ids,
@@ -233,20 +198,17 @@ def forced_path(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
     forced: Int[Array, "B"],
-    *,
-    last_node: Int[Array, "B"] | None = None,
 ) -> Int[Array, "B M"]:
     """The real walk, cut or lengthened to `forced` drafts; 0 after them.
 
     Where the real walk ends, the path goes on with each node's first child. A node without one
-    (the tree may be shallower than S) is followed by the next node, or the last one by itself
-    (last_node; None: N - 1). The result depends on the real walk, so no compiler can leave that
-    out.
+    (the tree may be shallower than S) is followed by the next node, or the last one by itself. The
+    result depends on the real walk, so no compiler can leave that out.
 
     In:  parents [-1 0 0 1], node_path [0 2 0], num_accepted 1, forced 2   (b1 has no child)
     Out: [0 2 3]
     """
-    last = tree.parents.shape[1] - 1 if last_node is None else last_node
+    last = tree.parents.shape[1] - 1
     current = node_path[:, 0]
     path = [current]
     for i in range(1, node_path.shape[1]):

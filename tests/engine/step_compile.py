@@ -175,16 +175,10 @@ def make_case(
     num_rounds: int = 1,
     drafter: str = "eagle3",
     rows: int = 64,
-    total: float | None = None,
 ) -> Case:
-    """One model, speculation S/K/N, and as many pages as the memory of a chip holds.
-
-    total: nodes that a step verifies, a row on average.
-    """
+    """One model, speculation S/K/N, and as many pages as the memory of a chip holds."""
     mesh = sharding.make_mesh(list(devices_of(topology)))
-    program, params = _program(
-        model, shape, shards=mesh.size, ops=ops, drafter=drafter, total=total
-    )
+    program, params = _program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
     limits = ServeLimits(
         spec=program.spec,
         num_slots=rows,
@@ -225,7 +219,7 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
 
 
 def _program(
-    config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str, total: float | None
+    config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str
 ) -> tuple[StepProgram, Any]:
     """The static program and its abstract parameters in bf16. drafter: of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
@@ -239,7 +233,6 @@ def _program(
             num_steps=num_steps,
             topk=topk,
             num_draft_tokens=num_draft_tokens,
-            total_nodes_per_row=total,
         )
         made = _drafter(drafter, config, spec, ops=ops, shard=shard)
     target = Decoder(config, ops, shard, made.needs.aux_layer_ids)
@@ -312,7 +305,6 @@ def main(options: argparse.Namespace) -> None:
             num_rounds=options.num_continuous_decode_steps,
             drafter=options.drafter,
             rows=options.rows,
-            total=options.total_nodes_per_row,
         )
         what = {"topology": options.topology, "model": options.model, "shape": shape}
         what |= {"layers": model.num_layers, "devices": case.mesh.size}
@@ -334,5 +326,4 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=64, help="B of the decode programs")
     parser.add_argument("--drafter", default="eagle3", choices=ALGORITHMS)
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
-    parser.add_argument("--total-nodes-per-row", type=float, help="verified; all of N else")
     main(parser.parse_args())

@@ -37,7 +37,6 @@ class Case:
     sinks: bool = False
     writes: bool = True
     shares_pages: bool = False
-    ragged: bool = False  # trees of fewer nodes than a row has places
 
     @property
     def num_queries(self) -> int:
@@ -83,10 +82,6 @@ CASES = {
         options={"window": 6, "soft_cap": 3.0},
     ),
     "tree, narrow K and V": Case(page_size=4, batch=1, queries=5, tail=5, widths=(8, 6, 12)),
-    "trees of unequal size": Case(page_size=4, batch=5, queries=6, tail=6, ragged=True),
-    "trees of unequal size, window, two words": Case(
-        page_size=16, batch=3, queries=40, tail=40, ragged=True, options={"window": 9}
-    ),
     "nothing written": Case(page_size=4, batch=2, queries=3, writes=False),
 }
 
@@ -170,9 +165,7 @@ def attend_densely(
 
 
 def row_lengths(rng: np.random.Generator, case: Case) -> list[int]:
-    """Queries of each row: ragged, and with padding after them wherever padding is allowed."""
-    if case.tail is not None and case.ragged:
-        return [int(n) for n in rng.permutation(np.linspace(0, case.queries, case.batch))]
+    """Queries of each row: unequal, and with padding after them wherever padding is allowed."""
     if case.tail is not None:
         return [case.queries] * case.batch
     if not case.packed:

@@ -65,10 +65,6 @@ CASES = {
     "chain, padding queries": gpu_case(page_size=32, queries=4),
     "tree, a full tile": gpu_case(page_size=64, queries=16, tail=16, heads=(8, 2)),
     "tree, two tiles, two words": gpu_case(page_size=16, batch=1, queries=40, tail=40),
-    "trees of unequal size": gpu_case(page_size=16, batch=3, queries=8, tail=8, ragged=True),
-    "trees of unequal size, shares": gpu_case(
-        Tuning(splits=2), page_size=16, batch=3, queries=8, tail=8, ragged=True, sinks=True
-    ),
     "draft level": gpu_case(page_size=16, queries=4, tail=12),
     "half pages": gpu_case(page_size=128, queries=3, tail=9, longest=220),
     "blocks of 128": gpu_case(

@@ -99,9 +99,6 @@ SLOW = {
         queries=40, tail=40, rows=((128, 40), (5, 40)), heads=(2, 1), options=(("window", 9),)
     ),
     "draft level, older rows in two words": Case(queries=4, tail=40, rows=((99, 4), (36, 4))),
-    "trees of unequal size": Case(
-        queries=8, tail=8, rows=((128, 8), (33, 3), (7, 0), (0, 1)), page_size=4, pages_per_row=40
-    ),
     "tree, nothing written": Case(queries=8, tail=8, rows=((128, 8), (5, 8)), writes=False),
     "every row absent": Case(queries=2, rows=((0, 0), (0, 0))),
     "first rows absent": Case(queries=2, rows=((0, 0), (0, 0), (0, 0), (40, 2), (0, 0), (9, 1))),

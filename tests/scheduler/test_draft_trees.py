@@ -8,11 +8,11 @@ from jspec.messages.verified_tree import JudgedTree
 from jspec.scheduler.draft_trees import ALL_ALLOWED, TreeWatcher, tree_after
 from tests.support.fake_grammar import FakeConstraint, FakeGrammar
 
-TOKENS = np.array([7, 5, 6, 5, 9], np.int32)
-PARENTS = np.array([-1, 0, 0, -1, 2], np.int32)
+TOKENS = np.array([7, 5, 6, 9], np.int32)
+PARENTS = np.array([-1, 0, 0, 2], np.int32)
 
 
-def test_nodes_that_are_none_are_left_out_and_the_path_is_renumbered() -> None:
+def test_the_path_of_the_accepted_drafts_is_found() -> None:
     tree = JudgedTree.of(TOKENS.tolist(), PARENTS.tolist(), accepted_ids=(6, 9))
     assert tree == JudgedTree(ids=(7, 5, 6, 9), parents=(-1, 0, 0, 2), accepted=(2, 3))
 
@@ -32,7 +32,7 @@ def test_a_root_alone_is_no_tree_and_what_was_not_drafted_ends_the_path() -> Non
 
 def test_a_watcher_allows_everything_and_tells_each_tree_once() -> None:
     watcher = TreeWatcher()
-    allowed = np.zeros((5, 3), np.uint32)
+    allowed = np.zeros((4, 3), np.uint32)
     watcher.fill(TOKENS, PARENTS, allowed)
     assert (allowed == ALL_ALLOWED).all()
     found = tree_after(watcher, (6, 9, 1))
@@ -44,7 +44,7 @@ def test_a_watcher_allows_everything_and_tells_each_tree_once() -> None:
 def test_a_grammar_says_the_same_with_and_without_a_watcher() -> None:
     grammar = FakeGrammar(vocab_size=40, end_id=5, least=2, most=9)
     alone, watched = FakeConstraint(grammar), TreeWatcher(FakeConstraint(grammar))
-    masks = np.zeros((2, 5, 2), np.uint32)
+    masks = np.zeros((2, 4, 2), np.uint32)
     for _ in range(2):
         alone.fill(TOKENS, PARENTS, masks[0])
         watched.fill(TOKENS, PARENTS, masks[1])

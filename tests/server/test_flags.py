@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from jspec.cli.flag_table import FLAGS, Flag, FlagClass, FlagKind
-from jspec.cli.flags import FlagParser, add_flags, markdown_table, parse_flags
+from jspec.cli.flags import FlagParser, Settings, add_flags, markdown_table, parse_flags
 from jspec.config.engine_args import EngineArgs
-from jspec.config.peer_flags import OF_VLLM
+from jspec.config.peer_flags import OF_VLLM, REMOVED
 from jspec.errors import ConfigError
-from jspec.server.server_args import ServerArgs, Settings
+from jspec.server.server_args import ServerArgs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 SAMPLES = {FlagKind.INT: "1", FlagKind.FLOAT: "0.5", FlagKind.TEXT: "x", FlagKind.MANY: "x"}
@@ -150,6 +150,10 @@ def test_server_flags() -> None:
         (("--speculative-config", "{}"), "write --speculative-algorithm and its flags"),
         (("--max-model-len", "4096"), "write --context-length"),
         (("--enforce-eager",), "leave it out: every step is a compiled program"),
+        (
+            ("--speculative-total-nodes-per-row", "8"),
+            "unknown flag '--speculative-total-nodes-per-row': removed: it brought about 1% more",
+        ),
         (("--stop", "x"), "unknown flag '--stop': stop is set by each request; test --help"),
         (("--port", "high"), "--port is 'high'; expected an integer"),
         (("--tp", "two"), "--tp-size is 'two'; expected an integer"),
@@ -213,6 +217,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("verify_fraction = 0.1", "unknown key 'verify_fraction'; leave it out: a server does not"),
         ('device = "gpu"', "leave it out: JAX chooses"),
         ("[server]\nport = 1", "unknown key 'server'"),
+        ("speculative_total_nodes_per_row = 8", ": removed: it brought about 1% more"),
         ("port = ", "is not TOML"),
         ('port = "80"', "port is '80'; expected an integer"),
         ("port = true", "port is True; expected an integer"),
@@ -272,11 +277,11 @@ def test_the_docs_hold_the_table() -> None:
     assert markdown_table().strip() in DOCS.read_text(encoding="utf-8"), message
 
 
-def test_what_is_said_instead_of_another_servers_flag_is_there() -> None:
+def test_what_is_said_instead_of_another_servers_or_a_removed_flag_is_there() -> None:
     known = {
         name for flag in FLAGS if flag.flag_class is FlagClass.IMPLEMENTED for name in flag.names
     }
-    for theirs, ours in OF_VLLM.items():
+    for theirs, ours in {**OF_VLLM, **REMOVED}.items():
         assert theirs not in {name for flag in FLAGS for name in flag.names}
         for word in re.findall(r"--[a-z-]+", ours):
             assert word in known | {"--help"}, f"{theirs}: {word}"

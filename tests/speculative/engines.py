@@ -280,8 +280,7 @@ class Served:
     """What came out of one run.
 
     accepted[i]: num_accepted of each verification of request i, those after its end included.
-    accepted_together: num_accepted of all rows of each round. proposed_together: drafts of each
-    that were verified, where the engine says so. steps: all that ran.
+    accepted_together: num_accepted of all rows of each round. steps: all that ran.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -296,7 +295,6 @@ class Served:
     num_retractions: int
     accepted: tuple[tuple[int, ...], ...]
     accepted_together: tuple[tuple[int, ...], ...]
-    proposed_together: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[StepPlan, StepResult], ...]
     trace: tuple[TraceEvent, ...]
 
@@ -364,12 +362,6 @@ async def serve_view(
             tuple(len(emitted) - 1 for emitted in of_round.emitted_ids)
             for _, result in decodes
             for of_round in result.rounds
-        ),
-        proposed_together=tuple(
-            tuple(of_round.num_proposed.tolist())
-            for _, result in decodes
-            for of_round in result.rounds
-            if of_round.num_proposed is not None
         ),
         ids=tuple(tuple(completion.output_ids) for completion in drained),
         logprobs=tuple(tuple(completion.logprobs) for completion in drained),

@@ -39,16 +39,12 @@ class Setting:
     page_size: int
     rounds: int = 1
     shards: int = 1
-    total: float | None = None  # nodes a row on average
     others: tuple[tuple[int, int, int], ...] = ()
-    totals: tuple[float, ...] = ()  # further shapes: its own with so many nodes a row
 
     @property
     def name(self) -> str:
         s, k, n = self.shape
-        totals = self.totals if self.total is None else (self.total, *self.totals)
-        budget = "".join(f"_t{total:g}" for total in totals)
-        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}{budget}"
+        return f"{self.kind}_{s}-{k}-{n}_p{self.page_size}_r{self.rounds}_tp{self.shards}"
 
 
 # One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
@@ -69,13 +65,11 @@ REST = (
     Setting("multi_layer_not_chained", (3, 2, 11), 4, shards=2),
     Setting("recurrent", (2, 2, 7), 16, shards=2),
 )
-# One whose steps verify some of the nodes.
-BUDGET = Setting("eagle3", (3, 2, 7), 4, total=2.6)
 
 
 def engine(setting: Setting) -> Compiled:
     """With a drafter on a script, and one decode variant, which serves all."""
-    return _engine(setting) if setting in (*FAST, BUDGET) else _last_engine(setting)
+    return _engine(setting) if setting in FAST else _last_engine(setting)
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,7 +80,7 @@ def _last_engine(setting: Setting) -> Compiled:
 @functools.cache
 def _engine(setting: Setting) -> Compiled:
     kind = KINDS[setting.kind]
-    spec = dataclasses.replace(kind.spec(setting.shape), total_nodes_per_row=setting.total)
+    spec = kind.spec(setting.shape)
     target, own = laid_out(setting, tiny_params()[0], kind.params())
     return build(
         spec,
@@ -99,10 +93,7 @@ def _engine(setting: Setting) -> Compiled:
             kind.make(spec, ops, shard), spec, TARGET.vocab_size
         ),
         aux_layer_ids=kind.aux_layer_ids,
-        shapes=(
-            *(kind.spec(other) for other in setting.others),
-            *(dataclasses.replace(spec, total_nodes_per_row=total) for total in setting.totals),
-        ),
+        shapes=tuple(kind.spec(other) for other in setting.others),
     )
 
 

@@ -85,9 +85,6 @@ def engine_of(name: str) -> Compiled:
         return with_grammars(
             build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
         )
-    if name == "budget":
-        spec = dataclasses.replace(spec_of(3, 2, 7), total_nodes_per_row=2.0)
-        return with_grammars(build(spec, page_size=16, variants=(SAMPLING,)))
     shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[name]
     return with_grammars(engine(shape, 16, features=SAMPLING))
 
@@ -175,7 +172,6 @@ def test_the_end_comes_where_nothing_else_may_though_the_output_is_short() -> No
         pytest.param("two_shards", marks=pytest.mark.slow),
         pytest.param("chain", marks=pytest.mark.slow),
         pytest.param("two_rounds", marks=pytest.mark.slow),
-        pytest.param("budget", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])

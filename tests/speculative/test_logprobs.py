@@ -65,7 +65,6 @@ SHAPES = {
     "chain": spec_of(3, 1, 4),
     "tree": spec_of(3, 2, 6),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
-    "budget": dataclasses.replace(spec_of(3, 2, 6), total_nodes_per_row=2.4),
 }
 
 
@@ -160,7 +159,6 @@ def check_all(
     ("name", "shards", "chunk_size", "depth"),
     [
         pytest.param("plain", 1, 8, 1, marks=pytest.mark.slow),
-        pytest.param("budget", 1, 8, 1, marks=pytest.mark.slow),
         pytest.param("chain", 1, 7, 2, marks=pytest.mark.slow),
         pytest.param("chain", 2, 32, 0, marks=pytest.mark.slow),
         ("tree", 2, 7, 1),

@@ -41,7 +41,7 @@ SETTINGS = (
     Setting("multi_layer_not_chained", (3, 2, 11), 4, others=(OFF, (1, 1, 2), (2, 2, 5))),
     Setting("standalone", (3, 2, 11), 4, others=(OFF, (2, 1, 3), (1, 2, 3))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
-    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4)), totals=(5.5, 2.6)),
+    Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4), (3, 2, 5))),
 )
 BY_HAND = SETTINGS[9:11]  # trees again, of other drafters
 EVERY_SETTING = [

@@ -19,7 +19,7 @@ from jspec.pallas_kernels.ops import Ops
 from tests.speculative.engines import TARGET, Compiled, build, make_request, plain_ids, spec_of
 from tests.speculative.test_prefix_cache import Session, ids_of
 
-SLOW = ("plain", "tree", "tree under a budget")
+SLOW = ("plain", "tree")
 PAGE_SIZE = 4
 SHARING = SharingLimits(rows_a_pack=2, pays_from=1, least_rows=1)
 
@@ -50,9 +50,8 @@ class LeadersPages(Ops):
 @cache
 def engine(kind: str) -> Compiled:
     shape = {"plain": (0, 1, 1), "chain": (3, 1, 4)}.get(kind, (3, 2, 7))
-    budget = 4.0 if kind == "tree under a budget" else None
-    spec = dataclasses.replace(spec_of(*shape), total_nodes_per_row=budget)
     ops, variants = LeadersPages(), (SAMPLING,)
+    spec = spec_of(*shape)
     return build(spec, page_size=PAGE_SIZE, dial=False, variants=variants, ops=ops, sharing=SHARING)
 
 

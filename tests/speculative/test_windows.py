@@ -57,11 +57,7 @@ PREFILL = StepKind.PREFILL
 WINDOW, PAGE, NUM_TOKENS = 8, 4, 100
 SOME, ALL_LAYERS = (WINDOW, None, WINDOW), (WINDOW,) * 3
 SPECS = {"plain": (0, 1, 1), "chain": (3, 1, 4), "tree": (2, 2, 4), "itself": (3, 1, 4)}
-SPECS["budget"] = (2, 2, 7)
-BUDGETS = {"budget": 2.0}  # nodes a row on average
-
-
-DIALLED = ("chain", "tree", "budget")
+DIALLED = ("chain", "tree")
 
 
 def windowed(windows: tuple[int | None, ...]) -> ModelSpec:
@@ -87,7 +83,6 @@ def engine(name: str, windows: tuple[int | None, ...]) -> Compiled:
     """
     is_own_draft = name == "itself"
     spec = spec_of(*SPECS[name], *([Algorithm.STANDALONE] if is_own_draft else []))
-    spec = dataclasses.replace(spec, total_nodes_per_row=BUDGETS.get(name))
     has_model = spec.algorithm is not Algorithm.NONE
     mesh, shard, ops = mesh_of(1), Shard(1, sharding.TENSOR_AXIS), Ops()
     target_params, head_params = tiny_params()
@@ -166,7 +161,6 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     ("name", "windows", "depth", "chunk"),
     [
         pytest.param("plain", SOME, 0, 32, marks=pytest.mark.slow),
-        pytest.param("budget", SOME, 1, 8, marks=pytest.mark.slow),
         ("plain", ALL_LAYERS, 2, 8),
         pytest.param("chain", SOME, 1, 8, marks=pytest.mark.slow),
         ("tree", SOME, 2, 8),

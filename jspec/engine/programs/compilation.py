@@ -141,9 +141,8 @@ def compiler_options(
     if platform != "gpu":
         return {}
     is_decode = key.kind in (StepKind.DECODE, *CUT)
-    spec, tokens = key.shape or limits.spec, None
-    if is_decode:
-        tokens = spec.total_nodes(key.bucket) or key.bucket * spec.num_draft_tokens
+    spec = key.shape or limits.spec
+    tokens = key.bucket * spec.num_draft_tokens if is_decode else None
     options = ops.compiler_options(decode_tokens=tokens)
     passes = "rematerialization,dot-strength-reduction" if is_decode else "rematerialization"
     return {"xla_disable_hlo_passes": passes, **options}

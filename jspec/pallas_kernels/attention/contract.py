@@ -12,8 +12,7 @@ Query j of row b sees these keys:
   - tail_mask None: the first prefix_lens[b] + j + 1 (prefill, chunk, advance, chain);
   - tail_mask u32[T, ceil(W / 32)]: all keys before the tail, and tail slot w if bit w is set. The
     tail is the row's last W slots, up to this call's last new token (W from tail_positions). With
-    `queries_per_row` it ends at the row's R-th new slot, even if the row is shorter (a tree cut
-    by a node budget); the bits of slots that were not written are 0.
+    `queries_per_row` such a row has R queries or none.
   - window w: only keys with q_position - key_position < w; a tail key's position is
     tail_positions[b, w], any other key's position is its slot.
 

@@ -15,33 +15,12 @@ from jspec.device.pytree import pytree
 
 
 @pytree
-class GatheredQueries:
-    """Queries that come packed, T of them, to kernels that want R a row: a gather each way.
-
-    All kernels of rows take rows of unequal length in places of equal length (contract.py), so what
-    is not attention (products, norms, experts, logits) runs on T tokens, attention on B * R places.
-    """
-
-    source: jax.Array  # i32[B * R], of each place, anything for a place of no query
-    place: jax.Array  # i32[T], of each query, anything for padding
-
-    def spread(self, x: jax.Array) -> jax.Array:
-        """[B * R, ...] of [T, ...]"""
-        return jnp.take(x, self.source, axis=0, mode="clip")
-
-    def packed(self, x: jax.Array) -> jax.Array:
-        """[T, ...] of [B * R, ...]"""
-        return jnp.take(x, self.place, axis=0, mode="clip")
-
-
-@pytree
 class AttentionRows:
     """Everything about one call that is the same for all layers of a page space.
 
     page_table is the full space's; window_tables, by window, are those of the other spaces
-    (i32[B, P] each). A kernel reads page_table alone (`of_window`). gathered: of a call with
-    queries_per_row R whose tokens come packed; what is by query here is by place then. shared: what
-    rows begin with in the full space, which a kernel may read once for all of them.
+    (i32[B, P] each). A kernel reads page_table alone (`of_window`). shared: what rows begin with in
+    the full space, which a kernel may read once for all of them.
     """
 
     page_table: jax.Array  # i32[B, P]
@@ -51,15 +30,7 @@ class AttentionRows:
     tail_mask: jax.Array | None = None  # u32[T, ceil(W / 32)], bits past W are 0
     tail_positions: jax.Array | None = None  # i32[B, W]
     window_tables: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    gathered: GatheredQueries | None = None
     shared: SharedPrefixes | None = None
-
-    @property
-    def token_positions(self) -> jax.Array:
-        """i32[T], RoPE positions of the call's tokens as they come."""
-        if self.gathered is None:
-            return self.q_positions
-        return self.gathered.packed(self.q_positions)
 
     def of_window(self, window: int | None) -> AttentionRows:
         """The rows as layers with this window see them: with the page table of their space.
