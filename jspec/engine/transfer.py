@@ -241,17 +241,12 @@ def unpack_result(
         if asks_hidden is not None:
             prompt_hidden = asks_hidden.floats(of_tokens["hidden"][0, :, 0])
     of_rounds = zip(fields["num_emitted"], fields["emitted_ids"], strict=True)
-    # What counts a verification assumes the engine's own shape unless it is told otherwise.
-    proposed = None
-    if plan.shape is not None:
-        proposed = np.full(len(plan.rows), spec.num_draft_tokens - 1, np.int32)
     return StepResult(
         step=plan.step,
         rounds=tuple(
             RoundResult(
                 num_emitted=counts,
                 ids=ids,
-                num_proposed=proposed,
                 logprobs=_logprobs(fields, round_idx=i) if is_asked else None,
                 prompt_logprobs=of_prompts,
                 hidden=hidden[i],

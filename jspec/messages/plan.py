@@ -179,8 +179,6 @@ class RoundResult:
 
     num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
     num_accepted + 1. ids: the first num_emitted[i] of a row count, the others may be anything.
-    num_proposed[i]: drafts of row i that a decode verified, 0: it was a plain row; None where that
-    is N - 1 of each.
     logprobs: of those ids, [rows, M, .]; prompt_logprobs: of the prompt ids that follow each token
     of the chunks, [tokens of all chunks, 1, .]. hidden: what chose those ids, f32[rows, M, E];
     prompt_hidden: of each token of the chunks, f32[tokens, E]. None in a plan whose features lack
@@ -189,7 +187,6 @@ class RoundResult:
 
     num_emitted: np.ndarray  # i32[rows]
     ids: np.ndarray  # i32[rows, M]
-    num_proposed: np.ndarray | None = None  # i32[rows]
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None
     hidden: np.ndarray | None = None

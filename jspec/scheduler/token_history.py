@@ -41,22 +41,22 @@ class Piece(NamedTuple):
     """What one round added to one sequence; `chunk` must be called in order, once for each.
 
     ids: after the cut; of a verification's, past the first num_emitted, anything. num_emitted:
-    before the cut, 0 if this was no verification. num_proposed: drafts that were verified, None:
-    N - 1. text: made already, or None: to be made of the first num_shown ids (None: all) and, if
-    there is a finish, of what was held back.
+    before the cut, 0 if this was no verification. num_proposed: drafts that were verified, 0 in a
+    plain step, None: N - 1. text: made already, or None: to be made of the first num_shown ids
+    (None: all) and, if there is a finish, of what was held back.
     """
 
     transcript: Transcript
     ids: Ordered[int]
     num_emitted: int = 0
     origin: Origin = Origin()
+    num_proposed: int | None = None
     finish: FinishReason | None = None
     text: str | None = None
     num_shown: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
     hidden_states: tuple[np.ndarray, ...] = ()
-    num_proposed: int | None = None
     draft_tree: JudgedTree | None = None
 
     def chunk(self) -> StreamChunk:
@@ -69,13 +69,15 @@ class Piece(NamedTuple):
         ids: Iterable[list[int]],
         counts: Iterable[int],
         origins: Iterable[Origin],
+        *,
+        num_proposed: int | None,
     ) -> list[Piece]:
         """Of rows that go on with the first counts[i] of ids[i].
 
         A step makes one for each row before the next step is planned: no Python runs for one.
         """
-        rest = (repeat(default) for default in tuple(cls._field_defaults.values())[2:])
-        rows = zip(transcripts, ids, counts, origins, *rest, strict=False)
+        rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
+        rows = zip(transcripts, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
         return list(map(tuple.__new__, repeat(cls), rows))
 
 
@@ -148,8 +150,10 @@ class Tally:
     def add(self, *, num_emitted: int, num_kept: int, num_proposed: int | None = None) -> None:
         """One verification that emitted `num_emitted` ids, of which the cut left `num_kept`.
 
-        num_proposed: drafts that it verified; None: N - 1.
+        num_proposed: drafts that it verified; None: N - 1. With 0 it was a plain step.
         """
+        if num_proposed == 0:
+            return
         num_accepted = surviving_drafts(num_emitted, num_kept)
         self._histogram[num_accepted] += 1
         self._verify_ct += 1
@@ -164,11 +168,12 @@ class Tally:
     ) -> None:
         """num_verifications[n] that emitted n ids each, none of them cut; n up to M.
 
-        num_proposed: drafts that they verified together; None: N - 1 each.
+        num_proposed: drafts that each verified, as in `add`.
         """
-        if num_proposed is None:
-            num_proposed = sum(num_verifications) * self._num_drafts
-        self._num_proposed += num_proposed
+        if num_proposed == 0:
+            return
+        of_each = self._num_drafts if num_proposed is None else num_proposed
+        self._num_proposed += sum(num_verifications) * of_each
         for num_emitted, count in enumerate(num_verifications):
             if count:
                 self._histogram[num_emitted - 1] += count

@@ -260,11 +260,18 @@ def test_whole_verifications_count_as_one_by_one() -> None:
 
 def test_a_step_may_say_how_many_drafts_it_verified() -> None:
     one_by_one, at_once = Tally(CHAIN), Tally(CHAIN)
-    for num_emitted, num_proposed in ((1, 1), (3, 2), (2, 3)):
-        one_by_one.add(num_emitted=num_emitted, num_kept=num_emitted, num_proposed=num_proposed)
-    at_once.add_whole([0, 1, 1, 1], num_proposed=6)
+    for num_emitted in (1, 3, 2):
+        one_by_one.add(num_emitted=num_emitted, num_kept=num_emitted, num_proposed=2)
+    at_once.add_whole([0, 1, 1, 1], num_proposed=2)
     assert at_once.counters == one_by_one.counters
     assert at_once.counters.num_proposed == 6
+
+
+def test_a_plain_step_is_no_verification() -> None:
+    tally = Tally(CHAIN)
+    tally.add(num_emitted=1, num_kept=1, num_proposed=0)
+    tally.add_whole([0, 5], num_proposed=0)
+    assert (tally.counters.verify_ct, tally.counters.full_num_emitted) == (0, 0)
 
 
 def test_the_chunk_reports_the_cut() -> None:

@@ -12,14 +12,11 @@ cover is listed at `FakeRunner`.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-
-import numpy as np
 
 from jspec.config.limits import ServeLimits
 from jspec.errors import EngineClosedError
@@ -162,7 +159,7 @@ class FakeRunner:
         for ref in plan.row_refs:
             self._rows[ref.slot].steps_in_flight += 1
         self._last_step = plan.step
-        rounds = tuple(self._round(plan, ids) for ids in zip(*by_row, strict=True))
+        rounds = tuple(RoundResult.of(ids) for ids in zip(*by_row, strict=True))
         self._in_flight.append((plan, StepResult(step=plan.step, rounds=rounds)))
         self.plans.append(plan)
 
@@ -338,13 +335,6 @@ class FakeRunner:
                 require(row.owed <= limits.deferred_tokens, f"{row.owed} tokens wait")
             else:
                 require(row.owed == 0, f"a row drafts while {row.owed} tokens wait")
-
-    def _round(self, plan: StepPlan, ids: tuple[tuple[int, ...], ...]) -> RoundResult:
-        of_round = RoundResult.of(ids)
-        if plan.shape is None:
-            return of_round
-        proposed = np.full(len(ids), plan.shape.num_draft_tokens - 1, np.int32)
-        return dataclasses.replace(of_round, num_proposed=proposed)
 
     def _decode(self, ref: RowRef, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The row's ids, round by round."""
