@@ -164,7 +164,7 @@ def attention_part(step: Step, state: EngineState, *, writes: bool) -> Part:
     """Attention of all layers over their own pools, with or without writing the N new rows."""
     program, spec = step.program, step.program.target.spec
     heads = spec.one_layer.attention
-    settings = AttentionCall(queries_per_row=step.tree.tokens.shape[1], scale=heads.score_scale)
+    settings = AttentionCall(queries_per_row=step.tree.tokens.shape[1], scale=heads.softmax_scale)
 
     def call(q: jax.Array, pages: jax.Array, where: AttentionRows) -> tuple[jax.Array, jax.Array]:
         new = q[:, : heads.num_kv_heads] if writes else None

@@ -113,7 +113,7 @@ class PagedAttend:
         self._rows = rows
         self._ops = settings.ops
         self._call = AttentionCall(
-            queries_per_row=settings.queries_per_row, scale=spec.score_scale, window=spec.window
+            queries_per_row=settings.queries_per_row, scale=spec.softmax_scale, window=spec.window
         )
 
     def __call__(self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:

@@ -30,7 +30,7 @@ class AttentionSpec:
     window: a query sees keys with q_position - key_position < window, itself included; None: all.
     sinks: each head has a learned logit that takes its share of the softmax and adds nothing.
     qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
-    scale: of the scores; None is head_dim ** -0.5.
+    scale: of the scores before their softmax; None is head_dim ** -0.5.
     v_dim: numbers of a value head, at most head_dim; None: head_dim. value_scale: values times it.
     rotary_dim: of a head's numbers, the first, that RoPE turns; None: all.
     gate: what a head gives is multiplied by sigmoids of what a projection makes of the layer's
@@ -79,7 +79,7 @@ class AttentionSpec:
         return self.head_dim if self.v_dim is None else self.v_dim
 
     @property
-    def score_scale(self) -> float:
+    def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 

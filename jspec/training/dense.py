@@ -96,7 +96,7 @@ def _attend_dense(
     attend = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=True,
-        scale=spec.score_scale,
+        scale=spec.softmax_scale,
         local_window_size=((spec.window or 1) - 1, 0) if reaches_back else None,
         implementation=backend,
     )
@@ -113,7 +113,7 @@ def _attend_with_sinks(
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, k, preferred_element_type=jnp.float32)
     apart = jnp.arange(length)[:, None] - jnp.arange(length)[None]
     visible = (apart >= 0) & (apart < (spec.window or length))
-    scores = jnp.where(visible, scores * spec.score_scale, -jnp.inf)
+    scores = jnp.where(visible, scores * spec.softmax_scale, -jnp.inf)
     sink = sinks.astype(jnp.float32).reshape(num_groups, -1, 1, 1)
     sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
     weights = jax.nn.softmax(jnp.concatenate((scores, sink), axis=-1), axis=-1)[..., :-1]

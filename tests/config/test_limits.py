@@ -209,8 +209,8 @@ def test_only_equal_layers_have_one_layer() -> None:
 
 def test_scores_are_scaled_by_the_head_unless_told() -> None:
     attention = decoder().one_layer.attention
-    assert attention.score_scale == 0.5
-    assert replace(attention, scale=0.3).score_scale == 0.3
+    assert attention.softmax_scale == 0.5
+    assert replace(attention, scale=0.3).softmax_scale == 0.3
 
 
 @pytest.mark.parametrize("ids", [(3, 2, 5), (2, 2, 5)])
