@@ -57,7 +57,7 @@ class Case:
 
 
 def compiled(way: str, case: Case) -> Any:
-    one = partial(WAYS[way], scale=1.0, lowest=LOWEST)
+    one = partial(WAYS[way], lowest=LOWEST)
 
     def all_copies(logits: list[jax.Array], rows: tuple[jax.Array, ...]) -> list[Any]:
         temperature, seed, positions, ids = rows

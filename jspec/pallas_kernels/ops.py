@@ -225,11 +225,9 @@ class Ops:
         seed: UInt32[Array, "B 2"],
         positions: Int[Array, "B R"],
         token_ids: Int[Array, "U"],
-        scale: float,
         lowest: float,
     ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
-        """Return (top = largest scale * (logit + T * noise), its first column, sum of exp(score -
-        top)).
+        """(largest of logit + T * noise, its first column, the sum of exp(score - it)).
 
         lowest: the value of NaN and lower scores; -lowest bounds scores above.
         """
@@ -239,7 +237,6 @@ class Ops:
             seed,
             positions.reshape(-1),
             token_ids,
-            scale=scale,
             lowest=lowest,
         )
         top, column, mass = (x.reshape(positions.shape) for x in found)

@@ -257,7 +257,6 @@ class GpuOps(Ops):
         seed: jax.Array,
         positions: jax.Array,
         token_ids: jax.Array,
-        scale: float,
         lowest: float,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         found = rank_gpu.rank_one(
@@ -266,7 +265,6 @@ class GpuOps(Ops):
             seed,
             positions.reshape(-1),
             token_ids,
-            scale=scale,
             lowest=lowest,
             interpret=self.interpret,
         )

@@ -1,6 +1,6 @@
 """What a draft model thinks comes next: the K best candidates after a row, with shared noise.
 
-Candidates are ranked by log_softmax(c * (draft logits + T * g(s, p, v))) with the very noise that
+Candidates are ranked by log_softmax(draft logits + T * g(s, p, v)) with the very noise that
 verification will use at that position: what the draft thinks the target will choose, given the
 same dice. Every drafter that has a model ranks so, whatever that model is.
 """
@@ -26,13 +26,12 @@ from jspec.speculative.tree import LOWEST
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """How candidates are ranked. scale: the c of the score.
+    """How candidates are ranked.
 
     noise: False ranks plain top-k, to measure what shared noise gains; the text is the same.
     """
 
     topk: int
-    scale: float = 1.0
     noise: bool = True
 
 
@@ -54,14 +53,13 @@ def rank_candidates(
     if ranking.topk > 1 or not ranking.noise:
         if ranking.noise:
             logits = perturb(logits, sampling, positions=positions, token_ids=token_ids)
-        return top_candidates(ranking.scale * logits, token_ids, topk=ranking.topk, shard=shard)
+        return top_candidates(logits, token_ids, topk=ranking.topk, shard=shard)
     top, column, mass = ops.rank_one(
         logits,
         temperature=sampling.temperature,
         seed=sampling.seed,
         positions=positions,
         token_ids=token_ids,
-        scale=ranking.scale,
         lowest=LOWEST,
     )
     best = _Best(values=top[..., None], columns=column[..., None], top=top, mass=mass)
@@ -69,17 +67,17 @@ def rank_candidates(
 
 
 def top_candidates(
-    scaled: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
+    logits: Float[Array, "B R U"], ids: Int[Array, "U"], *, topk: int, shard: Shard
 ) -> tuple[Int[Array, "B R K"], Float[Array, "B R K"]]:
     """(target ids, log_softmax) of the K largest; every device decides from the same pairs.
 
     Ties prefer the lower draft id: shards hold ascending ids and top_k is stable. NaN is the lowest
     there is, and all scores are finite.
     """
-    scaled = finite(scaled, lowest=LOWEST)
-    values, columns = _largest(scaled, min(topk, scaled.shape[-1]))  # a shard may hold fewer
-    top = jnp.max(scaled, axis=-1)
-    mass = jnp.sum(jnp.exp(scaled - top[..., None]), axis=-1)
+    scores = finite(logits, lowest=LOWEST)
+    values, columns = _largest(scores, min(topk, scores.shape[-1]))  # a shard may hold fewer
+    top = jnp.max(scores, axis=-1)
+    mass = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
     best = _Best(values=values, columns=columns, top=top, mass=mass)
     return _joined(best, ids, topk=topk, shard=shard)
 

@@ -22,7 +22,7 @@ from tests.pallas_kernels.chips import needs_gpu
 
 SMALL = SampleTuning(chunk=256)
 WIDTH = 600  # two chunks of SMALL and a part
-FIXED: dict[str, Any] = {"scale": 1.3, "lowest": LOWEST}
+FIXED: dict[str, Any] = {"lowest": LOWEST}
 
 
 @jax.jit

@@ -16,7 +16,6 @@ def reference(
     positions: Int[Array, "T"],
     token_ids: Int[Array, "U"],
     *,
-    scale: float,
     lowest: float,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
     """Return (largest score, its first column, sum of exp(score - largest)) of each row, all
@@ -28,7 +27,7 @@ def reference(
     per_row = logits.shape[0] // temperature.shape[0]
     temperature, seed = jnp.repeat(temperature, per_row), jnp.repeat(seed, per_row, axis=0)
     noisy = logits + temperature[:, None] * noise.gumbel(seed, positions, token_ids)
-    scores = finite(scale * noisy, lowest=lowest)
+    scores = finite(noisy, lowest=lowest)
     top = jnp.max(scores, axis=1)
     mass = jnp.sum(jnp.exp(scores - top[:, None]), axis=1)
     return top, jnp.argmax(scores, axis=1).astype(jnp.int32), mass

@@ -1,8 +1,11 @@
 """The top-1 draft candidate and its softmax normalizer in one read of the logits (Pallas-Triton).
 
-One program handles a row and a chunk of the vocabulary; XLA reduces the chunks. Rows at temperature
-0 compute no noise, which XLA computes for all rows. It supports neither several candidates nor
-shards. benchmarks/rank_gpu.py measures it.
+Of each row it computes the largest score, logit(v) + T * g(seed, position, v), the first column
+that has it, and the sum of exp(score - largest): what log_softmax needs. One program a row and
+chunk of the vocabulary; XLA joins those. A row at temperature 0 makes no noise, which XLA's way
+makes for all rows alike.
+
+It knows nothing of more candidates than one, nor of shards. benchmarks/rank_gpu.py has the times.
 """
 
 from __future__ import annotations
@@ -30,12 +33,11 @@ def rank_one(
     positions: Int[Array, "T"],
     token_ids: Int[Array, "U"],
     *,
-    scale: float,
     lowest: float,
     tuning: SampleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"], Float[Array, "T"]]:
-    """Compute `rank.reference`, summing in another order. Static: scale, lowest, tuning."""
+    """As `rank.reference`, the sum in another order. Static: lowest, tuning."""
     num_rows, width = logits.shape
     tuning = tuning or choose_tuning(num_rows)
     chunk = min(tuning.chunk, pl.next_power_of_2(width))
@@ -43,7 +45,7 @@ def rank_one(
     per_row = num_rows // temperature.shape[0]
 
     def rank_gpu(*refs: Any) -> None:  # the name that profiles show
-        _body(*refs, chunk=chunk, per_row=per_row, scale=scale, lowest=lowest)
+        _body(*refs, chunk=chunk, per_row=per_row, lowest=lowest)
 
     shape = (num_rows, num_chunks)
     tops, columns, masses = pl.pallas_call(
@@ -72,7 +74,6 @@ def _body(
     *,
     chunk: int,
     per_row: int,
-    scale: float,
     lowest: float,
 ) -> None:
     """Rank one row's chunk. Columns past the row score -inf and add nothing to the sum."""
@@ -88,7 +89,7 @@ def _body(
         ids = plt.load(token_ids.at[column], mask=inside, other=0)
         return read + t * noise.gumbel_from_bits(noise.noise_bits(key, ids))
 
-    scores = finite(scale * lax.cond(t != 0, noisy, lambda: read), lowest=lowest)
+    scores = finite(lax.cond(t != 0, noisy, lambda: read), lowest=lowest)
     scores = jnp.where(inside, scores, -jnp.inf)
     top = jnp.max(scores)
     tops[row, index] = top

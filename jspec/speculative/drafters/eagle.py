@@ -103,15 +103,14 @@ class FeatureHead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EagleDrafter:
-    """EAGLE, with any head. `score_scale` is the c of the path score; `draft_noise` False drafts
-    plain top-k.
+    """EAGLE, with any head.
 
-    Plain top-k drafting exists to measure what shared noise gains; the emitted text is the same.
+    draft_noise: False drafts plain top-k, to measure what shared noise gains; the emitted text is
+    the same.
     """
 
     head: FeatureHead
     spec: SpeculativeConfig
-    score_scale: float = 1.0
     draft_noise: bool = True
 
     @property
@@ -157,7 +156,7 @@ class EagleDrafter:
             params["draft_ids"],
             sampling,
             positions=positions,
-            ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
+            ranking=Ranking(self.spec.topk, self.draft_noise),
             shard=self.head.shard,
             ops=self.head.ops,
         )

@@ -76,11 +76,10 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class MultiLayerDrafter:
-    """The first S layers of `head`. score_scale, draft_noise: as EagleDrafter has them."""
+    """The first S layers of `head`. draft_noise: as in EagleDrafter."""
 
     head: MtpHead
     spec: SpeculativeConfig
-    score_scale: float = 1.0
     draft_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -142,7 +141,7 @@ class MultiLayerDrafter:
             self.head.token_ids(),
             sampling,
             positions=positions,
-            ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
+            ranking=Ranking(self.spec.topk, self.draft_noise),
             shard=self.head.shard,
             ops=self.head.ops,
         )

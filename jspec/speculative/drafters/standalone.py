@@ -70,11 +70,10 @@ class StandaloneState:
 
 @dataclass(frozen=True, slots=True)
 class StandaloneDrafter:
-    """A language model that drafts. score_scale, draft_noise: as EagleDrafter has them."""
+    """A language model that drafts. draft_noise: as in EagleDrafter."""
 
     model: Decoder
     spec: SpeculativeConfig
-    score_scale: float = 1.0
     draft_noise: bool = True
 
     @property
@@ -119,7 +118,7 @@ class StandaloneDrafter:
             self.model.token_ids(),
             sampling,
             positions=positions,
-            ranking=Ranking(self.spec.topk, self.score_scale, self.draft_noise),
+            ranking=Ranking(self.spec.topk, self.draft_noise),
             shard=self.model.shard,
             ops=self.model.ops,
         )
