@@ -69,7 +69,6 @@ class Drafting:
     keeps_ids: its state derives from the ids of its row alone; a row that begins after a cached
         prefix must be told of the ids in it.
     has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
-    on_device: proposes inside the step. A drafter that does not would cut the step in two.
     """
 
     lookahead: int
@@ -79,7 +78,6 @@ class Drafting:
     candidates: str = "none"
     keeps_ids: bool = False
     has_model: bool = False
-    on_device: bool = True
     lag: OfTree = _nothing
     in_target: bool = False
 

@@ -83,11 +83,6 @@ class StepProgram:
                 f"{type(self.drafter).__name__} drafts for {self.spec.algorithm.value}; expected "
                 f"the drafter whose writes the host reserves for"
             )
-        if not self.drafter.drafting.on_device:
-            raise ConfigError(
-                f"{type(self.drafter).__name__} proposes on the host; expected a drafter that "
-                f"proposes inside the step"
-            )
 
 
 def speculative_step(

@@ -40,7 +40,7 @@ class DoctorSettings:
 def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The same engine with a chain: what is measured by depth needs one guess a depth."""
     args = EngineArgs.from_mapping(arguments)
-    if not args.algorithm.drafting.on_device or args.speculative.num_steps < 1:
+    if args.speculative.num_steps < 1:
         raise ConfigError(
             f"speculative_algorithm is {args.algorithm.value}; expected one that drafts, such as "
             "EAGLE3"
