@@ -43,11 +43,10 @@ class Accepts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """From low to high, but for `but_not`. expected: what an error says, if not the bounds."""
+    """From low to high. expected: what an error says, if not the bounds."""
 
     low: int
     high: int | None = None
-    but_not: tuple[int, ...] = ()
     expected: str = ""
 
     def check(self, name: str, value: Any) -> None:
@@ -56,7 +55,7 @@ class Integer:
         if isinstance(value, bool) or not isinstance(value, int):
             raise RequestError(f"{name} is {shown(value)}; expected {expected}")
         is_high = self.high is not None and value > self.high
-        if value < self.low or is_high or value in self.but_not:
+        if value < self.low or is_high:
             raise RequestError(f"{name} is {shown(value)}; expected {expected}")
 
 
