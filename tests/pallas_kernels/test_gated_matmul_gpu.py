@@ -26,7 +26,6 @@ from jspec.pallas_kernels.gated_mlp.gpu import (
     NARROW,
     choose_gated,
     gated_product,
-    large_product,
     reference,
 )
 from jspec.pallas_kernels.gated_mlp.plan import GatedTuning, Layout, Shared
@@ -96,15 +95,13 @@ def interpreter_params() -> Any:
         for name in SMALL_PROGRAMS
     ],
 )
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_interpreted_product_equals_the_reference_without_a_race(name: str, gated: bool) -> None:
+def test_interpreted_product_equals_the_reference_without_a_race(name: str) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
     m, k, columns, tuning = SMALL_PROGRAMS[name]
-    product, exact = (gated_product, reference) if gated else (large_product, jnp.matmul)
     x, w = operands(m, k, columns)
-    got = jax.jit(lambda x, w: product(x, w, tuning=tuning, interpret=interpreter_params()))(x, w)
-    assert_close(got, exact(x, w))
+    run = partial(gated_product, tuning=tuning, interpret=interpreter_params())
+    assert_close(jax.jit(run)(x, w), reference(x, w))
     assert not interpreter.get_races().races_found
 
 
@@ -158,7 +155,7 @@ def test_every_tile_is_computed_once(
     tuning = replace(SMALL, group=group, cluster=size, shared=shared, num_blocks=blocks)
     down, across = tuning.cluster_tiles
     width = columns * across * tuning.tile_n
-    plan = gated_matmul_gpu._Plan(tuning, 2, rows * tuning.tile_m, 64, width, interpreted=True)
+    plan = gated_matmul_gpu._Plan(tuning, rows * tuning.tile_m, 64, width, interpreted=True)
     block, turn = jnp.meshgrid(jnp.arange(12), jnp.arange(1600))  # of one shape in all examples
     of_members = jax.vmap(lambda _: plan.place(block, turn), axis_name="member")(jnp.arange(size))
     has_turn = (block < plan.num_blocks) & (turn < plan.turns(block))
@@ -174,7 +171,7 @@ def test_a_chip_writes_whole_eights_and_nothing_beyond(m: int, on_chip: int) -> 
     """The interpreter cannot leave rows out, so it writes whole tiles."""
     tuning = replace(SMALL, tile_m=64, num_consumers=1)
     plans = [
-        gated_matmul_gpu._Plan(tuning, 2, m, 64, 128, interpreted=interpreted)
+        gated_matmul_gpu._Plan(tuning, m, 64, 128, interpreted=interpreted)
         for interpreted in (False, True)
     ]
     assert [plan.written for plan in plans] == [on_chip, -(-m // 64) * 64]
@@ -182,12 +179,10 @@ def test_a_chip_writes_whole_eights_and_nothing_beyond(m: int, on_chip: int) -> 
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("m", [1024, pytest.param(8192, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_lowers_for_cuda(m: int, gated: bool) -> None:
+def test_lowers_for_cuda(m: int) -> None:
     """Layouts are inferred and shared memory is counted; no GPU takes part."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, K), (K, 2 * N)))
-    product = gated_product if gated else large_product
-    lowered = jax.jit(lambda x, w: product(x, w)).trace(x, w).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(gated_product).trace(x, w).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@mosaic_gpu_v2") == 1
 
 
@@ -285,15 +280,13 @@ def test_an_older_jax_says_what_is_missing() -> None:
 
 @needs_hopper
 @needs_mosaic_gpu
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", SMALL_PROGRAMS)
-def test_runs_on_chip(name: str, gated: bool) -> None:
+def test_runs_on_chip(name: str) -> None:
     m, k, columns, tuning = SMALL_PROGRAMS[name]
-    product, exact = (gated_product, reference) if gated else (large_product, jnp.matmul)
     x, w = operands(m, k, columns)
-    run = jax.jit(lambda x, w: product(x, w, tuning=tuning))
+    run = jax.jit(partial(gated_product, tuning=tuning))
     got = run(x, w)
-    assert_close(got, jax.jit(exact)(x, w))
+    assert_close(got, jax.jit(reference)(x, w))
     np.testing.assert_array_equal(got, run(x, w))
 
 

@@ -5,9 +5,12 @@ so only the result is written; XLA writes both products and reads them back. A p
 copies tiles by TMA into a ring in shared memory and two consumers multiply; blocks are persistent,
 and the ring runs on across tiles.
 
-The epilogue is hidden: the sums of a tile are rounded to bf16, which halves their registers, and
-converted piece by piece during the first iterations of the next tile. Rounding is that of a bf16
-product followed by a float32 activation: gate and up to bf16, and the result once more.
+The epilogue costs no time of its own: the sums of a tile are rounded to bf16, which halves their
+registers, and are turned into results piece by piece while the first steps of the next tile are
+being multiplied. Rounding is that of a bf16 product followed by an activation in float32: gate and
+up to bf16, then one more at the end.
+
+It knows nothing of layers or sharding; `reference` is the specification.
 """
 
 from __future__ import annotations
@@ -108,24 +111,12 @@ def gated_product(
     tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so.
     interpret: parameters of the GPU interpreter. Raises ValueError if `tuning` does not fit.
     """
-    return _launch(x, w, halves=2, tuning=tuning, interpret=interpret)
-
-
-def large_product(
-    x: BFloat16[Array, "M K"],
-    w: BFloat16[Array, "K N"],
-    *,
-    tuning: GatedTuning = DEFAULT,
-    interpret: Any = None,
-) -> BFloat16[Array, "M N"]:
-    """Return x @ w with the same kernel; a tile has 2 * tile_n columns."""
-    return _launch(x, w, halves=1, tuning=tuning, interpret=interpret)
+    return _launch(x, w, tuning=tuning, interpret=interpret)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     tuning: GatedTuning
-    halves: int  # parts of the weights' columns in a tile: 2 for gate and up, or 1
     m: int
     k: int
     width: int  # columns of the result
@@ -133,8 +124,8 @@ class _Plan:
 
     @property
     def columns(self) -> int:
-        """Columns of the result in one tile."""
-        return 2 * self.tuning.tile_n // self.halves
+        """Of the result in one tile."""
+        return self.tuning.tile_n
 
     @property
     def k_tiles(self) -> int:
@@ -170,10 +161,10 @@ class _Plan:
         return (deep, across) if self.tuning.layout is Layout.IN_OUT else (across, deep)
 
     def cut(self, w: jax.Array) -> jax.Array:
-        """Reshape weights [K, halves * width] as the kernel reads them: gate and up separate."""
+        """The weights [K, 2 * width] as the kernel reads them: gate and up apart."""
         if self.tuning.layout is Layout.IN_OUT:
-            return w.reshape(self.k, self.halves, self.width)
-        return w.T.reshape(self.halves, self.width, self.k)
+            return w.reshape(self.k, 2, self.width)
+        return w.T.reshape(2, self.width, self.k)
 
     @property
     def pieces(self) -> int:
@@ -214,11 +205,9 @@ class _Plan:
         return row, column
 
 
-@partial(jax.jit, static_argnames=("halves", "tuning", "interpret"), inline=False)
-def _launch(
-    x: jax.Array, w: jax.Array, *, halves: int, tuning: GatedTuning, interpret: Any
-) -> jax.Array:
-    """Run the kernel. An inner jit, so that it is lowered (a second) once for all layers."""
+@partial(jax.jit, static_argnames=("tuning", "interpret"), inline=False)
+def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) -> jax.Array:
+    """An inner jit: however many layers call it, it is lowered once, which takes a second."""
     require_mosaic_gpu()
     (m, k), columns = x.shape, w.shape[1]
     problem = tuning.problem(m, k, columns)
@@ -226,7 +215,7 @@ def _launch(
         raise ValueError(f"[{m}, {k}] @ [{k}, {columns}]: {problem}")
     if m % 8:  # a copy may reach outside, but not within a swizzled tile
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
-    plan = _Plan(tuning, halves, m, k, columns // halves, interpreted=interpret is not None)
+    plan = _Plan(tuning, m, k, columns // 2, interpreted=interpret is not None)
 
     def gated_product_gpu(*refs: Any, **scratch: Any) -> None:  # the name that profiles show
         _body(plan, *refs, **scratch)
@@ -257,9 +246,9 @@ def _scratch(plan: _Plan) -> dict[str, Any]:
     """
     tuning, stages = plan.tuning, plan.tuning.num_stages
     ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)
-    split, tiling = (tuning.tile_k, plan.halves, plan.columns), (8, 1, 64)
+    split, tiling = (tuning.tile_k, 2, plan.columns), (8, 1, 64)
     if tuning.layout is Layout.OUT_IN:
-        split, tiling = (plan.halves, plan.columns, tuning.tile_k), (1, 8, 64)
+        split, tiling = (2, plan.columns, tuning.tile_k), (1, 8, 64)
     piece = (tuning.num_consumers, plan.num_buffers, tuning.rows_per_consumer, tuning.piece)
     return {
         "x_smem": ring((stages, tuning.tile_m, tuning.tile_k), transforms=swizzled(jnp.bfloat16)),
@@ -272,7 +261,7 @@ def _scratch(plan: _Plan) -> dict[str, Any]:
         "staged": ring(piece, transforms=swizzled(jnp.bfloat16, 2 * tuning.piece)),
         **ring_barriers(
             stages,
-            copies=1 + (plan.halves if plan.interpreted else 1),
+            copies=1 + (2 if plan.interpreted else 1),
             consumers=tuning.num_consumers,
             cluster=tuning.cluster,
         ),
@@ -309,7 +298,7 @@ def _produce(
             source = w.at[:, columns, depth] if turned else w.at[depth, :, columns]
             plgpu.copy_gmem_to_smem(source, w_smem.at[stage], full.at[stage], collective_axes=axes)
             return
-        for half in range(plan.halves):
+        for half in range(2):
             source = w.at[half, columns, depth] if turned else w.at[depth, half, columns]
             part = pl.ds(half * plan.columns, plan.columns)
             target = w_smem.at[stage, part] if turned else w_smem.at[stage, :, part]
@@ -435,9 +424,8 @@ def _write(
     tuning, rows = plan.tuning, plan.tuning.rows_per_consumer
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
-    values = sums[:, first : first + tuning.piece]
-    if plan.halves == 2:
-        values = _gated(values, sums[:, plan.columns + first : plan.columns + first + tuning.piece])
+    up = plan.columns + first
+    values = _gated(sums[:, first : first + tuning.piece], sums[:, up : up + tuning.piece])
     buffer = staged.at[consumer, piece % plan.num_buffers]
     plgpu.wait_smem_to_gmem(plan.num_buffers - 1, wait_read_only=True)
     buffer[...] = values
