@@ -25,7 +25,6 @@ from jspec.engine.weights.loading import BUNDLED
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle1 import check_eagle1, load_eagle1_config
 from jspec.models.heads.hf_mtp import check_mtp, load_mtp_config
-from jspec.models.registry import FAMILIES
 from tests.support.tiny_models import write_tiny_pair
 
 PAGE = Path(__file__).parent.parent / "docs" / "training.md"
@@ -185,7 +184,7 @@ def test_the_small_heads_fit_the_bundled_target() -> None:
     target = load_model_spec(BUNDLED / "target")
     eagle, mtp = BUNDLED / "draft_eagle1", BUNDLED / "draft_mtp"
     check_eagle1(eagle, load_eagle1_config(eagle, target=target))
-    config, names = load_mtp_config(mtp, target=target, families=FAMILIES, num_layers=3)
+    config, names = load_mtp_config(mtp, target=target, num_layers=3)
     check_mtp(mtp, config, names)
     lm = BUNDLED / "draft_lm"
     assert load_model_spec(lm).vocab_size == target.vocab_size

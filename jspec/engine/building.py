@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Load(Protocol):
-    """As `load_models`, with its own families and drafters."""
+    """As `load_models`, with its own drafters."""
 
     def __call__(self, args: EngineArgs, paths: ModelPaths, /, *, mesh: Mesh) -> LoadedModels: ...
 
@@ -46,8 +46,8 @@ def build_runner(
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     """Loads, sizes, and compiles what must be there at the start; the rest is then being built.
 
-    Also returns what it was built from, and its weights, to be read and changed. load: for models
-    or drafters that no registry has.
+    Also returns what it was built from, and its weights, to be read and changed. load: for drafters
+    that no registry has.
 
     Raises ConfigError and CheckpointError for what cannot be.
     Whoever keeps an error of it keeps no weights, state or programs.

@@ -146,16 +146,12 @@ def paged_layer(
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A target over its pools, one a layer. aux_layer_ids: what a draft model will be fed.
-
-    declared: its weights, where the registry does not list its family.
-    """
+    """A target over its pools, one a layer. aux_layer_ids: what a draft model will be fed."""
 
     spec: ModelSpec
     ops: Ops
     shard: Shard = field(default_factory=Shard)
     aux_layer_ids: tuple[int, ...] = ()
-    declared: ParamTable | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -167,7 +163,7 @@ class Decoder:
 
     @property
     def table(self) -> ParamTable:
-        return table_of(self.spec) if self.declared is None else self.declared
+        return table_of(self.spec)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -24,7 +24,7 @@ from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
 from jspec.spec.model_spec import ModelSpec
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: list[Family] = [
     llama.FAMILY,
     mistral.FAMILY,
     qwen2.FAMILY,
@@ -35,7 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     mimo_v2.FAMILY,
     step3p5.FAMILY,
     glm4_moe.FAMILY,
-)
+]
 
 # Architectures of checkpoints that hold a layer for multi-token prediction and no target.
 DRAFTS: dict[str, MtpFamily] = {
@@ -56,9 +56,14 @@ NOT_BUILT: dict[str, str] = {
 }
 
 
-def architectures(families: tuple[Family, ...] = FAMILIES) -> tuple[str, ...]:
+def register(family: Family) -> None:
+    """Serve a family of one's own, in this process: before an engine is made that reads it."""
+    FAMILIES.append(family)
+
+
+def architectures() -> tuple[str, ...]:
     """Every architecture name that is served."""
-    return tuple(name for family in families for name in family.architectures)
+    return tuple(name for family in FAMILIES for name in family.architectures)
 
 
 def draft_algorithm(fields: Fields) -> str | None:
@@ -72,9 +77,9 @@ def draft_algorithm(fields: Fields) -> str | None:
     return "EAGLE" if "Eagle" in str(name) else None
 
 
-def family_of(architecture: str, path: Path, families: tuple[Family, ...] = FAMILIES) -> Family:
+def family_of(architecture: str, path: Path) -> Family:
     """The family of a checkpoint's architecture. ConfigError, naming it, for one not served."""
-    for family in families:
+    for family in FAMILIES:
         if architecture in family.architectures:
             return family
     if architecture in NOT_BUILT:
@@ -82,7 +87,7 @@ def family_of(architecture: str, path: Path, families: tuple[Family, ...] = FAMI
             f"{path}: architecture is {architecture!r}, which is known and not built: "
             f"{NOT_BUILT[architecture]}"
         )
-    known = architectures(families)
+    known = architectures()
     near = difflib.get_close_matches(architecture, known, n=1)
     hint = f" (the nearest is {near[0]})" if near else ""
     raise ConfigError(
@@ -90,21 +95,15 @@ def family_of(architecture: str, path: Path, families: tuple[Family, ...] = FAMI
     )
 
 
-def family_named(name: str, families: tuple[Family, ...] = FAMILIES) -> Family:
+def family_named(name: str) -> Family:
     """The family of ModelSpec.family. ConfigError for a name that none has."""
-    found = next((family for family in families if family.name == name), None)
+    found = next((family for family in FAMILIES if family.name == name), None)
     if found is None:
-        names = ", ".join(family.name for family in families)
+        names = ", ".join(family.name for family in FAMILIES)
         raise ConfigError(f"model family is {name!r}; expected one of {names}")
     return found
 
 
-def table_of(spec: ModelSpec, families: tuple[Family, ...] = FAMILIES) -> ParamTable:
+def table_of(spec: ModelSpec) -> ParamTable:
     """Every weight of a target."""
-    return family_named(spec.family, families).table(spec)
-
-
-def declared_by(spec: ModelSpec, families: tuple[Family, ...]) -> ParamTable | None:
-    """The table of a family that the registry does not list; None for one that it does."""
-    family = family_named(spec.family, families)
-    return None if family in FAMILIES else family.table(spec)
+    return family_named(spec.family).table(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jspec.messages.features import StepFeatures
 from jspec.messages.plan import StepKind
 from jspec.models.files.checkpoint import load_model_spec, save_target
 from jspec.models.placement import init_params
-from jspec.models.registry import FAMILIES, table_of
+from jspec.models.registry import FAMILIES, family_named, table_of
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.step import StepProgram
@@ -46,18 +47,26 @@ def blocks_of(name: str) -> dict[str, Any]:
     return names
 
 
-def write_alternating(path: Path, family: Any, families: Any) -> ModelSpec:
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """A guide registers its family; no other test is to see it."""
+    before = list(FAMILIES)
+    yield
+    FAMILIES[:] = before
+
+
+def write_alternating(path: Path, family: Any) -> ModelSpec:
     """A tiny checkpoint of the guide's family; its spec is what the family's own reader makes."""
     base = tiny_target_config(num_layers=2)
     path.mkdir()
-    plain = next(f for f in families if f.name == "llama").to_json(base)
+    plain = family_named("llama").to_json(base)
     own = {"architectures": list(family.architectures), "sliding_window": WINDOW}
     config = path / "config.json"
     config.write_text(json.dumps(plain | own), encoding="utf-8")
-    spec = load_model_spec(path, families)
-    params = init_params(table_of(spec, families), seed=4)
-    save_target(path, spec, params, dtype=np.float32, families=families)
-    assert load_model_spec(path, families) == spec
+    spec = load_model_spec(path)
+    params = init_params(table_of(spec), seed=4)
+    save_target(path, spec, params, dtype=np.float32)
+    assert load_model_spec(path) == spec
     return spec
 
 
@@ -82,8 +91,8 @@ def compiled(models: LoadedModels, args: EngineArgs) -> Compiled:
 def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_path: Path) -> None:
     """Greedy text through the paged engine, drafted for by the toy, against a dense forward."""
     of_model, of_drafter = blocks_of("add_a_model.md"), blocks_of("add_a_drafter.md")
-    path, families = tmp_path / "model", of_model["families"]
-    spec = write_alternating(path, of_model["FAMILY"], families)
+    path = tmp_path / "model"
+    spec = write_alternating(path, of_model["FAMILY"])
     assert [layer.attention.window for layer in spec.layers] == [None, WINDOW]
     args = EngineArgs(
         model_path=str(path), speculative_algorithm="NGRAM", speculative_num_draft_tokens=3
@@ -92,7 +101,6 @@ def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_p
         args,
         resolve_paths(args),
         mesh=mesh_of(1),
-        families=families,
         drafters=of_drafter["drafters"],
     )
     assert type(models.drafter) is of_drafter["RepeatDrafter"]
@@ -113,12 +121,15 @@ def test_a_family_and_a_drafter_of_the_guides_serve_the_model_s_own_tokens(tmp_p
     assert sum(served.counters.accept_histogram) > 0
 
 
-def test_what_the_guides_add_is_added_to_nothing_global(tmp_path: Path) -> None:
+def test_a_family_is_served_once_it_is_registered(tmp_path: Path) -> None:
     of_model = blocks_of("add_a_model.md")
-    assert of_model["FAMILY"] not in FAMILIES
-    write_alternating(tmp_path / "model", of_model["FAMILY"], of_model["families"])
+    write_alternating(tmp_path / "model", of_model["FAMILY"])
+    FAMILIES.remove(of_model["FAMILY"])
     with pytest.raises(ConfigError, match="architecture is 'AlternatingForCausalLM'; expected one"):
         load_model_spec(tmp_path / "model")
+
+
+def test_a_drafter_of_the_guide_is_added_to_nothing_global() -> None:
     before = DRAFTERS[Algorithm.NGRAM]
     drafters = blocks_of("add_a_drafter.md")["drafters"]
     assert DRAFTERS[Algorithm.NGRAM] is before is not drafters[Algorithm.NGRAM]

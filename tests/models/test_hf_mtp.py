@@ -18,7 +18,7 @@ from jspec.models.heads.hf_mtp import check_mtp, load_mtp, load_mtp_config
 from jspec.models.heads.mtp import MtpHead, RecurrentHead
 from jspec.models.heads.mtp_params import MtpNames, mtp_params
 from jspec.models.params import ParamTable
-from jspec.models.registry import DRAFTS, FAMILIES, family_named, table_of
+from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec, MtpConfig
 from tests.models.head_laws import PagedHead
@@ -103,9 +103,7 @@ def change(path: Path, **shapes: tuple[int, ...] | None) -> None:
 
 def read(path: Path, layout: str, *, num_layers: int = 1) -> tuple[MtpConfig, MtpNames]:
     """As an engine has it before it reads the target."""
-    config, names = load_mtp_config(
-        path, target=target_of(layout), families=FAMILIES, num_layers=num_layers
-    )
+    config, names = load_mtp_config(path, target=target_of(layout), num_layers=num_layers)
     check_mtp(path, config, names)
     return config, names
 

@@ -22,7 +22,7 @@ from jspec.models.heads.hf_eagle3 import save_eagle3
 from jspec.models.heads.hf_mtp import save_mtp
 from jspec.models.heads.mtp_params import mtp_params
 from jspec.models.placement import init_params
-from jspec.models.registry import FAMILIES, table_of
+from jspec.models.registry import table_of
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
 
@@ -94,7 +94,6 @@ def source(kind: str, path: Path) -> DraftSource:
         target_path=Path("target"),
         tokenizer=path,
         shards=1,
-        families=FAMILIES,
     )
     return DRAFTERS[args.algorithm](request)
 

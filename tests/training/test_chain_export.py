@@ -34,7 +34,6 @@ from jspec.models.heads.hf_mtp import (
     mtp_config_json,
     written_config,
 )
-from jspec.models.registry import FAMILIES
 from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.training.heads.head_mtp import TrainedMtp, mtp_head
@@ -65,7 +64,7 @@ def exported(folder: Path, target: ModelSpec, params: Params) -> tuple[TrainedMt
 
 def check_reads(folder: Path, target: ModelSpec, params: Params, head: TrainedMtp, own: Any) -> Any:
     """As an engine does beside its target; the config that was read."""
-    config, names = load_mtp_config(folder, target=target, families=FAMILIES, num_layers=COUNT)
+    config, names = load_mtp_config(folder, target=target, num_layers=COUNT)
     check_mtp(folder, config, names)
     read = load_mtp(folder, config, names, target_params=params, dtype=np.float32)
     assert read["embed"] is params["embed"]
@@ -144,12 +143,12 @@ def test_a_chain_that_has_not_the_number_beside_it_is_refused(tmp_path: Path) ->
     said = tmp_path / "config.json"
     written = json.loads(said.read_text())
     said.write_text(json.dumps(written | {"num_hidden_layers": 44}))
-    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=COUNT)
+    config, names = load_mtp_config(tmp_path, target=target, num_layers=COUNT)
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.44\."):
         check_mtp(tmp_path, config, names)
     said.write_text(json.dumps(written | {"num_hidden_layers": 46}))
     with pytest.raises(CheckpointError, match=r"layer_types has 48 entries; expected .* layer 48"):
-        load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=COUNT)
+        load_mtp_config(tmp_path, target=target, num_layers=COUNT)
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(theta=10000.0), RopeConfig(theta=5e5, factor=8.0)])

@@ -24,7 +24,6 @@ from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.models.heads.hf_mtp import load_mtp, load_mtp_config
 from jspec.models.heads.mtp import MtpHead
-from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
@@ -152,7 +151,7 @@ def test_exported_layers_for_multi_token_prediction_draft_what_they_learnt(tmp_p
     head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40)
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
-    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=DEPTHS)
+    config, names = load_mtp_config(tmp_path, target=target, num_layers=DEPTHS)
     assert config == head.config
     params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
     for layer in range(DEPTHS):
@@ -170,7 +169,7 @@ def test_an_exported_chain_of_layers_drafts_what_it_learnt(tmp_path: Path) -> No
     head = mtp_head(target, num_layers=DEPTHS, intermediate_size=40, chained=True)
     everything = np.arange(target.vocab_size, dtype=np.int32)
     ids, features, guesses = trained(head, target, target_params, everything, tmp_path)
-    config, names = load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=DEPTHS)
+    config, names = load_mtp_config(tmp_path, target=target, num_layers=DEPTHS)
     assert config == head.config
     assert config.chained
     params = load_mtp(tmp_path, config, names, target_params=target_params, dtype=np.float32)
@@ -210,6 +209,6 @@ def test_layers_of_another_target_are_refused(tmp_path: Path) -> None:
     head.save(tmp_path, params, draft_ids=everything, dtype=np.float32, target=target)
     other = replace(target, vocab_size=target.vocab_size + 8)
     with pytest.raises(CheckpointError, match=r"\(48, 32\); expected the target's \(56, 32\)"):
-        load_mtp_config(tmp_path, target=other, families=FAMILIES, num_layers=1)
+        load_mtp_config(tmp_path, target=other, num_layers=1)
     with pytest.raises(ConfigError, match="speculative_num_steps is 2; expected at most 1"):
-        load_mtp_config(tmp_path, target=target, families=FAMILIES, num_layers=2)
+        load_mtp_config(tmp_path, target=target, num_layers=2)

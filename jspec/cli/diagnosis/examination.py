@@ -203,11 +203,7 @@ class Examination:
             dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=None))
             for layer in spec.layers
         )
-        target = dataclasses.replace(
-            self._target,
-            spec=dataclasses.replace(spec, layers=layers),
-            declared=self._target.table,
-        )
+        target = dataclasses.replace(self._target, spec=dataclasses.replace(spec, layers=layers))
         reading = Reading(
             kind="window",
             fault=f"the target attends to a window of {windows[0]} tokens, and was "

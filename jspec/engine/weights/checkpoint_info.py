@@ -21,7 +21,7 @@ from jspec.files.json_files import Fields, read_fields
 from jspec.models.files.checkpoint import check_directory, check_target, load_model_spec
 from jspec.models.files.tensor_files import Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_files import LAYER, stored_names
-from jspec.models.registry import FAMILIES, architectures, draft_algorithm, family_named, table_of
+from jspec.models.registry import architectures, draft_algorithm, family_named, table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
@@ -252,7 +252,6 @@ def _served_draft(info: CheckpointInfo, path: Path, target: Path) -> tuple[Draft
             target_path=target,
             tokenizer=target,
             shards=1,
-            families=FAMILIES,
         )
         try:
             source = DRAFTERS[args.algorithm](request)

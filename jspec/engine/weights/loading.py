@@ -30,7 +30,6 @@ from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder, Params
-from jspec.models.family import Family
 from jspec.models.files.checkpoint import (
     check_target,
     load_model_spec,
@@ -41,7 +40,6 @@ from jspec.models.files.checkpoint import (
 from jspec.models.files.stored import on_host
 from jspec.models.params import ParamTable
 from jspec.models.placement import Tables, abstract_params, param_places
-from jspec.models.registry import FAMILIES, declared_by
 from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS
@@ -103,19 +101,18 @@ def load_models(
     paths: ModelPaths,
     *,
     mesh: Mesh,
-    families: tuple[Family, ...] = FAMILIES,
     drafters: Mapping[Algorithm, ReadSource] = DRAFTERS,
 ) -> LoadedModels:
     """Reads the configs, resolves, and places target and draft.
 
-    families, drafters: those that are served. Raises CheckpointError or ConfigError naming the
+    drafters: those that are served. Raises CheckpointError or ConfigError naming the
     tensor, file or number that does not fit.
     """
-    spec = load_model_spec(paths.target, families)
+    spec = load_model_spec(paths.target)
     warn_of_ends(paths.target, spec)
     check_divisible(spec, shards=mesh.size)
     if args.load_format != "dummy":
-        check_target(paths.target, spec, families)  # before anything is built a layer at a time
+        check_target(paths.target, spec)  # before anything is built a layer at a time
     request = DraftRequest(
         args=args,
         path=paths.draft,
@@ -123,7 +120,6 @@ def load_models(
         target_path=paths.target,
         tokenizer=paths.tokenizer,
         shards=mesh.size,
-        families=families,
     )
     source = drafters[args.algorithm](request)
     for draft_spec in source.specs:
@@ -149,15 +145,15 @@ def _place_models(
     mesh: Mesh,
 ) -> LoadedModels:
     """Target and draft as `config` says, their weights read or made."""
-    spec, families = request.target, request.families
+    spec = request.target
     shard = Shard(mesh.size, sharding.TENSOR_AXIS)
     ops = ops_of(config)
     if ops.reads_packed and mesh.size == 1 and jnp.dtype(config.dtype) == jnp.bfloat16:
         has_files = config.load_format != "dummy"
         path = Path(config.model_path)
-        spec = packed_spec(path, spec, families, has_files=has_files) or spec
-    target = Decoder(spec, ops, shard, source.aux_layer_ids, declared_by(spec, families))
-    placed = _target_params(config, target, mesh=mesh, families=families)
+        spec = packed_spec(path, spec, has_files=has_files) or spec
+    target = Decoder(spec, ops, shard, source.aux_layer_ids)
+    placed = _target_params(config, target, mesh=mesh)
     try:
         drafter = source.make(ops, shard)
         draft = _draft_params(config, source, drafter, target, placed, mesh=mesh)
@@ -177,9 +173,7 @@ def _place_models(
     )
 
 
-def _target_params(
-    config: ResolvedConfig, target: Decoder, *, mesh: Mesh, families: tuple[Family, ...]
-) -> Params:
+def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Params:
     """The target's params on the mesh: read, or made."""
     path, dtype = Path(config.model_path), jnp.dtype(config.dtype)
     _check_fits("model_path", path, target.table, mesh=mesh, dtype=dtype)
@@ -197,7 +191,6 @@ def _target_params(
         target.spec,
         dtype=dtype,
         shards=mesh.size,
-        families=families,
         place=lambda reads: stream(reads, put),
     )
 

@@ -257,7 +257,6 @@ class ServedWeights:
                 models.target.spec,
                 dtype=self._dtype,
                 shards=self._mesh.size,
-                families=models.request.families,
                 place=place,
             )
             new |= flat_leaves({TARGET.value: read})
@@ -272,12 +271,11 @@ class ServedWeights:
     def _check_target(self, path: Path) -> None:
         """CheckpointError for config and headers that are not the served target's."""
         check_directory("model_path", path)
-        served, families = self._models.target.spec, self._models.request.families
-        spec = load_model_spec(path, families)
+        served, spec = self._models.target.spec, load_model_spec(path)
         ends = {name: getattr(served, name) for name in ("eos_token_ids", "bos_token_id")}
         other = differences(served, dataclasses.replace(spec, **ends))
         lines = [f"config.json: {line}" for line in other]
-        lines += _fault(lambda: check_target(path, served, families))
+        lines += _fault(lambda: check_target(path, served))
         if lines:
             raise CheckpointError("\n  ".join((f"{path}: not weights of what is served", *lines)))
 

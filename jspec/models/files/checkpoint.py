@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reason_of
 from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
-from jspec.models.family import Family, eos_ids
+from jspec.models.family import eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.stored import (
     Place,
@@ -30,7 +30,7 @@ from jspec.models.files.stored import (
 )
 from jspec.models.files.tensor_files import write_checkpoint
 from jspec.models.placement import nested
-from jspec.models.registry import FAMILIES, family_named, family_of, table_of
+from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
 
 GIB = 1 << 30
@@ -55,17 +55,16 @@ def check_directory(name: str, path: Path) -> None:
         )
 
 
-def load_model_spec(path: Path, families: tuple[Family, ...] = FAMILIES) -> ModelSpec:
+def load_model_spec(path: Path) -> ModelSpec:
     """The target's spec from `path`/config.json, in the layout of transformers 4 or 5.
 
-    families: those that are served.
     End-of-sequence ids come from generation_config.json where it names some, else from
     config.json; a checkpoint that names none has none.
     Raises ConfigError (architecture, rope type, activation, ... not served), CheckpointError.
     """
     fields = read_fields(path / "config.json")
     with in_file(fields.path):
-        spec = family_of(fields.architecture(), fields.path, families).read(fields)
+        spec = family_of(fields.architecture(), fields.path).read(fields)
     _check_experts(spec, fields.path)
     generation = path / "generation_config.json"
     if exists(generation):
@@ -95,20 +94,18 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
         )
 
 
-def packed_spec(
-    path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES, *, has_files: bool
-) -> ModelSpec | None:
+def packed_spec(path: Path, spec: ModelSpec, *, has_files: bool) -> ModelSpec | None:
     """The spec that holds the experts as `path` packs them, or None: it packs none.
 
     has_files: config.json alone does not decide. A published name and unpacked experts go together
     once somebody has saved the model anew.
     """
-    read = family_named(spec.family, families).stays_packed
+    read = family_named(spec.family).stays_packed
     found = None if read is None else read(read_fields(path / "config.json"), spec)
     if found is None or not has_files:
         return found
     with open_tensors(path) as tensors:
-        packed, _ = packed_bytes(tensors, table_of(spec, families), dtype=np.float32)
+        packed, _ = packed_bytes(tensors, table_of(spec), dtype=np.float32)
     return found if packed else None
 
 
@@ -144,7 +141,6 @@ def load_target(
     *,
     dtype: npt.DTypeLike,
     shards: int = 1,
-    families: tuple[Family, ...] = FAMILIES,
     place: Place = on_host,
 ) -> dict[str, Any]:
     """Params (`dtype`) of a checkpoint, dealt to `shards` tensor shards, where `place` puts them.
@@ -155,9 +151,9 @@ def load_target(
     Raises CheckpointError for a file that is unreadable or does not fit `spec`, ConfigError where
     `shards` does not divide the heads or the MLP.
     """
-    table = table_of(spec, families)
+    table = table_of(spec)
     with open_tensors(path) as tensors:
-        check_names(tensors, table, is_stray=_stray_of(spec, families))
+        check_names(tensors, table, is_stray=_stray_of(spec))
         packed, unpacked = packed_bytes(tensors, table, dtype=dtype)
         if packed and any(layer.is_mixture_packed for layer in spec.layers):
             log.info("%s: packed weights of %.2f GiB stay packed", path, packed / GIB)
@@ -181,13 +177,13 @@ def load_target(
         return nested(placed.items())
 
 
-def check_target(path: Path, spec: ModelSpec, families: tuple[Family, ...] = FAMILIES) -> None:
+def check_target(path: Path, spec: ModelSpec) -> None:
     """Reads the headers alone: CheckpointError for tensors that do not fit `spec`, all of them.
 
     For a caller that would build something as large as `spec` says before it loads.
     """
     with open_tensors(path) as tensors:
-        check_names(tensors, table_of(spec, families), is_stray=_stray_of(spec, families))
+        check_names(tensors, table_of(spec), is_stray=_stray_of(spec))
 
 
 def save_target(
@@ -196,21 +192,20 @@ def save_target(
     params: dict[str, Any],
     *,
     dtype: npt.DTypeLike,
-    families: tuple[Family, ...] = FAMILIES,
 ) -> None:
     """Writes unsharded params as the family's architecture: config.json and model.safetensors.
 
     lm_head is left out when embeddings are tied; CheckpointError if it then is not the table.
     """
-    family = family_named(spec.family, families)
+    family = family_named(spec.family)
     tensors = stored_tensors(family.table(spec), params, dtype=dtype)
     config = family.to_json(spec) | {"torch_dtype": np.dtype(dtype).name}
     write_checkpoint(path, config, tensors)
 
 
-def _stray_of(spec: ModelSpec, families: tuple[Family, ...]) -> Callable[[str], bool]:
+def _stray_of(spec: ModelSpec) -> Callable[[str], bool]:
     """What is no weight of the target: RoPE tables, and the draft that its checkpoint brings."""
-    family = family_named(spec.family, families)
+    family = family_named(spec.family)
     return lambda name: is_inv_freq(name) or family.is_draft(spec, name)
 
 

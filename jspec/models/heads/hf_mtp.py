@@ -34,7 +34,7 @@ from jspec.models.heads.mtp_params import MtpNames, draft_ids, mtp_params
 from jspec.models.heads.target_copies import EMBED, HEAD, Copies, TargetCopy
 from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.placement import nested
-from jspec.models.registry import DRAFTS, family_named
+from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec, MtpConfig
 
 Params = dict[str, Any]
@@ -50,7 +50,7 @@ CHAIN_FIRST = 45
 
 
 def load_mtp_config(
-    path: Path, *, target: ModelSpec, families: tuple[Family, ...], num_layers: int
+    path: Path, *, target: ModelSpec, num_layers: int
 ) -> tuple[MtpConfig, MtpNames]:
     """The first num_layers layers that `path`/config.json has for its target, or the one that is
     run again for every level; and their names.
@@ -59,10 +59,10 @@ def load_mtp_config(
     not served, CheckpointError for a file that is unreadable or belongs to another target.
     """
     fields = read_fields(path / "config.json")
-    family = _family(fields, target, families)
+    family = _family(fields, target)
     mtp = DRAFTS.get(fields.architecture(), family.mtp)
     if mtp is None:
-        known = ", ".join(each.name for each in families if each.mtp is not None) or "none"
+        known = ", ".join(each.name for each in FAMILIES if each.mtp is not None) or "none"
         raise ConfigError(
             f"{path}: the target's family is {family.name!r}, whose checkpoints bring no layers "
             f"for multi-token prediction; expected a family that does ({known}), or a checkpoint "
@@ -103,12 +103,12 @@ def load_mtp_config(
     )
 
 
-def _family(fields: Fields, target: ModelSpec, families: tuple[Family, ...]) -> Family:
+def _family(fields: Fields, target: ModelSpec) -> Family:
     """Whose layers these are: those of the directory's own architecture, which may stand beside a
     target of any family, if it brings some; else the target's."""
     own = fields.architecture()
-    bringing = (each for each in families if each.mtp is not None and own in each.architectures)
-    return next(bringing, None) or family_named(target.family, families)
+    bringing = (each for each in FAMILIES if each.mtp is not None and own in each.architectures)
+    return next(bringing, None) or family_named(target.family)
 
 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:

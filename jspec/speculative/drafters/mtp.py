@@ -57,7 +57,6 @@ def mtp_source(request: DraftRequest) -> DraftSource:
     config, names = load_mtp_config(
         path,
         target=request.target,
-        families=request.families,
         num_layers=args.speculative.num_steps,
     )
     check_draft_vocabulary(config.model.vocab_size, request)

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from jspec.config.limits import Algorithm
 from jspec.layers.linear import Shard
-from jspec.models.family import Family
 from jspec.models.files.stored import Place
 from jspec.models.files.tensor_files import Tensors
 from jspec.models.heads.target_copies import Copies
@@ -33,7 +32,7 @@ if TYPE_CHECKING:  # its help texts change no program (engine/programs/source_di
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """path: directory of the draft's checkpoint, None for an algorithm without one. target: what
-    is served, out of target_path. tokenizer: its tokenizer's directory. families: all there are.
+    is served, out of target_path. tokenizer: its tokenizer's directory.
     """
 
     args: EngineArgs
@@ -42,7 +41,6 @@ class DraftRequest:
     target_path: Path
     tokenizer: Path
     shards: int
-    families: tuple[Family, ...]
 
     @property
     def checkpoint(self) -> Path:

@@ -40,7 +40,6 @@ from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import check_target, load_model_spec, load_target
 from jspec.models.files.stored import Place
 from jspec.models.params import ParamTable
-from jspec.models.registry import declared_by
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup
@@ -194,7 +193,7 @@ def standalone_source(request: DraftRequest) -> DraftSource:
     Raises ConfigError or CheckpointError for a draft that does not fit the target or the arguments.
     """
     args, path = request.args, request.checkpoint
-    spec = load_model_spec(path, request.families)
+    spec = load_model_spec(path)
     if spec.vocab_size != request.target.vocab_size:
         raise ConfigError(
             f"{path / 'config.json'}: vocab_size is {spec.vocab_size}; expected "
@@ -212,10 +211,10 @@ def standalone_source(request: DraftRequest) -> DraftSource:
             f"speculative_algorithm is STANDALONE, whose draft has its own; expected it unset"
         )
     if args.load_format != "dummy":
-        check_target(path, spec, request.families)  # before the target is read, which takes longer
+        check_target(path, spec)  # before the target is read, which takes longer
 
     def make(ops: Ops, shard: Shard) -> StandaloneDrafter:
-        model = Decoder(spec, ops, shard, declared=declared_by(spec, request.families))
+        model = Decoder(spec, ops, shard)
         return StandaloneDrafter(model, args.speculative, draft_noise=args.speculative_draft_noise)
 
     def read(target_params: Params, dtype: DTypeLike, place: Place) -> Params:
@@ -226,7 +225,6 @@ def standalone_source(request: DraftRequest) -> DraftSource:
             dtype=np.dtype(dtype),
             shards=request.shards,
             place=place,
-            families=request.families,
         )
 
     return DraftSource(make=make, read=read, specs=(spec,))
