@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.environment import write_result
 from benchmarks.heldout import heldout_prompts
 from jspec import Engine
-from jspec.serving.loop import TraceEvent, TraceKind
+from jspec.serving.trace import TraceEvent, TraceKind
 
 SHAPES = {"plain": None, "3/1/4": (3, 1, 4), "5/1/6": (5, 1, 6), "4/4/16": (4, 4, 16)}
 

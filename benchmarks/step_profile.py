@@ -25,6 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
+from jspec.messages.features import PLAIN, SAMPLING, StepFeatures
+from jspec.messages.plan import StepKind
+from jspec.messages.request import Request, SamplingParams
+
 if __package__ in (None, ""):  # started as a file: find `benchmarks` and `jspec` beside it
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -55,12 +60,9 @@ from jspec.engine.programs.compilation import compile_all, compiler_options, ena
 from jspec.engine.programs.program_keys import ProgramKey
 from jspec.engine.runner import DeviceRunner, init_state, place_state
 from jspec.engine.transfer import layout_of
-from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
-from jspec.messages.features import PLAIN, SAMPLING, StepFeatures
-from jspec.messages.plan import StepKind
-from jspec.messages.request import Request, SamplingParams
 from jspec.scheduler.scheduler import Scheduler
-from jspec.serving.loop import EngineLoop, TraceEvent, TraceKind
+from jspec.serving.loop import EngineLoop
+from jspec.serving.trace import TraceEvent, TraceKind
 from jspec.speculative.step import StepProgram
 from jspec.text.stream import IdsOnlyStream
 

@@ -42,9 +42,10 @@ from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.shapes.adaptive_shapes import AdaptiveShapes
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
 from jspec.serving.engine_calls import EngineCalls
-from jspec.serving.loop import EngineLoop, TraceEvent
+from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread
 from jspec.serving.request_trace import RequestTrace
+from jspec.serving.trace import TraceEvent
 from jspec.text.calls.tools import check_tools
 from jspec.text.grammar.grammars import Grammars
 from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params

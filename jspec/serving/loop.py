@@ -40,9 +40,7 @@ from jspec.serving.mailbox import Mailbox, Waiting, wake
 from jspec.serving.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.serving.request_trace import FirstTokens, RequestTrace
 from jspec.serving.runner_calls import RunnerCalls
-from jspec.serving.trace import BusyClock
-from jspec.serving.trace import TraceEvent as TraceEvent
-from jspec.serving.trace import TraceKind as TraceKind
+from jspec.serving.trace import BusyClock, TraceEvent
 from jspec.serving.weight_update_gate import Visit, Visits
 
 LOGGER = logging.getLogger("jspec.scheduler")

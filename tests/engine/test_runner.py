@@ -24,7 +24,8 @@ from jspec.models.heads.hf_eagle3 import load_eagle3
 from jspec.pallas_kernels.choose import OPS
 from jspec.sampling.choose import choose
 from jspec.scheduler.scheduler import Scheduler
-from jspec.serving.loop import EngineLoop, TraceKind
+from jspec.serving.loop import EngineLoop
+from jspec.serving.trace import TraceKind
 from tests.engine.pool_copies import pool_copies
 from tests.models.dense_forward import dense_hidden
 from tests.speculative.engines import (

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jspec.errors import InvariantError
-from jspec.scheduler.pages.prefix_cache import CachedPage, Ids, PrefixCache
+from jspec.scheduler.pages.cached_page import CachedPage
+from jspec.scheduler.pages.prefix_cache import Ids, PrefixCache
 
 TEXT = (5, 6, 7, 8, 9)
 

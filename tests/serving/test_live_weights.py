@@ -15,8 +15,9 @@ from jspec.config.limits import WindowSpace
 from jspec.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate, Model, WeightUpdate
 from jspec.serving.live_weights import LiveWeights
-from jspec.serving.loop import EngineLoop, TraceEvent
+from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread
+from jspec.serving.trace import TraceEvent
 from jspec.serving.weight_update_gate import OnEngineThread as OnThread
 from tests.support.fake_runner import FakeRunner, small_limits
 

@@ -45,7 +45,8 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler.scheduler import Scheduler
 from jspec.scheduler.shapes.shape_choice import ShapeChooser
-from jspec.serving.loop import EngineLoop, TraceEvent
+from jspec.serving.loop import EngineLoop
+from jspec.serving.trace import TraceEvent
 from jspec.spec.model_spec import ModelSpec
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.eagle import EagleDrafter

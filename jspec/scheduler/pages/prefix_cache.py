@@ -31,8 +31,7 @@ from collections.abc import Hashable, Sequence
 from itertools import count, islice
 
 from jspec.errors import InvariantError
-from jspec.scheduler.pages.cached_page import CachedPage as CachedPage
-from jspec.scheduler.pages.cached_page import WindowPage
+from jspec.scheduler.pages.cached_page import CachedPage, WindowPage
 from jspec.scheduler.pages.window_pool import WindowPool
 
 Ids = tuple[int, ...]
