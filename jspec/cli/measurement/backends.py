@@ -73,7 +73,6 @@ class Backend:
     path: str
     to_body: Callable[[Job, str | None], dict[str, Any]]
     make_reader: Callable[[], Reader]
-    needs_model: bool = True
 
 
 def _completion_body(job: Job, model: str | None) -> dict[str, Any]:
@@ -103,7 +102,6 @@ NATIVE = Backend(
     path="/generate",
     to_body=lambda job, _: native_body(job),
     make_reader=NativeReader,
-    needs_model=False,
 )
 COMPLETIONS = Backend(
     name="openai",
