@@ -36,7 +36,7 @@ def run_doctor(argv: Sequence[str]) -> int:
         "files is read wrongly.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
-    add_prompt_flags(parser, num_prompts=12)
+    add_prompt_flags(parser)
     parser.add_argument("--temperature", type=float, help="Unset: the model's own sampling")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="Of each text (128)")
     parser.add_argument(

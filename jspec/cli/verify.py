@@ -36,7 +36,7 @@ def run_verify(argv: Sequence[str]) -> int:
         "its margin: a tie that rounding flipped, or a fault. Faults alone fail.",
         epilog="Without --model-path, the bundled pair; without PROMPTS, examples of Python code.",
     )
-    add_prompt_flags(parser, num_prompts=12)
+    add_prompt_flags(parser)
     parser.add_argument(
         "--temperature", type=float, help="Unset: 0, and the model's own sampling beside it"
     )
@@ -70,7 +70,7 @@ def run_verify(argv: Sequence[str]) -> int:
     return 1 if report.num_faults else 0
 
 
-def add_prompt_flags(parser: FlagParser, *, num_prompts: int) -> None:
+def add_prompt_flags(parser: FlagParser) -> None:
     """PROMPTS, --num-prompts and --output, shared with `jspec doctor`."""
     parser.add_argument(
         "prompts",
@@ -82,8 +82,8 @@ def add_prompt_flags(parser: FlagParser, *, num_prompts: int) -> None:
     parser.add_argument(
         "--num-prompts",
         type=int,
-        default=num_prompts,
-        help=f"Most prompts of the file, evenly spread ({num_prompts})",
+        default=12,
+        help="Most prompts of the file, evenly spread (12)",
     )
     parser.add_argument("--output", metavar="FILE.json", help="Writes the report as JSON, too")
 

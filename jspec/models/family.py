@@ -71,7 +71,6 @@ def read_decoder(
     ffn: Callable[[int], FeedForward],
     windows: tuple[int | None, ...],
     default_eps: float = 1e-6,
-    default_tied: bool = False,
     default_max_position: int = 2048,
 ) -> ModelSpec:
     """The fields that decoders share. ffn: of each layer; windows: of each layer's attention."""
@@ -85,7 +84,7 @@ def read_decoder(
             for i, window in enumerate(windows)
         ),
         rms_norm_eps=eps,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default_tied),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=fields.integer("max_position_embeddings", default_max_position),
         eos_token_ids=eos_ids(fields),
         bos_token_id=bos_id(fields),

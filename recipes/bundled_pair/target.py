@@ -124,16 +124,15 @@ def train_target(
     train_stream: TokenStream,
     held_out_stream: TokenStream,
     checkpoint_dir: Path | None = None,
-    initial: Params | None = None,
 ) -> Result:
-    """Trains from `initial` (or from random) and keeps the EMA that is best on held-out text."""
+    """Trains from random weights and keeps the EMA that is best on held-out text."""
     count = min(recipe.num_eval_rows, len(held_out_stream.ids) // recipe.length or 1)
     held_out = fixed_crops(held_out_stream, count=count, length=recipe.length)
     return train(
         "target",
         config=recipe.loop,
         loss=next_token_loss(config, recipe, train=True),
-        initial=initial or init_target(config, seed=recipe.loop.seed),
+        initial=init_target(config, seed=recipe.loop.seed),
         frozen=None,
         batch_at=crops(
             train_stream,
@@ -148,16 +147,9 @@ def train_target(
     )
 
 
-def export_target(
-    folder: Path,
-    config: ModelSpec,
-    params: Params,
-    *,
-    tokenizer: Tokenizer,
-    dtype: Any = ml_dtypes.bfloat16,
-) -> None:
-    """config.json, generation_config.json, model.safetensors, tokenizer files."""
-    save_target(folder, config, jax.device_get(with_lm_head(params)), dtype=dtype)
+def export_target(folder: Path, config: ModelSpec, params: Params, *, tokenizer: Tokenizer) -> None:
+    """In bfloat16: config.json, generation_config.json, model.safetensors, tokenizer files."""
+    save_target(folder, config, jax.device_get(with_lm_head(params)), dtype=ml_dtypes.bfloat16)
     eos = list(config.eos_token_ids)
     generation = {
         "bos_token_id": config.bos_token_id,
@@ -170,7 +162,7 @@ def export_target(
     save_tokenizer(tokenizer, folder, max_length=config.max_position)
 
 
-def load_streams(folder: Path, *, seed: int = 0) -> tuple[Tokenizer, TokenStream, TokenStream]:
+def load_streams(folder: Path) -> tuple[Tokenizer, TokenStream, TokenStream]:
     """(tokenizer, training stream, held-out stream) of a corpus folder."""
     tokenizer = load_tokenizer(folder)
     documents = corpora.read_corpus(folder)
@@ -180,7 +172,6 @@ def load_streams(folder: Path, *, seed: int = 0) -> tuple[Tokenizer, TokenStream
             tokenizer,
             [document.text for document in corpora.of_split(documents, split)],
             separator_id=end,
-            seed=seed,
         )
         for split in (corpora.Split.TRAIN, corpora.Split.HELD_OUT)
     ]

@@ -9,13 +9,15 @@ import math
 
 import numpy as np
 
+SIGMAS = 4.5  # the normal deviate of the bound: a false alarm in 300,000
 
-def assert_fits(counts: np.ndarray, probabilities: np.ndarray, *, sigmas: float = 4.5) -> None:
+
+def assert_fits(counts: np.ndarray, probabilities: np.ndarray) -> None:
     """Raises AssertionError unless `counts` are plausible draws from `probabilities`.
 
     counts i[n], probabilities f[n] summing to 1. What has probability 0 must never be drawn. Cells
-    expected less than 5 times are merged. `sigmas`: the normal deviate of the bound (4.5 is a
-    false alarm in 300,000), turned into a chi-square quantile by Wilson and Hilferty (1931).
+    expected less than 5 times are merged. SIGMAS is turned into a chi-square
+    quantile by Wilson and Hilferty (1931).
     """
     if counts.shape != probabilities.shape or not math.isclose(probabilities.sum(), 1.0):
         raise ValueError(f"{counts.shape} counts, probabilities {probabilities}; expected to match")
@@ -31,5 +33,5 @@ def assert_fits(counts: np.ndarray, probabilities: np.ndarray, *, sigmas: float 
         raise ValueError("fewer than two cells are left; expected a richer distribution or sample")
     statistic = float(((observed - expected) ** 2 / expected).sum())
     spread = 2 / (9 * freedom)
-    bound = freedom * (1 - spread + sigmas * math.sqrt(spread)) ** 3
+    bound = freedom * (1 - spread + SIGMAS * math.sqrt(spread)) ** 3
     assert statistic < bound, f"chi-square {statistic:.1f} over {bound:.1f}: {observed}, {expected}"

@@ -13,15 +13,11 @@ from jspec.spec.cache_groups import CacheGroup
 
 
 def limits_for(
-    args: EngineArgs,
-    groups: tuple[CacheGroup, ...],
-    *,
-    devices: Sequence[Any],
-    max_position: int = 256,
+    args: EngineArgs, groups: tuple[CacheGroup, ...], *, devices: Sequence[Any]
 ) -> ServeLimits:
     """As `building` finds them: resolved, then sized by what `devices` have free."""
     checkpoint = CheckpointFacts(
-        model_path="m", tokenizer_path="m", max_position=max_position, head_dims=(16,)
+        model_path="m", tokenizer_path="m", max_position=256, head_dims=(16,)
     )
     config = resolve(args, checkpoint, DeviceFacts.of(devices))
     return size_pool(config, groups, devices=list(devices), ops=ops_of(config))

@@ -15,7 +15,6 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
 from jspec.models.heads.eagle3 import eagle3_params
 from jspec.models.heads.hf_eagle3 import save_eagle3
@@ -29,19 +28,15 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyPair:
-    """Where a pair was written, and its params in the layout of one shard."""
+    """Where a pair was written."""
 
     target_path: Path
     draft_path: Path
     target_config: ModelSpec
     draft_config: Eagle3Config
-    target_params: Params
-    draft_params: Params
 
 
-def tiny_target_config(
-    *, num_layers: int = 3, num_kv_heads: int = 2, max_position: int = 256
-) -> ModelSpec:
+def tiny_target_config(*, num_layers: int = 3, max_position: int = 256) -> ModelSpec:
     """A Llama small enough to compile in a second; V = 320 leaves ids beyond the bytes."""
     return uniform_decoder(
         vocab_size=320,
@@ -49,7 +44,7 @@ def tiny_target_config(
         intermediate_size=64,
         num_layers=num_layers,
         num_heads=4,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=2,
         head_dim=8,
         max_position=max_position,
         eos_token_ids=(NUM_BYTES,),
@@ -112,6 +107,4 @@ def write_tiny_pair(
         draft_path=draft_path,
         target_config=target_config,
         draft_config=draft_config,
-        target_params=target,
-        draft_params=draft,
     )

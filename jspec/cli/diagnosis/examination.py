@@ -130,12 +130,10 @@ class Examination:
         rescorer = Rescorer(self._served, most_tokens=self._most, target=target)
         return gather(rescorer, self._texts, layers)
 
-    def _measure(
-        self, head: DraftHead, evidence: Evidence, *, shift: int = 0, params: Any = None
-    ) -> Agreement:
+    def _measure(self, head: DraftHead, evidence: Evidence, *, shift: int = 0) -> Agreement:
         return measure(
             head,
-            self._params if params is None else params,
+            self._params,
             evidence,
             layer_ids=tuple(head.aux_layer_ids),
             num_steps=self._spec.num_steps,

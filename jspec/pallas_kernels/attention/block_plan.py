@@ -29,13 +29,13 @@ class BlockPlan:
     valid: jax.Array  # bool[B, R]
 
 
-def choose_splits(*, programs: int, max_blocks: int, num_sms: int = NUM_SMS) -> int:
-    """Return shares of a row's keys such that about two programs run per multiprocessor.
+def choose_splits(*, programs: int, max_blocks: int) -> int:
+    """Shares of a row's keys such that about two programs per multiprocessor exist.
 
     In:  64 programs (B = 8, G = 8), 512 blocks     Out: 4, so 256 programs on 132 processors
     In:  256 programs (B = 32, G = 8), 512 blocks   Out: 1
     """
-    return max(1, min(2 * num_sms // max(programs, 1), max_blocks, MAX_SPLITS))
+    return max(1, min(2 * NUM_SMS // max(programs, 1), max_blocks, MAX_SPLITS))
 
 
 def num_edge_blocks(*, tail: int | None, queries_per_row: int, block_tokens: int) -> int:

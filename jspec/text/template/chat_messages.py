@@ -42,15 +42,17 @@ class Arguments(dict[str, Any]):
         return text + str(self) if isinstance(text, str) else NotImplemented
 
 
-def check_messages(messages: object, *, name: str = "messages") -> tuple[Message, ...]:
+def check_messages(messages: object) -> tuple[Message, ...]:
     """The messages with text as content; parts of text are joined by a newline, as vLLM does.
 
     The arguments of tool calls become objects, which templates expect. Raises RequestError naming
     the message and the field.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"{name} is {_shown(messages)}; expected a list of at least one message")
-    return tuple(_message(message, f"{name}[{i}]") for i, message in enumerate(messages))
+        raise RequestError(
+            f"messages is {_shown(messages)}; expected a list of at least one message"
+        )
+    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
 def _message(value: object, where: str) -> Message:

@@ -35,6 +35,7 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 KINDS = ("text", "messages", "conversations", "input_ids")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
+EVERY = 20  # lines of which one is held out
 SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
 
 
@@ -249,10 +250,8 @@ def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
     return RowTable(ids=ids, lens=lens, weights=weights)
 
 
-def held_out_from(
-    examples: Sequence[Example], *, every: int = 20
-) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out): one line in `every` is held out, at least one. ConfigError for one
+def held_out_from(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """(to train on, held out): one line in EVERY is held out, at least one. ConfigError for one
     line alone."""
     lines = [list(own) for _, own in groupby(examples, key=lambda each: each.line or id(each))]
     if len(lines) < 2:
@@ -260,6 +259,6 @@ def held_out_from(
             "the data has 1 example; expected at least 2, since one is held out, or a file with "
             "held-out ones beside it"
         )
-    last = min(every, len(lines)) - 1
-    train = [example for i, own in enumerate(lines) if i % every != last for example in own]
-    return train, [example for i, own in enumerate(lines) if i % every == last for example in own]
+    last = min(EVERY, len(lines)) - 1
+    train = [example for i, own in enumerate(lines) if i % EVERY != last for example in own]
+    return train, [example for i, own in enumerate(lines) if i % EVERY == last for example in own]

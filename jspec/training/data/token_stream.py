@@ -28,11 +28,9 @@ class TokenStream:
     starts: np.ndarray
 
 
-def pack(
-    tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int, seed: int
-) -> TokenStream:
-    """Encodes and packs the texts in an order shuffled once by `seed`."""
-    order = np.random.default_rng(seed).permutation(len(texts))
+def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> TokenStream:
+    """Encodes and packs the texts in an order that is shuffled, and always the same."""
+    order = np.random.default_rng(0).permutation(len(texts))
     encodings = tokenizer.encode_batch_fast([texts[i] for i in order])
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
     parts = [np.asarray([separator_id, *encoding.ids], dtype) for encoding in encodings]
