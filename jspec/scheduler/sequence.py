@@ -27,7 +27,6 @@ from jspec.scheduler.hidden import SequenceHidden
 from jspec.scheduler.logprobs import SequenceLogprobs
 from jspec.scheduler.pages import budget
 from jspec.scheduler.pages.cached_page import CachedPage
-from jspec.scheduler.pages.prefix_cache import CachedPage
 from jspec.scheduler.row_table import RowTable
 from jspec.scheduler.token_history import Origin, Piece, Transcript
 

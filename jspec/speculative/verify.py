@@ -26,6 +26,7 @@ from jspec.sampling.accept import accept_tree
 from jspec.sampling.choose import choose
 from jspec.sampling.grammar import restrict
 from jspec.sampling.penalties import path_tokens, penalize
+from jspec.spec import indexing
 from jspec.spec.cache_groups import CacheGroup, windows_of_layers
 from jspec.speculative.drafter import Needs, RowsInStep
 from jspec.speculative.target import KVPool, Params, Target
@@ -44,7 +45,7 @@ def score(
 ) -> tuple[KVPool, Float[Array, "B N V"], Features]:
     """(pool with a scratch row a node, f32 logits of every node, its features [B, N, .])."""
     batch, nodes = tree.tokens.shape
-    positions = shapes.target_position(rows.seq_lens[:, None], tree.depths)
+    positions = indexing.target_position(rows.seq_lens[:, None], tree.depths)
     is_chain = spec.topk == 1
     mask = None if is_chain else pack_bits(ancestors(tree, num_levels=spec.num_steps))
     attention_rows = AttentionRows(
@@ -95,7 +96,7 @@ def choose_at_nodes(
     there; None: all.
     """
     raw = logits
-    positions = shapes.chosen_position(rows.seq_lens[:, None], tree.depths)
+    positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()
     if seen is not None:
         logits = penalize(
