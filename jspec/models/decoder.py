@@ -1,8 +1,8 @@
-"""A decoder as pure functions of its spec and params: what every target family runs.
+"""The decoder that every target family runs, as pure functions of its spec and params.
 
-`trunk` runs the stack with one function per layer and says nothing about caches: training,
-prefill, verification and plain decoding are the same function with different attends. `Decoder` is
-the target of a step: the stack over its paged KV pools, each layer in one inner jit.
+`trunk` runs one function per layer and knows no caches, so training, prefill, verification and
+decoding differ only in their `attend`. `Decoder` is the target of a step: the stack over its paged
+KV pools, one inner jit per layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KVPool = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """The static half of a layer's call. queries_per_row: None for the chunks of prompts."""
+    """The static arguments of a layer. queries_per_row: None for prefill chunks."""
 
     ops: Ops
     shard: Shard = field(default_factory=Shard)
@@ -54,9 +54,9 @@ def run_layer(
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
 ) -> Residual:
-    """x + attention(norm(x)), then x + ffn(norm(x)); the last sum is left to whoever is next.
+    """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
-    kept: of T rows, those whose result is asked for. The others end after their K and V.
+    kept: indices of the tokens [T] whose output is needed; the others stop after their K and V.
     """
     ops, shard = settings.ops, settings.shard
     x, normed = norm_of_sum(params["input_norm"], stream, eps=spec.eps, ops=ops)
@@ -88,7 +88,7 @@ def run_layer(
 def feed_forward(
     params: Params, x: Float[Array, "*b E"], *, spec: LayerSpec, settings: LayerSettings
 ) -> Float[Array, "*b E"]:
-    """The layer's MLP or mixture of experts."""
+    """Run the layer's MLP or MoE."""
     ops, shard = settings.ops, settings.shard
     if isinstance(spec.ffn, MoESpec):
         flat = x.reshape(-1, x.shape[-1])
@@ -104,7 +104,7 @@ def feed_forward(
 
 
 class PagedAttend:
-    """An `attend` for one layer: holds the pool after its single call (while tracing)."""
+    """An `attend` for one layer; after its single call (while tracing), `pages` is the new pool."""
 
     def __init__(
         self, pages: jax.Array, rows: AttentionRows, spec: AttentionSpec, settings: LayerSettings
@@ -134,12 +134,12 @@ def paged_layer(
     spec: LayerSpec,
     settings: LayerSettings,
 ) -> tuple[Residual, jax.Array]:
-    """`run_layer` over its pool, jitted once for all layers alike: (stream, pool with new rows)."""
+    """Run a layer over its KV pool: (stream, updated pool). Identical layers share one trace."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
     stream = run_layer(
         params, stream, rows.q_positions, attend, spec=spec, settings=settings, kept=kept
     )
-    if not settings.ops.defers_sums:  # XLA gains nothing, and rounds what leaves an inner jit
+    if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
     return stream, attend.pages
 
@@ -179,10 +179,10 @@ class Decoder:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
-        """(last hidden after the final norm, aux features, pools with the T new rows).
+        """Return (last hidden after the final norm, aux features, pools with the T new KV slots).
 
-        kept: the tokens whose last hidden is asked for; None: all T. Nothing else reads what the
-        last layer makes of the others, so it computes their K and V alone.
+        kept: indices of the tokens whose last hidden is needed; None: all T. The last layer then
+        computes only K and V for the others, unless its output is captured.
         """
         pages = list(kv)
         last = self.spec.num_layers - 1
@@ -212,11 +212,11 @@ class Decoder:
         return hidden, aux, tuple(pages)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """f32 logits over this device's vocabulary shard."""
+        """Return f32 logits over this device's vocabulary shard."""
         return logits_of(hidden, params["lm_head"]["kernel"])
 
     def token_ids(self) -> Int[Array, "V"]:
-        """Target id of each column of this device's vocabulary shard."""
+        """Return the target id of each column of this device's vocabulary shard."""
         return shard_ids(self.spec.vocab_size, self.shard)
 
 
@@ -226,11 +226,11 @@ def trunk(
     *,
     aux_layer_ids: tuple[int, ...],
 ) -> tuple[Residual, Float[Array, "*b A"]]:
-    """Runs the stack; also returns the residual stream, summed, at the INPUT of each aux layer.
+    """Run the stack; also return the residual stream at the INPUT of each aux layer.
 
-    What is captured is passed on as one summand: the layer works on the very same numbers.
     An aux id equal to the number of layers is the residual after the last one. The captures are
-    concatenated, low to high: [*b, len(aux_layer_ids) * E].
+    concatenated, low to high: [*b, len(aux_layer_ids) * E]. A captured sum is also what the layer
+    reads, so both see the same rounding.
     """
     stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):
@@ -246,7 +246,7 @@ def trunk(
 
 
 def shard_ids(size: int, shard: Shard) -> Int[Array, "V"]:
-    """The ids of this device's columns when `size` ids are split evenly and in order."""
+    """Return the ids of this device's columns when `size` ids are split evenly and in order."""
     local = size // shard.size
     first = 0 if shard.axis is None else jax.lax.axis_index(shard.axis) * local
     return first + jnp.arange(local, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What a family declares, and the parts of a Hugging Face config that most families share."""
+"""The declaration of a model family, and readers of the Hugging Face fields most families share."""
 
 from __future__ import annotations
 
@@ -23,43 +23,38 @@ from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHAINS_NORMED, MASKS_FIRST = "chain_hidden_post_norm", "mask_first_embedding"
-# Of MtpFamily.known: what is read for most layers, and the losses that they were trained with.
+# For MtpFamily.known: keys that are read for most layers, and training losses, which are ignored.
 OF_MTP_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "aux_loss_alpha", "seq_aux"))
-# The same of a layer that every level runs again.
+# For a single layer that every draft level runs again.
 OF_RECURRENT_LAYERS = OF_MTP_LAYERS | {CHAINS_NORMED, MASKS_FIRST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpFamily:
-    """Layers for multi-token prediction in a target's checkpoint: as config and names say.
-
-    known: the keys of config.json about the forward that `read` looks at or that say nothing of it;
-    others are refused (head_files.refuse_unknown).
-    """
+    """The layers for multi-token prediction in a family's checkpoints: their config and names."""
 
     read: Callable[[Fields, ModelSpec], MtpConfig]
     names: Callable[[ModelSpec], MtpNames]
+    # config.json keys that `read` handles or that do not change the forward. Other keys that seem
+    # to change it are refused (head_files.refuse_unknown).
     known: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A target family. read: its config.json; table: its weights; to_json: config.json again.
-
-    mtp: of a family whose checkpoints bring their own draft. stays_packed: of one whose experts may
-    be packed, the spec that holds them so, or None where the fields say that they are not.
-    """
+    """A target family: reads and writes its config.json and declares its weights."""
 
     name: str
     architectures: tuple[str, ...]
     read: Callable[[Fields], ModelSpec]
     to_json: Callable[[ModelSpec], dict[str, Any]]
     table: Callable[[ModelSpec], ParamTable] = decoder_params
-    mtp: MtpFamily | None = None
+    mtp: MtpFamily | None = None  # if its checkpoints include a draft
+    # The spec that keeps the experts packed; returns None if the checkpoint does not pack them.
     stays_packed: Callable[[Fields, ModelSpec], ModelSpec | None] | None = None
 
     def is_draft(self, spec: ModelSpec, name: str) -> bool:
-        """Whether a stored name belongs to the draft that the target's checkpoint brings."""
+        """Return whether a stored name belongs to the draft in the target's checkpoint."""
         return self.mtp is not None and self.mtp.names(spec).is_layers(name)
 
 
@@ -73,7 +68,7 @@ def read_decoder(
     default_eps: float = 1e-6,
     default_max_position: int = 2048,
 ) -> ModelSpec:
-    """The fields that decoders share. ffn: of each layer; windows: of each layer's attention."""
+    """Read the fields that decoders share. ffn: by layer; windows: of each layer's attention."""
     refuse_common(fields)
     eps = fields.number("rms_norm_eps", default_eps)
     return ModelSpec(
@@ -101,7 +96,7 @@ def read_attention(
     sinks: bool = False,
     default_head_dim: int | None = None,
 ) -> AttentionSpec:
-    """Heads, widths and RoPE; num_key_value_heads absent means one a head."""
+    """Read heads, sizes and RoPE. Without num_key_value_heads every head has its own K and V."""
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     if fields.get("head_dim") is None and default_head_dim is None and hidden_size % num_heads:
         raise CheckpointError(
@@ -127,11 +122,7 @@ def read_dense(fields: Fields, *, bias: bool = False) -> DenseSpec:
 def read_windows(
     fields: Fields, *, window: int | None, default: Callable[[int], str]
 ) -> tuple[int | None, ...]:
-    """The window of each layer, None for full attention.
-
-    layer_types says which; where it is absent, `default` of the layer's number does. window: the
-    model's, None where it has none.
-    """
+    """Return each layer's window by layer_types, or by `default` (of the layer) if it is absent."""
     count = fields.integer("num_hidden_layers")
     types = fields.strings("layer_types") or tuple(default(i) for i in range(count))
     unknown = sorted(set(types) - {FULL, SLIDING})
@@ -153,15 +144,14 @@ def read_windows(
 
 
 def refuse_common(fields: Fields) -> None:
-    """ConfigError for what no family here computes."""
+    """Raise ConfigError for settings that no family here implements."""
     for name in ("hidden_act", "hidden_activation"):
         fields.refuse(name, allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
     fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
 
 
 def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:
-    """ConfigError for windows, where a draft's attention has none. kinds: what layer_types may
-    have."""
+    """Raise ConfigError for sliding windows. kinds: the allowed values in layer_types."""
     unknown = sorted(set(fields.strings("layer_types")) - set(kinds))
     if unknown:
         raise ConfigError(
@@ -172,7 +162,7 @@ def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:
 
 
 def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, float]:
-    """(the fields without what they say of it, the part of each head that RoPE turns)."""
+    """Return (the fields without partial_rotary_factor, its value: the share of a head rotated)."""
     name = "partial_rotary_factor"
     factor = fields.table("rope_parameters").number(name, fields.number(name, default))
     values = {key: value for key, value in fields.values.items() if key != name}
@@ -184,7 +174,7 @@ def without_partial_rotary(fields: Fields, *, default: float) -> tuple[Fields, f
 
 
 def check_one_mtp_layer(fields: Fields) -> None:
-    """ConfigError unless there is one layer for multi-token prediction, which every level runs."""
+    """Raise ConfigError unless there is one layer for multi-token prediction."""
     name = "num_nextn_predict_layers"
     if fields.get(name) != 1:
         raise ConfigError(
@@ -194,19 +184,19 @@ def check_one_mtp_layer(fields: Fields) -> None:
 
 
 def feeds_normed(fields: Fields) -> bool:
-    """Whether a layer that every level runs again reads its output after its final norm.
+    """Return whether a recurrent layer reads its own output after its final norm.
 
-    No published file says so of these layers: SGLang feeds it back after the norm, vLLM DeepSeek's
-    and GLM's before it. `chain_hidden_post_norm`, transformers' key for it, says which.
+    No published config specifies it for these layers: SGLang feeds back the normed output, vLLM the
+    unnormed one for DeepSeek and GLM. transformers' key `chain_hidden_post_norm` decides.
     """
     return fields.flag(CHAINS_NORMED, True)
 
 
 def masks_first(fields: Fields, default: bool) -> bool:
-    """Whether such a layer reads zeros in place of the embedding of the row at position 0.
+    """Return whether a recurrent layer reads zeros instead of the embedding at position 0.
 
-    No published file says so: SGLang does it for MiMo-7B, vLLM for DeepSeek's layer, too.
-    `mask_first_embedding`, a key of our own, says which.
+    No published config specifies it: SGLang does it for MiMo-7B, vLLM for DeepSeek's layer, too.
+    jspec's own key `mask_first_embedding` decides.
     """
     return fields.flag(MASKS_FIRST, default)
 
@@ -224,7 +214,7 @@ def bos_id(fields: Fields) -> int | None:
 
 
 def decoder_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
-    """config.json of a decoder (transformers 4's keys, which version 5 reads too)."""
+    """Return config.json of a decoder, in transformers 4's keys, which version 5 reads too."""
     layer = spec.layers[0]
     attention = layer.attention
     eos = list(spec.eos_token_ids)

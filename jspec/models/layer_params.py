@@ -1,6 +1,6 @@
-"""The parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the head.
+"""Parameter tables of a decoder's parts: norms, products, attention, feed-forwards, the lm_head.
 
-What most families share; a family's file calls these and changes what differs. Host data.
+Shared by most families; a family's file calls these and changes what differs. Host data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jspec.spec.model_spec import (
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:
-    """An RMSNorm's scale."""
+    """Declare an RMSNorm's scale."""
     part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
     return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
 
@@ -45,9 +45,10 @@ def product(
     by_columns: bool = False,
     repeated: tuple[str, ...] = (),
 ) -> ParamTable:
-    """[in, out] of (stored name, rows, units), and its bias; a row-parallel bias is not split.
+    """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
-    repeated: the names of parts whose units may be fewer than there are shards.
+    A row-parallel bias is not split. repeated: names of parts that may have fewer blocks than there
+    are shards.
     """
     parts = tuple(parts)
     kernel = tuple(
@@ -98,10 +99,7 @@ def product(
 def attention_params(
     spec: AttentionSpec, *, in_size: int, out_size: int, sinks: tuple[str, ...] = ("sinks",)
 ) -> ParamTable:
-    """`attention` of a layer, under Hugging Face's names after `self_attn.`.
-
-    sinks: what files call the sinks; the first is written.
-    """
+    """Declare a layer's `attention` under Hugging Face's names. sinks: their stored names."""
     H, G, D, Dv = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     heads = (("q_proj", H * D, H), ("k_proj", G * D, G), ("v_proj", G * Dv, G))
     table: list[ParamSpec] = [
@@ -119,7 +117,7 @@ def attention_params(
             (("o_proj", out_size, 1),),
             split=Split.IN,
             bias=spec.out_bias,
-            bias_is_optional=True,  # some files of attention_bias have none on o_proj
+            bias_is_optional=True,  # some checkpoints with attention_bias have none on o_proj
         ),
     ]
     if spec.gate is HeadGate.OF_HEADS:
@@ -143,7 +141,7 @@ def attention_params(
 def _with_gate_in_queries(
     table: list[ParamSpec], spec: AttentionSpec, *, in_size: int
 ) -> list[ParamSpec]:
-    """Stored as one tensor: of each head its query's rows, then its gate's."""
+    """Let q_proj also hold the gate: for each head the rows of its query, then of its gate."""
     H, D = spec.num_heads, spec.head_dim
     query, gate = (
         Part(
@@ -166,7 +164,7 @@ def _with_gate_in_queries(
 def dense_params(
     spec: DenseSpec, *, size: int, path: Path = ("mlp",), stored: str = "mlp."
 ) -> ParamTable:
-    """`mlp` of a layer, under Hugging Face's names after `stored`."""
+    """Declare a layer's `mlp`, under Hugging Face's names after `stored`."""
     inner = spec.inner
     halves = (("gate_proj", inner, inner), ("up_proj", inner, inner))
     down = (("down_proj", size, 1),)
@@ -178,8 +176,10 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """`moe` of a layer in Qwen3-MoE's names: one tensor an expert, or fused by transformers 5;
-    correction and shared expert in DeepSeek's.
+    """Declare a layer's `moe` under Qwen3-MoE's names.
+
+    Experts are one tensor each, or fused as transformers 5 writes them. The router bias and the
+    shared expert have DeepSeek's names.
     """
     X, inner = spec.num_experts, spec.inner
     single = tuple(
@@ -236,10 +236,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
 
 
 def zero_centred(table: Iterable[ParamSpec]) -> ParamTable:
-    """The table with norms that checkpoints store less one, as Gemma's are: x / rms(x) * (1 + w).
-
-    They are held in float32, where no bit of w is lost.
-    """
+    """Add one to norms' stored scales, in float32 to lose no bit of w: x / rms(x) * (1 + w)."""
     return tuple(
         replace(
             spec,
@@ -266,10 +263,7 @@ def decoder_params(
     ffn: Callable[..., ParamTable] = ffn_params,
     sinks: tuple[str, ...] = ("sinks",),
 ) -> ParamTable:
-    """The table of a decoder in the names of transformers' Llama, which most families keep.
-
-    ffn: (spec, size=E) -> what a layer's feed-forward declares. sinks: as attention_params has it.
-    """
+    """Declare a decoder under transformers' Llama names. ffn: (spec, size=E) -> its table."""
     V, E = spec.vocab_size, spec.hidden_size
     table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
     table: list[ParamSpec] = [
@@ -289,7 +283,7 @@ def decoder_params(
 
 
 def lm_head(size: int, vocab_size: int, *, tied: bool, name: str = "lm_head.weight") -> ParamSpec:
-    """[E, V], split by vocabulary; tied: the embedding's table, transposed."""
+    """Declare lm_head [E, V], split by vocabulary; tied: the transposed embedding table."""
     part = Part(name=name, shape=(vocab_size, size), size=vocab_size, units=vocab_size)
     return ParamSpec(
         path=("lm_head", "kernel"),

@@ -1,12 +1,11 @@
-"""The parameter table: every weight of a model declared once. Host data; no arrays, no jax.
+"""The parameter table: every weight of a model, declared once. Host data; no arrays, no jax.
 
-A ParamSpec says where a weight stands in the params tree, its shape, how it is split over tensor
-shards, under which names checkpoints store it, and what a random one looks like. Reading, writing,
-dummy weights, placing and training all derive from the table.
+A ParamSpec gives a weight's path in the params tree, its shape, its split over tensor shards, the
+names under which checkpoints store it, and how to draw a random one. Reading, writing, dummy
+weights, placement and training all derive from the table.
 
-Products are held as [in, out]; projections that read the same input are fused along `out`. With
-several shards a fused weight holds, shard by shard, each part's share (`deal`): for H = 4 heads,
-G = 2 kv heads
+Products are [in, out]; projections of the same input are fused along `out`. With several shards a
+fused weight has, shard by shard, each part's share (`deal`). For H = 4 heads, G = 2 kv heads:
 
     1 shard    q0 q1 q2 q3 k0 k1 v0 v1
     2 shards   q0 q1 k0 v0 | q2 q3 k1 v1
@@ -26,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Form(enum.Enum):
-    """How a stored tensor lies, beside how it is held."""
+    """The layout of a stored tensor, relative to the params."""
 
     OUT_IN = "a projection [.., out, in], held as [.., in, out]"
     AS_HELD = "as it is held: a vector, a table, or [.., in, out]"
@@ -41,7 +40,7 @@ class Codec(enum.Enum):
 
 
 class Init(enum.Enum):
-    """What a random weight is drawn from."""
+    """The distribution of a random weight."""
 
     FAN_IN = "normal, with a deviation of in ** -0.5"
     TABLE = "normal, with a deviation of 1"
@@ -53,7 +52,7 @@ class Init(enum.Enum):
 
 
 class Split(enum.Enum):
-    """How a weight is divided over tensor shards."""
+    """How a weight is split over tensor shards."""
 
     NONE = "every shard holds all of it"
     OUT = "the last axis, part by part (column-parallel)"
@@ -62,33 +61,27 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows `first`, `first + step`, ... of a stored tensor's output axis: a part of a weight.
+    """A part of a weight: entries first, first + step, ... of a stored tensor's output axis.
 
-    shape: of the stored tensor. name: may hold "{}", the index in a stack of `stack` tensors of
-    this shape (one an expert). codec: how a stack [X, out, in] is packed; `name` is then what its
-    tensors' names begin with, `shape` the unpacked one's. units: equal blocks of the output axis
-    that are dealt to shards, whole. repeats: fewer units than shards may be dealt too, each to
-    several shards. stride: stored rows from the begin of one unit to that of the next, where they
-    do not lie together; `first` is then of the first unit. plus: what is held is the stored
-    number and this, of a vector AS_HELD.
+    It consists of `units` equal blocks (such as heads), which are never split over shards.
     """
 
-    name: str
-    shape: Shape
-    size: int
+    name: str  # may contain "{}", the index in the stack; with a codec, a prefix of names
+    shape: Shape  # of the stored tensor; with a codec, of the unpacked one
+    size: int  # number of entries
     units: int = 1
-    repeats: bool = False
+    repeats: bool = False  # allow fewer blocks than shards, each repeated on several shards
     first: int = 0
     step: int = 1
-    stride: int = 0
+    stride: int = 0  # distance between the first entries of two blocks; 0: contiguous
     form: Form = Form.OUT_IN
-    stack: int = 0
-    codec: Codec | None = None
-    plus: float = 0.0
+    stack: int = 0  # number of tensors of this shape, one per expert; 0: a single tensor
+    codec: Codec | None = None  # the packing of a stack [X, out, in]
+    plus: float = 0.0  # to add to the stored values of an AS_HELD vector
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """The tensors of a checkpoint, and their shapes."""
+        """The names and shapes of the checkpoint's tensors."""
         if self.codec is None:
             return dict.fromkeys(self.names, self.shape)
         blocks = (*self.shape[:-1], self.shape[-1] // 32)
@@ -106,7 +99,7 @@ class Part:
 
     @property
     def rows(self) -> slice | list[int]:
-        """Of the stored output axis, all units."""
+        """The index of this part (all blocks) into the stored output axis."""
         if self.stride:
             begins = range(self.first, self.first + self.units * self.stride, self.stride)
             return [begin + row for begin in begins for row in range(self.size // self.units)]
@@ -115,29 +108,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One weight. shape: unsharded. layouts: each the parts that make it, in order; the first one
-    that a checkpoint has is read, the first is written. No layout: its owner reads it.
-
-    tied_to: where the checkpoint has no tensor for it, it is this weight, transposed.
-    optional: zeros where the checkpoint has no tensor for it.
-    is_float32: held so whatever the others' dtype is. num_bits: 8 or 16 for unsigned integers.
-    by_columns: a backend that reads weights along their inputs lays it out as [out, in] in memory.
-    """
+    """One weight. Its first layout that a checkpoint has is read; the first of all is written."""
 
     path: Path
-    shape: Shape
-    layouts: tuple[tuple[Part, ...], ...] = ()
+    shape: Shape  # unsharded
+    layouts: tuple[tuple[Part, ...], ...] = ()  # parts in order; empty: the weight's owner reads it
     split: Split = Split.NONE
     init: Init = Init.FAN_IN
-    tied_to: Path | None = None
-    by_columns: bool = False
+    tied_to: Path | None = None  # without a stored tensor, the weight is this one, transposed
+    by_columns: bool = False  # column-major where the backend reads weights along their inputs
     is_integer: bool = False
-    is_float32: bool = False
-    optional: bool = False
-    num_bits: int = 0
+    is_float32: bool = False  # whatever the dtype of the other weights
+    optional: bool = False  # zeros without a stored tensor
+    num_bits: int = 0  # 8 or 16 for unsigned integers
 
     def physical_shape(self, shards: int) -> Shape:
-        """With the repeats of what has fewer units than there are shards."""
+        """Return the shape over all shards, repeated blocks included."""
         if self.split is not Split.OUT or not self.layouts:
             return self.shape
         columns = sum(count for _, _, count in deal(self.layouts[0], shards))
@@ -148,9 +134,9 @@ ParamTable = tuple[ParamSpec, ...]
 
 
 def deal(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]:
-    """(index of a part, first of its rows, how many): what the columns hold, in order.
+    """Yield (part, first entry, number of entries) for the columns, shard by shard.
 
-    Raises ConfigError where a part's units can be neither divided among nor repeated over shards.
+    Raise ConfigError if a part's blocks can be neither divided among nor repeated over the shards.
     """
     for part in parts:
         if part.units % shards and not (part.repeats and shards % part.units == 0):
@@ -166,7 +152,7 @@ def deal(parts: tuple[Part, ...], shards: int) -> Iterator[tuple[int, int, int]]
 
 
 def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTable:
-    """The table with `path` in front of every path and `stored` in front of every stored name."""
+    """Return the table with `path` before every path and `stored` before every stored name."""
     return tuple(
         replace(
             spec,
@@ -181,13 +167,12 @@ def prefixed(table: Iterable[ParamSpec], *, path: Path, stored: str) -> ParamTab
 
 
 def or_fused(table: Iterable[ParamSpec], fused: Mapping[str, str]) -> ParamTable:
-    """The table, some of whose weights may also be stored as one tensor each, part after part.
+    """Let some weights also be stored as one fused tensor each, part after part.
 
-    fused: by the name of the product (the last key but one of its path), that tensor's, which
-    stands where the parts' stand.
+    fused: product (the last but one key of its path) -> name of its tensor, instead of the parts'.
 
     In:  qkv of layers.0.self_attn.{q,k,v}_proj.weight, {"qkv": "qkv_proj"}
-    Out: or of layers.0.self_attn.qkv_proj.weight, whose rows are q's, then k's, then v's
+    Out: or of layers.0.self_attn.qkv_proj.weight: the output channels of q, then k, then v
     """
     return tuple(_or_fused(spec, fused) for spec in table)
 

@@ -1,7 +1,7 @@
-"""Arrays from a parameter table: where each lives on a mesh, abstract ones, random ones.
+"""Arrays from a parameter table: their placement on a mesh, abstract arrays, random arrays.
 
-A whole step runs inside one shard_map over the mesh (core.sharding); a weight's PartitionSpec
-follows from how the table splits it. Params that no table declares are replicated.
+A whole step runs inside one shard_map over the mesh (device.sharding); a weight's PartitionSpec
+follows from its split in the table. Params that no table declares are replicated.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jax.typing import DTypeLike
 from jspec.device.sharding import TENSOR_AXIS
 from jspec.models.params import Init, ParamSpec, ParamTable, Path, Split
 
-SMALL_SCALE = 120  # of Init.SCALES
+SMALL_SCALE = 120  # Init.SCALES: 2 ** (120 - 127)
 Tables = Mapping[str, ParamTable]
 
 
 def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """The params tree of (path, value) pairs: plain dicts, layers keyed by their number."""
+    """Return the params tree of (path, value) pairs: plain dicts, layers keyed by their number."""
     tree: dict[str, Any] = traverse_util.unflatten_dict(dict(values))
     return tree
 
 
 def partition_spec(spec: ParamSpec) -> PartitionSpec:
-    """How a weight is split over the mesh."""
+    """Return a weight's split over the mesh."""
     rank = len(spec.shape)
     if spec.split is Split.NONE:
         return PartitionSpec()
@@ -40,7 +40,7 @@ def partition_spec(spec: ParamSpec) -> PartitionSpec:
 
 
 def param_specs(tables: Tables, params: Any) -> Any:
-    """The PartitionSpec of every array of {"target": ..., "draft": ...}."""
+    """Return the PartitionSpec of every array of {"target": ..., "draft": ...}."""
     known = {
         (model, *spec.path): partition_spec(spec) for model in tables for spec in tables[model]
     }
@@ -50,11 +50,11 @@ def param_specs(tables: Tables, params: Any) -> Any:
 
 
 def place_of(mesh: Mesh, spec: ParamSpec, *, by_columns: bool) -> NamedSharding | Format:
-    """Where a weight lives: for jax.device_put and jax.jit.
+    """Return where a weight is placed, for jax.device_put and jax.jit.
 
-    by_columns: if the table marks it, it gets a Format that orders its memory as [out, in]; its
-    shape stays as it is (`Ops.by_columns`). A table whose rows are looked up always lies by rows:
-    a TPU would turn [201088, 2880], which pads less so, and turn all of it back in each step.
+    by_columns: a weight marked in the table gets a Format that stores it as [out, in]; its shape
+    stays (`Ops.by_columns`). Embedding tables are always row-major: a TPU would transpose
+    [201088, 2880], which then needs less padding, and transpose all of it back in every step.
     """
     split = NamedSharding(mesh, partition_spec(spec))
     if spec.init is Init.TABLE:
@@ -65,7 +65,7 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, by_columns: bool) -> NamedSharding 
 
 
 def param_places(mesh: Mesh, tables: Tables, params: Any, *, by_columns: bool) -> Any:
-    """`place_of` for every array of {"target": ..., "draft": ...}."""
+    """Return `place_of` for every array of {"target": ..., "draft": ...}."""
     known = {
         (model, *spec.path): place_of(mesh, spec, by_columns=by_columns)
         for model in tables
@@ -82,7 +82,7 @@ def path_of(path: tuple[Any, ...]) -> Path:
 
 
 def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> dict[str, Any]:
-    """Shapes and dtypes of all declared weights, as `shards` shards hold them."""
+    """Return shapes and dtypes of all declared weights, sharded over `shards` shards."""
     return nested(
         (
             spec.path,
@@ -93,7 +93,6 @@ def abstract_params(table: ParamTable, *, dtype: DTypeLike, shards: int = 1) -> 
 
 
 def _dtype_of(spec: ParamSpec, dtype: DTypeLike) -> DTypeLike:
-    """Of a weight among weights in `dtype`."""
     if spec.num_bits:
         return {8: jnp.uint8, 16: jnp.uint16}[spec.num_bits]
     if spec.is_integer:
@@ -102,10 +101,7 @@ def _dtype_of(spec: ParamSpec, dtype: DTypeLike) -> DTypeLike:
 
 
 def init_params(table: ParamTable, *, seed: int, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-    """Random unsharded weights, as `Init` says; the same table and seed give the same numbers.
-
-    Ids ascend from 0. A tied weight is the other's transpose.
-    """
+    """Return random unsharded weights by `Init`, a function of table and seed."""
     values: dict[Path, Any] = {}
     for i, spec in enumerate(table):
         key = jax.random.fold_in(jax.random.key(seed), i)

@@ -1,4 +1,4 @@
-"""Which families there are: architecture name -> family, family name -> weights."""
+"""The registry of model families: architecture name -> family, family name -> weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAMILIES: list[Family] = [
     glm4_moe.FAMILY,
 ]
 
-# Architectures of checkpoints that hold a layer for multi-token prediction and no target.
+# Architectures of checkpoints with a layer for multi-token prediction and no target.
 DRAFTS: dict[str, MtpFamily] = {
     "DeepseekV3ForCausalLMNextN": glm4_moe.ALONE,
     "Glm4MoeForCausalLMNextN": glm4_moe.ALONE,
@@ -45,7 +45,7 @@ DRAFTS: dict[str, MtpFamily] = {
     "Qwen3_5ForCausalLMMTP": qwen3_next.ALONE,
 }
 
-# Architectures that are known and refused, with what of them is missing.
+# Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
     "DeepseekV3ForCausalLM": "latent attention and groups of experts (DeepSeek-V3)",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
@@ -62,12 +62,12 @@ def register(family: Family) -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Every architecture name that is served."""
+    """Return every architecture name that is served."""
     return tuple(name for family in FAMILIES for name in family.architectures)
 
 
 def draft_algorithm(fields: Fields) -> str | None:
-    """The algorithm that a draft's config.json is for, by SGLang's name; None for a target's."""
+    """Return SGLang's name of the algorithm for a draft's config.json; None if it is a target's."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
     if fields.get("speculators_model_type") == "eagle3" or "Eagle3" in str(name):
@@ -78,7 +78,7 @@ def draft_algorithm(fields: Fields) -> str | None:
 
 
 def family_of(architecture: str, path: Path) -> Family:
-    """The family of a checkpoint's architecture. ConfigError, naming it, for one not served."""
+    """Return the family of a checkpoint's architecture. Raise ConfigError if it is not served."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
@@ -96,7 +96,7 @@ def family_of(architecture: str, path: Path) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """The family of ModelSpec.family. ConfigError for a name that none has."""
+    """Return the family of ModelSpec.family. Raise ConfigError for an unknown name."""
     found = next((family for family in FAMILIES if family.name == name), None)
     if found is None:
         names = ", ".join(family.name for family in FAMILIES)
@@ -105,5 +105,5 @@ def family_named(name: str) -> Family:
 
 
 def table_of(spec: ModelSpec) -> ParamTable:
-    """Every weight of a target."""
+    """Return the table of a target's weights."""
     return family_named(spec.family).table(spec)

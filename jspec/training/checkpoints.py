@@ -1,4 +1,4 @@
-"""What a run leaves on disk so that it can go on: orbax checkpoints of the loop's state."""
+"""Orbax checkpoints of the loop's state, for resuming a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jspec.training.train_state import Params, Progress, Resumed, TrainState
 
 
 class Checkpoints:
-    """Orbax checkpoints of (state, best EMA parameters, progress); the last one is kept."""
+    """Orbax checkpoints of (state, best EMA parameters, progress); only the last one is kept."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,9 +26,9 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, best: Params, progress: Progress) -> None:
-        """Writes it to its end, also if an interrupt comes meanwhile, which is raised then.
+        """Write a checkpoint completely, even if interrupted; the interrupt is raised afterwards.
 
-        orbax writes by threads of its own, which must not outlive the process. No interrupt reaches
+        orbax writes in its own threads, which must not outlive the process. Interrupts do not reach
         a thread, and leaving the pool waits for it.
         """
         with ThreadPoolExecutor(1, "checkpoint") as pool:
@@ -60,7 +60,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: TrainState) -> Resumed | None:
-        """The last checkpoint, or None if there is none; `like` gives shapes and dtypes."""
+        """Return the last checkpoint, or None; `like` gives shapes and dtypes."""
         step = self._manager.latest_step()
         if step is None:
             return None

@@ -1,4 +1,4 @@
-"""Where a run's arrays live: batches are split over the data axis, all else is whole there."""
+"""Placement of a run's arrays: batches are sharded over the data axis, all else is replicated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jspec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One mesh with its devices on the data axis."""
+    """A mesh with all its devices on the data axis."""
 
     mesh: Mesh
 
     @classmethod
     def over(cls, devices: list[jax.Device], *, batch_size: int) -> Placement:
-        """Raises ConfigError for a batch that the devices cannot share evenly."""
+        """Raise ConfigError if the devices do not divide a batch."""
         if batch_size % len(devices):
             raise ConfigError(
                 f"batch_size is {batch_size}; expected a multiple of {len(devices)}, the devices "
@@ -35,9 +35,9 @@ class Placement:
         return cls.over(jax.devices()[:1], batch_size=1)
 
     def batch(self, tree: Any) -> Any:
-        """Arrays [B, ...], B split over the data axis."""
+        """Shard arrays [B, ...] over the data axis."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec(DATA_AXIS)))
 
     def whole(self, tree: Any) -> Any:
-        """On every device."""
+        """Replicate arrays on every device."""
         return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))

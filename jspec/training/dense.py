@@ -1,6 +1,6 @@
-"""Whole-sequence forwards of a target for training: no cache, no pages, no batching of requests.
+"""Whole-sequence forwards of a target for training: no cache, no pages, no request batching.
 
-The layers are the ones that serve; only the `attend` differs. Master parameters are float32;
+The layers are those of serving; only the `attend` differs. Master parameters are float32.
 `compute_view` casts the matrices to the compute dtype, but neither the norms nor the embedding
 table, whose gradient is a sum over all occurrences of a token and needs float32.
 """
@@ -29,12 +29,12 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
 
 Backend = Literal["cudnn", "xla"]
-AttendOf = Callable[[AttentionSpec], Attend]  # of a layer
+AttendOf = Callable[[AttentionSpec], Attend]  # for a layer
 Drop = Callable[[jax.Array, int], jax.Array]  # (activations, index of the use) -> activations
 
 
 def init_target(config: ModelSpec, *, seed: int) -> Params:
-    """Float32 parameters; a tied lm_head is left out, and depth scales the residual writers.
+    """Return float32 parameters, without a tied lm_head; depth scales the residual writers.
 
     Tables have the scale of a product's columns, E**-0.5, because a tied table is lm_head too.
     """
@@ -50,21 +50,21 @@ def init_target(config: ModelSpec, *, seed: int) -> Params:
 
 
 def with_lm_head(params: Params) -> Params:
-    """The parameters with lm_head's kernel, which is the transposed table where it is tied."""
+    """Return the parameters with lm_head's kernel: the transposed table if tied."""
     if "lm_head" in params:
         return params
     return {**params, "lm_head": {"kernel": params["embed"]["table"].T}}
 
 
 def compute_view(params: Params, dtype: DTypeLike) -> Params:
-    """Matrices in `dtype`; norms and the embedding table as they are, lm_head tied if absent."""
+    """Cast matrices to `dtype`, but not norms and the embedding table; add a tied lm_head."""
     full = with_lm_head(params)
     cast = jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, full)
     return {**cast, "embed": full["embed"]}
 
 
 def dropout(key: jax.Array, rate: float) -> Drop:
-    """Inverted dropout; every use has its own index and thus its own mask."""
+    """Return inverted dropout; each use has its own index and mask."""
 
     def drop(x: jax.Array, index: int) -> jax.Array:
         keep = jax.random.bernoulli(jax.random.fold_in(key, index), 1.0 - rate, x.shape)
@@ -74,7 +74,7 @@ def dropout(key: jax.Array, rate: float) -> Drop:
 
 
 def causal_attend(backend: Backend) -> AttendOf:
-    """Dense causal attention over [B, T, heads, D] for any layer; backend 'cudnn' or 'xla'."""
+    """Return dense causal attention over [B, T, heads, D] for any layer."""
 
     def of_layer(spec: AttentionSpec) -> Attend:
         def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
@@ -91,7 +91,7 @@ def causal_attend(backend: Backend) -> AttendOf:
 def _attend_dense(
     q: jax.Array, k: jax.Array, v: jax.Array, *, backend: Backend, spec: AttentionSpec
 ) -> jax.Array:
-    """XLA's holds [B, H, T, T] scores: they are recomputed in the backward pass, not kept."""
+    """Attend; XLA's [B, H, T, T] scores are recomputed in the backward pass to save memory."""
     reaches_back = spec.window is not None and spec.window < q.shape[1]
     attend = functools.partial(
         jax.nn.dot_product_attention,
@@ -107,7 +107,7 @@ def _attend_dense(
 def _attend_with_sinks(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, *, spec: AttentionSpec
 ) -> jax.Array:
-    """Each head's sink takes its share of the softmax, in float32, and adds nothing."""
+    """Attend in float32; each head's sink takes its share of the softmax and adds nothing."""
     batch_size, length, num_groups, _ = k.shape
     grouped = q.reshape(batch_size, length, num_groups, -1, q.shape[-1])
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, k, preferred_element_type=jnp.float32)
@@ -122,7 +122,7 @@ def _attend_with_sinks(
 
 
 def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
-    """`attend` for a layer whose rows are laid end to end: [B * T, ...] instead of [B, T, ...]."""
+    """Return `attend` for heads [B * T, ...] instead of [B, T, ...]."""
 
     def apart(x: jax.Array) -> jax.Array:
         return x.reshape(*shape, *x.shape[1:])
@@ -137,7 +137,7 @@ def _folded(attend: Attend, shape: tuple[int, ...]) -> Attend:
 
 @functools.cache
 def attention_backend(config: ModelSpec, *, length: int, dtype: Any) -> Backend:
-    """'cudnn' if this machine compiles and runs it for these shapes and gradients, else 'xla'."""
+    """Return 'cudnn' if it compiles and runs here for these shapes and gradients, else 'xla'."""
     if jax.default_backend() != "gpu" or dtype != jnp.bfloat16:
         return "xla"
     heads = config.layers[0].attention
@@ -198,15 +198,15 @@ def forward(
     aux_layer_ids: tuple[int, ...] = (),
     drop: Drop | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T A"]]:
-    """(hidden after the final norm, aux features) of `params` as `compute_view` returns them.
+    """Return (hidden after the final norm, aux features) of `params` from `compute_view`.
 
-    aux_layer_ids: the residual stream at the input of these layers (see models.decoder.trunk).
+    aux_layer_ids: layers at whose input the residual stream is captured (models.decoder.trunk).
     """
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     x = embed(params["embed"], token_ids).astype(dtype)
     if drop is not None:
         x = drop(x, 2 * spec.num_layers)
-    # A mixture sorts the tokens of all rows, so the rows lie end to end.
+    # MoE sorts the tokens of all rows, so rows are flattened.
     is_flat = any(isinstance(layer.ffn, MoESpec) for layer in spec.layers)
     if is_flat:
         x, positions = x.reshape(-1, x.shape[-1]), positions.reshape(-1)
@@ -233,5 +233,5 @@ def forward(
 
 
 def lm_logits(params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-    """Float32 logits over the target's vocabulary."""
+    """Return float32 logits over the target's vocabulary."""
     return logits_of(hidden, params["lm_head"]["kernel"])

@@ -1,12 +1,11 @@
-"""One run of `jspec train-draft`: a target and a file of examples in, a head that is served out.
+"""One run of `jspec train-draft`: from a target and a file of examples to a servable head.
 
-    OUT/settings.json   what was asked; a resumed run must ask the same
-    OUT/checkpoints/    state of the loop (orbax); the run goes on from the last one
-    OUT/head/           config.json, model.safetensors: what --speculative-draft-model-path names
+    OUT/settings.json   the run's settings; a resumed run must have the same
+    OUT/checkpoints/    state of the loop (orbax); a resumed run continues from the last one
+    OUT/head/           config.json, model.safetensors: for --speculative-draft-model-path
     OUT/report.json     loss and accuracy by depth on held-out rows, and served acceptance
 
-How a head is served and what it is accepted for then is the caller's to say (`Serving`): an engine
-stands above this room.
+The caller serves the head and measures its acceptance (`Serving`): the engine is a layer above.
 """
 
 from __future__ import annotations
@@ -54,15 +53,18 @@ SETTINGS, REPORT, HEAD, CHECKPOINTS = "settings.json", "report.json", "head", "c
 
 
 class Serving(Sampling, Protocol):
-    """What an engine does for a run."""
+    """The engine's part of a run."""
 
     def acceptance(self, head: Path, prompts: RowTable) -> dict[str, float]:
-        """Served acceptance length of the head in that directory."""
+        """Return the served acceptance length of the head in a directory."""
 
 
 def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
-    """Trains, exports, reports. Raises ConfigError or CheckpointError, naming what does not fit,
-    before anything is written; KeyboardInterrupt leaves the last checkpoint."""
+    """Train, export and report.
+
+    Raise ConfigError or CheckpointError, naming what does not fit, before anything is written.
+    KeyboardInterrupt leaves the last checkpoint.
+    """
     check_directory("model_path", job.target)
     spec = load_model_spec(job.target)
     check_target(job.target, spec)
@@ -116,7 +118,7 @@ def run_job(job: DraftJob, *, resume: bool, serving: Serving) -> Result:
 
 
 def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
-    """What begins now: the first line of progress comes only after steps that must be compiled."""
+    """Print the sizes of the run: the first progress line comes only after compilation."""
     rows, recipe = len(tables[0].ids), job.recipe
     print(
         f"{job.kind.value}: {rows} rows of up to {recipe.length} tokens to train on, "
@@ -127,8 +129,7 @@ def tell(job: DraftJob, tables: tuple[RowTable, RowTable]) -> None:
 
 
 def contents_of(job: DraftJob, rows: RowTable, held_out: RowTable) -> dict[str, str]:
-    """What the named files hold, beside their names: rows to train on and to evaluate on, and the
-    target's weights."""
+    """Return hashes of the training rows, the held-out rows and the target's weights."""
 
     def digest(table: RowTable) -> str:
         return hashlib.sha256(table.ids.tobytes() + table.weights.tobytes()).hexdigest()
@@ -141,8 +142,7 @@ def contents_of(job: DraftJob, rows: RowTable, held_out: RowTable) -> dict[str, 
 
 
 def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
-    """Takes the output directory. ConfigError for one that is there or cannot be made, or, to
-    resume, for one that was begun with other settings, or with files that had other contents."""
+    """Create the output directory, or check that a resumed run has equal settings and inputs."""
     path, asked = job.out / SETTINGS, job.settings() | contents
     if not resume:
         if job.out.exists():
@@ -175,7 +175,7 @@ def claim(job: DraftJob, *, resume: bool, contents: dict[str, str]) -> None:
 def served_acceptance(
     job: DraftJob, held_out: RowTable, serving: Serving, *, save: Callable[[Path, Params], None]
 ) -> Callable[[Params], dict[str, Any]]:
-    """What parameters are accepted for when they are exported and served."""
+    """Return a function that exports parameters and measures their served acceptance."""
 
     def measure(params: Params) -> dict[str, Any]:
         folder = job.out / "evaluated"

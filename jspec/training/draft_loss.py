@@ -1,13 +1,13 @@
-"""The loss of a draft head, over all its depths: what it guesses against what the target says.
+"""The loss of a draft head over all its depths: its predictions against the target's distribution.
 
-Of depth i: the cross entropy to the target's distribution, restricted to the draft vocabulary and
-renormalised, where the target's argmax lies in it; plus `overlap_weight` times the mass that the
-two do not share, 1 - sum_v min(p_v, q_v); plus, for a head that guesses features,
-`feature_weight` times the smooth L1 distance to the target's next one. Depths weigh 0.8**i.
+At depth i it is the cross entropy to the target's distribution, restricted to the draft vocabulary
+and renormalised, where the target's argmax is in it; plus `overlap_weight` times the mass that the
+two distributions do not share, 1 - sum_v min(p_v, q_v); plus, for a head that predicts features,
+`feature_weight` times the smooth L1 distance to the target's next feature. Depths weigh 0.8**i.
 
-The full distribution matters: with shared noise a draft is accepted when both distributions,
-perturbed alike, have the same argmax, and that becomes rarer with the mass they do not share, not
-with the cross entropy. Knows no optimizer, no data and no files.
+The full distribution matters: with shared noise a draft is accepted if both distributions, with the
+same perturbation, have the same argmax. That depends on the mass they share, not on the cross
+entropy. Independent of optimizers, data and files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures
 from jspec.training.loop import Loss, Metrics
 
 STEP_DECAY = 0.8
-Batch = dict[str, jax.Array]  # ids i32[B, T], weights f32[B, T]; hidden and aux, where stored
+Batch = dict[str, jax.Array]  # ids i32[B, T], weights f32[B, T]; hidden and aux, if stored
 FeaturesOf = Callable[[Params, Batch], TargetFeatures]
 Unrolled = Callable[[Params, Params, Batch], tuple[TargetFeatures, jax.Array, list[Guess]]]
 
 
 def make_frozen(target_params: Params, draft_ids: Any) -> Params:
-    """What the loss needs beside the head: the target on the device, and the draft vocabulary."""
+    """Return the loss's frozen inputs: the target on the device, and the draft vocabulary."""
     return {
         "target": jax.tree.map(jnp.asarray, target_params),
         "draft_ids": jnp.asarray(draft_ids),
@@ -43,7 +43,7 @@ def make_frozen(target_params: Params, draft_ids: Any) -> Params:
 def features_on_the_fly(
     target: ModelSpec, head: DraftHead, *, length: int, dtype: Any
 ) -> FeaturesOf:
-    """The target's own forward, inside the step."""
+    """Return features_of that runs the target's forward inside the step."""
     attend = causal_attend(attention_backend(target, length=length, dtype=dtype))
 
     def features(target_params: Params, batch: Batch) -> TargetFeatures:
@@ -61,7 +61,7 @@ def features_on_the_fly(
 
 
 def stored_features(target_params: Params, batch: Batch) -> TargetFeatures:
-    """Those that came with the batch."""
+    """Return the features stored with the batch."""
     del target_params
     return TargetFeatures(hidden=batch["hidden"], aux=batch["aux"])
 
@@ -69,7 +69,10 @@ def stored_features(target_params: Params, batch: Batch) -> TargetFeatures:
 def make_unrolled(
     head: DraftHead, features_of: FeaturesOf, *, num_depths: int, dtype: Any
 ) -> Unrolled:
-    """(trained params, frozen, batch) -> (features, target logits [B, T, V], guesses by depth)."""
+    """Return the unrolled forward of target and head.
+
+    (trained params, frozen, batch) -> (features, target logits [B, T, V], guesses by depth)
+    """
 
     def run(
         params: Params, frozen: Params, batch: Batch
@@ -85,12 +88,12 @@ def make_unrolled(
 
 
 def draft_loss(run: Unrolled, *, overlap_weight: float = 0.0, feature_weight: float = 0.0) -> Loss:
-    """Sum over depths of 0.8**i times the loss above; means are over what `weights` counts.
+    """Return the loss: the sum over depths of 0.8**i times the loss above, weighted by `weights`.
 
-    weights[b, p]: of what the target says at position p, which guesses token p + 1.
-    Metrics by depth: accuracy, and the shared mass `overlap` (at most 1) over the whole vocabulary.
-    Accuracy is agreement with the target's argmax over its whole vocabulary: an argmax outside
-    the draft vocabulary counts as a miss.
+    weights[b, p]: of the target's prediction at position p, which is token p + 1.
+    Metrics by depth: the shared mass `overlap` (at most 1) over the whole vocabulary, and
+        `accuracy`, the agreement with the target's argmax over its whole vocabulary (an argmax
+        outside the draft vocabulary is a miss).
     """
 
     def loss(params: Params, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:

@@ -1,6 +1,6 @@
-"""Trains a draft head of any kind over a frozen target: what a run needs beside its rows of tokens.
+"""Training of any kind of draft head over a frozen target, from rows of tokens.
 
-The one way to a head: the bundled pair's recipe and `jspec train-draft` both come here.
+Both the bundled pair's recipe and `jspec train-draft` use this module.
 """
 
 from __future__ import annotations
@@ -26,29 +26,26 @@ Evaluation = Callable[[Params], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRecipe:
-    """Data, unrolling and loss of a run; `num_depths` is how many tokens ahead are learnt.
-
-    sample_share: of each batch, rows that the target said itself (the bundled pair's recipe).
-    """
+    """Data, unrolling and loss of a run."""
 
     loop: LoopConfig
     batch_size: int = 32
     length: int = 1024
-    num_depths: int = 5
-    sample_share: float = 0.875
+    num_depths: int = 5  # tokens ahead to predict
+    sample_share: float = 0.875  # of a batch, sampled from the target (bundled pair)
     overlap_weight: float = 2.0
     feature_weight: float = 1.0
     compute_dtype: Any = jnp.bfloat16
 
 
 def draft_vocabulary(tables: list[np.ndarray], *, vocab_size: int, size: int) -> np.ndarray:
-    """i32[size], ascending: the most frequent ids over all tables (ties: lower id first)."""
+    """Return i32[size], ascending: the most frequent ids over all tables (ties: lower id first)."""
     counts = sum(np.bincount(table.ravel(), minlength=vocab_size) for table in tables)
     return np.sort(np.argsort(-np.asarray(counts), kind="stable")[:size]).astype(np.int32)
 
 
 def all_count(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """A batch of rows whose every token is learnt."""
+    """Return a batch of rows whose every token is learnt."""
     return {"ids": ids, "weights": np.ones(ids.shape, np.float32)}
 
 
@@ -65,9 +62,9 @@ def train_head(
     placement: Placement | None = None,
     also: Evaluation | None = None,
 ) -> Result:
-    """Trains on the batches of `batch_at`; the loss on held_out [R, ...] picks the best parameters.
+    """Train on the batches of `batch_at`; the loss on held_out [R, ...] selects the parameters.
 
-    Result.params has what `head.init` has. also: more to measure of them, at every evaluation.
+    Result.params has the structure of `head.init`. also: more to measure at every evaluation.
     """
     placement = placement or Placement.single()
     run = make_unrolled(head, features_of, num_depths=recipe.num_depths, dtype=recipe.compute_dtype)

@@ -1,4 +1,4 @@
-"""What one run of `jspec train-draft` is asked for, and which head that is. No files, no data."""
+"""The settings of one run of `jspec train-draft`, and the head they give. No files, no data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from jspec.training.heads.head_eagle1 import eagle1_head
 from jspec.training.heads.head_eagle3 import eagle3_head
 from jspec.training.heads.head_mtp import mtp_head
 
-DRAFT_VOCAB = 32000  # what published EAGLE-3 heads have
+DRAFT_VOCAB = 32000  # as in published EAGLE-3 heads
 
 
 class Kind(enum.Enum):
-    """Which head, by the word that `serve` knows it by."""
+    """A kind of head, by the name that `serve` uses."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
-    NEXTN = "NEXTN"  # layers for multi-token prediction, one a depth
+    NEXTN = "NEXTN"  # layers for multi-token prediction, one per depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftJob:
-    """What was asked. Paths as they were given; None: what `prepare` derives."""
+    """The settings of a run. Paths are as given; None: derived while preparing."""
 
     target: Path
     data: Path
@@ -54,7 +54,7 @@ class DraftJob:
     export_dtype: Any = ml_dtypes.bfloat16
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the weights, as JSON."""
+        """Return everything that determines the weights, as JSON."""
         words = {
             name: value.value if isinstance(value, enum.Enum) else value
             for name, value in asdict(replace(self, out=Path())).items()
@@ -66,12 +66,12 @@ class DraftJob:
         loop, recipe = flat["recipe"].pop("loop"), flat.pop("recipe")
         for unimportant in ("log_every", "eval_every", "checkpoint_every"):
             del loop[unimportant]
-        loop["learning_rate"] = loop.pop("peak_learning_rate")  # as the flag is called
+        loop["learning_rate"] = loop.pop("peak_learning_rate")  # the flag's name
         return {**flat, **recipe, **loop}
 
 
 def make_head(job: DraftJob, spec: ModelSpec) -> DraftHead:
-    """The head that was asked for. ConfigError for what it cannot have over this target."""
+    """Return the requested head. Raise ConfigError for settings that do not fit this target."""
     inner = job.intermediate_size or inner_size(spec)
     if job.is_chained and job.kind is not Kind.NEXTN:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""The training loop that targets and draft heads share: AdamW, schedule, EMA, checkpoints, bar.
+"""The training loop of targets and draft heads: AdamW, schedule, EMA, checkpoints, progress lines.
 
-Knows nothing about models: it is given a loss, a batch for every step, and an evaluation. The
-schedule runs on progress, the larger of step / num_steps and time used / budget, so that a run
-with a time budget still ends with its learning rate decayed. Without a budget the state after n
-steps is a function of (initial state, seed, n) alone, and a resumed run repeats it bit for bit.
+Independent of models: the caller passes a loss, a batch for every step, and an evaluation. The
+schedule runs on progress, the larger of step / num_steps and time used / budget, so that a run with
+a time budget still ends with its learning rate decayed. Without a budget the state after n steps is
+a function of (initial state, seed, n) alone, and a resumed run repeats it bit for bit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, jax.Array]
 Loss = Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, Metrics]]
-Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are per depth
+Evaluate = Callable[[Params], dict[str, Any]]  # must contain "loss"; lists are by depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """Knobs of a run. Times are seconds; `budget_seconds` None means that only num_steps ends it.
+    """Settings of a run. Times are in seconds; without `budget_seconds`, num_steps alone ends it.
 
     The learning rate rises linearly over `warmup_steps`, then falls as a cosine to 0.
     """
@@ -61,18 +61,18 @@ class LoopConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The parameters (EMA) of the best evaluation, and where it was."""
+    """The parameters (EMA) of the best evaluation, and its step."""
 
     params: Params
     metrics: dict[str, Any]
     step: int
     num_steps: int
     seconds: float
-    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
+    curve: tuple[dict[str, Any], ...] = ()  # per evaluation: step, seconds, metrics
 
 
 def optimizer(config: LoopConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which every step receives; matrices alone decay."""
+    """Return AdamW without the learning rate, which every step receives; only matrices decay."""
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(b1=0.9, b2=config.beta2, eps=1e-8),
@@ -83,7 +83,7 @@ def optimizer(config: LoopConfig) -> optax.GradientTransformation:
 
 
 def init_state(params: Params, config: LoopConfig) -> TrainState:
-    """Step 0. Copies: steps donate the state, and `params` may share buffers with a target."""
+    """Return step 0's state, as a copy: steps donate it, and a target may share the buffers."""
     wide = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(
         params=wide,
@@ -94,7 +94,7 @@ def init_state(params: Params, config: LoopConfig) -> TrainState:
 
 
 def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
-    """Linear warmup by step, cosine to 0 by progress in [0, 1]."""
+    """Return linear warmup by step times cosine decay to 0 by progress in [0, 1]."""
     warmup = min(1.0, (step + 1) / max(config.warmup_steps, 1))
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
     return config.peak_learning_rate * warmup * cosine
@@ -103,9 +103,10 @@ def learning_rate(config: LoopConfig, *, step: int, progress: float) -> float:
 def make_step(
     loss: Loss, config: LoopConfig
 ) -> Callable[[TrainState, Any, Any, jax.Array], tuple[TrainState, Metrics]]:
-    """The jitted step: (state, frozen, batch, learning rate) -> (state', metrics); donates state.
+    """Return the jitted step: (state, frozen, batch, learning rate) -> (new state, metrics).
 
-    `loss(params, frozen, batch, key)` gets a random key that depends on (seed, step) alone.
+    The state is donated. `loss(params, frozen, batch, key)` gets a random key that depends on
+    (seed, step) alone.
     """
     transform = optimizer(config)
 
@@ -129,10 +130,7 @@ def make_step(
 def mean_metrics(
     measure: Callable[[Any], tuple[jax.Array, Metrics]], table: Any, *, batch_size: int
 ) -> dict[str, Any]:
-    """Means over whole batches of rows; a remainder smaller than a batch is left out.
-
-    table: arrays [R, ...], alone or in a dict.
-    """
+    """Return means over whole batches of a table of arrays [R, ...]; a remainder is ignored."""
     num_rows = len(jax.tree.leaves(table)[0])
     size = min(batch_size, num_rows)
     sums: list[dict[str, Any]] = []
@@ -145,7 +143,7 @@ def mean_metrics(
 
 
 def check_finite(loss: Any, *, step: int) -> None:
-    """TrainingError for a loss that is no number: no later step would mend its weights."""
+    """Raise TrainingError for a loss that is not finite: later steps cannot recover."""
     value = float(loss)
     if not math.isfinite(value):
         raise TrainingError(
@@ -155,7 +153,7 @@ def check_finite(loss: Any, *, step: int) -> None:
 
 
 class _Run:
-    """One run's changing parts: the state, the best parameters so far, and where they were."""
+    """The mutable parts of a run: the state, the best parameters so far, and their step."""
 
     def __init__(
         self, name: str, config: LoopConfig, state: TrainState, checkpoints: Checkpoints | None
@@ -205,12 +203,12 @@ def train(
     placement: Placement | None = None,
     tokens_a_step: int = 0,
 ) -> Result:
-    """Trains to the end of the schedule and returns the best parameters by held-out loss.
+    """Train to the end of the schedule and return the best parameters by held-out loss.
 
-    frozen: a pytree passed to the loss untouched (a draft head's target), where `placement` has it.
-    placement: whose devices share every batch; None: the first device alone. tokens_a_step: for
-    the speed that is shown. Resumes from `checkpoint_dir` if it holds a checkpoint.
-    Raises TrainingError for a loss that is no number; no checkpoint is written of such a run.
+    frozen: a pytree passed to the loss (a draft head's target), already placed.
+    placement: the devices that share every batch; None: the first device alone.
+    tokens_a_step: for the displayed speed. Resumes from a checkpoint in `checkpoint_dir`. Raise
+        TrainingError for a loss that is not finite; its checkpoint is not written.
     """
     placement = placement or Placement.single()
     checkpoints = _opened(checkpoint_dir) if checkpoint_dir else None
@@ -254,7 +252,7 @@ def train(
 
 
 def _opened(folder: Path) -> Checkpoints:
-    from jspec.training.checkpoints import Checkpoints  # orbax: seconds that some runs need not
+    from jspec.training.checkpoints import Checkpoints  # imports orbax, which takes seconds
 
     return Checkpoints(folder)
 

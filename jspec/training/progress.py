@@ -1,4 +1,4 @@
-"""Time used and what the terminal shows of a run: one line now and then."""
+"""Time used by a run, and its progress lines on the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Schedule(Protocol):
-    """What ends a run: steps, or time as well."""
+    """The end of a run: a number of steps, and optionally a time budget."""
 
     @property
     def num_steps(self) -> int: ...
@@ -20,7 +20,7 @@ class Schedule(Protocol):
 
 
 class Clock:
-    """Seconds of training used, over all resumptions, compilation (the first step) included."""
+    """Seconds of training over all resumptions, compilation (the first step) included."""
 
     def __init__(self, schedule: Schedule, *, used: float, step: int) -> None:
         self._schedule = schedule
@@ -31,7 +31,7 @@ class Clock:
         self._paused = 0.0
 
     def first_step_done(self, *, step: int) -> None:
-        """From here on the schedule runs: compiling uses time but no learning rate."""
+        """Start the schedule: compilation uses time but no learning rate."""
         now = time.monotonic()
         self._compiling = now - self._start
         self._since, self._paused = (now, step), 0.0
@@ -40,7 +40,7 @@ class Clock:
         return self._used + time.monotonic() - self._start
 
     def progress(self, step: int) -> float:
-        """Share of the schedule that is over, by steps or by time, whichever is more."""
+        """Return the share of the schedule that is over: by steps or by time, the larger."""
         share = step / self._schedule.num_steps
         budget = self._schedule.budget_seconds
         if budget is None:
@@ -49,17 +49,17 @@ class Clock:
         return max(share, spent / max(budget - self._compiling, 1e-3))
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was no training (an evaluation): the speed of the steps does not count it."""
+        """Exclude time that was not training (an evaluation) from the speed of the steps."""
         self._paused += seconds
 
     def steps_per_second(self, step: int) -> float:
-        """Since the first step of this process was done; 0 before the second."""
+        """Return the rate since this process's first step; 0 before the second."""
         start, first = self._since
         taken = time.monotonic() - start - self._paused
         return (step - first) / taken if step > first and taken > 0 else 0.0
 
     def seconds_left(self, step: int) -> float | None:
-        """None while there is nothing to reckon with."""
+        """Return the estimated time left; None before there is a rate."""
         rate = self.steps_per_second(step)
         if not rate:
             return None
@@ -69,7 +69,9 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """In:  59.6  3599  86399
+    """Format seconds for display.
+
+    In:  59.6  3599  86399
     Out: 1m00s 59m59s 23h59m
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -79,14 +81,14 @@ def duration(seconds: float) -> str:
 
 
 def speed(clock: Clock, *, step: int, tokens_a_step: int) -> dict[str, str]:
-    """tokens/s (where the tokens of a step are known) and the time left, as they are shown."""
+    """Return tokens/s (if the tokens of a step are known) and the time left, for display."""
     left, rate = clock.seconds_left(step), clock.steps_per_second(step) * tokens_a_step
     shown = {"tokens/s": f"{rate:.0f}"} if rate else {}
     return shown if left is None else {**shown, "left": duration(left)}
 
 
 def show(name: str, *, step: int, num_steps: int, progress: float, metrics: dict[str, Any]) -> None:
-    """One line of progress: a bar, the step, and the metrics (lists are by depth)."""
+    """Print a progress line: a bar, the step, and the metrics (lists are by depth)."""
     filled = round(20 * min(progress, 1.0))
     parts = []
     for key, value in metrics.items():

@@ -1,4 +1,4 @@
-"""The state of a training run, and what a checkpoint keeps of it."""
+"""The state of a training run, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Params = dict[str, Any]
 
 @pytree
 class TrainState:
-    """All that a step reads and writes; float32."""
+    """The state that a step reads and writes; float32."""
 
     params: Params
     ema: Params
@@ -25,12 +25,12 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds beside the arrays."""
+    """A checkpoint's data besides arrays."""
 
     seconds: float = 0.0
     best_loss: float = math.inf
     best_step: int = 0
-    curve: tuple[dict[str, Any], ...] = ()  # every evaluation: step, seconds, metrics
+    curve: tuple[dict[str, Any], ...] = ()  # per evaluation: step, seconds, metrics
 
 
 Resumed = tuple[TrainState, Params, Progress]  # a checkpoint: state, best EMA, the rest

@@ -1,11 +1,11 @@
-"""What a head would be accepted for, measured without an engine, on rows the target sampled.
+"""A head's acceptance measured without an engine, on rows sampled from the target.
 
-A chain's draft at depth i is accepted if it and all before it equal what the target said. Up to
-the first miss, drafting freely and drafting with the true tokens forced are the same computation,
-so one unrolled forward over a sampled row gives, for every position at once, how many drafts a
-verification there would accept. Drafts are chosen as in serving: the argmax of draft logits +
-T * g(seed, position, target id), with the noise that the row was sampled with; without draft noise
-they are the plain argmax, which shows what sharing the noise gains.
+A chain's draft at depth i is accepted if it and all before it equal the target's tokens. Up to the
+first miss, drafting freely and drafting with the true tokens forced are the same computation. So
+one unrolled forward over a sampled row gives, for every position at once, how many drafts a
+verification there would accept. Drafts are selected as in serving: the argmax of draft logits + T *
+g(seed, position, target id), with the noise that the row was sampled with. Without draft noise they
+are the plain argmax, which shows the gain of sharing the noise.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def make_hits(
     dtype: Any,
     draft_noise: bool = True,
 ) -> Callable[..., jax.Array]:
-    """Jitted (trained params, frozen, rows[B, T], temperatures, seeds) -> bool[B, T - 1 - S, S].
+    """Return jitted hits of the drafts at every position.
 
-    hits[b, t, i]: the draft of depth i + 1 after t + 1 draft rows is row b's token t + 2 + i.
+    (trained params, frozen, rows[B, T], temperatures, seeds) -> bool[B, T - 1 - S, S].
+    hits[b, t, i]: the draft of depth i + 1 after t + 1 draft slots is row b's token t + 2 + i.
     """
     features = features_on_the_fly(target, head, length=length, dtype=dtype)
     run = make_unrolled(head, features, num_depths=num_steps, dtype=dtype)
@@ -66,11 +67,11 @@ def make_hits(
 
 
 def emitted_per_verification(hits: np.ndarray, prompt_lens: np.ndarray) -> list[int]:
-    """num_emitted of every verification of a plain walk over each row.
+    """Return num_emitted of every verification of a plain walk over each row.
 
     Worked example, S = 2, prompt of 3 tokens: prefill emits x_3 (not counted), so the root is x_3
-    and row t = 2 drafts x_4, x_5. With hits[2] = (True, False) the step emits x_4 and the bonus
-    x_5: num_emitted 2, the root is x_5, and row t = 4 drafts next.
+    and slot t = 2 drafts x_4, x_5. With hits[2] = (True, False) the step emits x_4 and the bonus
+    x_5: num_emitted 2, the root is x_5, and slot t = 4 drafts next.
     """
     accepted = np.cumprod(hits, axis=-1).sum(axis=-1)  # [R, T']
     emitted = []
@@ -95,10 +96,10 @@ def measure_acceptance(
     dtype: Any,
     draft_noise: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """By temperature: mean num_emitted of chains of `num_steps`, and agreement at each depth.
+    """Return by temperature the mean num_emitted of chains of `num_steps`, and agreement by depth.
 
-    samples [R, T]: what the target made of the first R prompts. Agreement of a depth is over all
-    sampled positions, earlier depths forced right.
+    samples [R, T]: the target's continuations of the first R prompts. A depth's agreement is over
+    all sampled positions, with the true tokens forced at earlier depths.
     """
     run = make_hits(
         target,

@@ -2,18 +2,18 @@
 
     python -m recipes.bundled_pair.pair --stage all --data DIR --out DIR [--budget-seconds 720]
 
-Stages can be run one by one, on different machines, and again: each reads what the ones before it
-wrote, and `target` and `head` resume from their checkpoints.
+Stages can be run one by one, on different machines, and repeatedly: each reads the output of those
+before it, and `target` and `head` resume from their checkpoints.
 
     corpus     DATA/corpus.jsonl.xz, manifest.json   the running Python's standard library
     tokenizer  DATA/tokenizer.json                   byte-level BPE over the training part
     target     OUT/target/                           a LlamaForCausalLM with its tokenizer
-    samples    OUT/samples.npz                       what the target says, at several temperatures
+    samples    OUT/samples.npz                       the target's samples at several temperatures
     head       OUT/head/                             a LlamaForCausalLMEagle3
     report     OUT/report.json                       acceptance on held-out prompts, a short table
 
---budget-seconds bounds the stages of one call together (27% target, 7% samples, 66% head when
-all three run); without it, the numbers of steps of `--size` decide.
+--budget-seconds limits the stages of one call together (27% target, 7% samples, 66% head if all
+three run); without it, `--size` sets the numbers of steps.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from recipes.bundled_pair.tokenizer_training import load_tokenizer, save_tokeniz
 
 STAGES = ("corpus", "tokenizer", "target", "samples", "head", "report")
 TIMED = {"target": 0.27, "samples": 0.07, "head": 0.66}
-TRAIN_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows say more: cold ones soon loop
+TRAIN_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # low temperatures soon repeat themselves
 HELD_OUT_TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 REPORT_FILE = "report.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One call: where things lie, how large they are, and how long each stage may take."""
+    """One call: its folders, sizes, and time budget per stage."""
 
     data: Path
     out: Path
@@ -78,7 +78,7 @@ class Job:
 
 
 def split_budget(seconds: float | None, stages: tuple[str, ...]) -> dict[str, float]:
-    """Shares of the budget for the timed stages of a call; one alone gets all of it.
+    """Return the budgets of the timed stages of a call; a single one gets all of it.
 
     100 s: all three get 27, 7, 66; target and samples alone 79.4, 20.6.
     """
@@ -95,7 +95,6 @@ def run_corpus(job: Job) -> None:
 
 
 def _version_of(stdlib: Path | None) -> str | None:
-    """The version that another Python's standard library says it has; None for the running one."""
     if stdlib is None:
         return None
     release = stdlib.resolve().name.removeprefix("python")
@@ -148,14 +147,14 @@ def num_parameters(params: Params) -> int:
 
 
 def load_target(job: Job) -> tuple[ModelSpec, Params]:
-    """The exported target, in bfloat16 as it is served, on the device."""
+    """Return the exported target on the device, in bfloat16 as served."""
     config = load_model_spec(job.out / "target")
     params = checkpoint.load_target(job.out / "target", config, dtype=ml_dtypes.bfloat16)
     return config, jax.tree.map(jnp.asarray, params)
 
 
 def train_prompts(job: Job, stream: TokenStream) -> Prompts:
-    """Prompts of a sixteenth to three quarters of a row, so that all lengths are continued."""
+    """Return prompts of 1/16 to 3/4 of a row, so that the head sees all prompt lengths."""
     length = job.sizes.head.length
     return draw_prompts(
         stream,
@@ -169,7 +168,7 @@ def train_prompts(job: Job, stream: TokenStream) -> Prompts:
 
 
 def held_out_prompts(job: Job, stream: TokenStream) -> Prompts:
-    """Prompts of equal length: what acceptance is reported on."""
+    """Return prompts of equal length, for the reported acceptance."""
     return draw_prompts(
         stream,
         count=job.sizes.num_held_out_samples,
@@ -182,7 +181,7 @@ def held_out_prompts(job: Job, stream: TokenStream) -> Prompts:
 
 
 def run_samples(job: Job) -> None:
-    """Samples training prompts for the head to learn from, and held-out ones to measure it on."""
+    """Sample training prompts for the head to learn from, and held-out ones to measure it on."""
     _, train_stream, held_out_stream = load_streams(job.data)
     config, params = load_target(job)
     held_out, train = held_out_prompts(job, held_out_stream), train_prompts(job, train_stream)
@@ -216,7 +215,7 @@ def run_samples(job: Job) -> None:
 
 
 def read_samples(job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, held-out rows) of the stage `samples`."""
+    """Return (training rows, held-out rows) of the stage `samples`."""
     path = job.out / "samples.npz"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected samples (run the stage 'samples')")
@@ -273,7 +272,7 @@ def run_head(job: Job) -> None:
 
 
 def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) -> BatchAt:
-    """Text crops, then the target's own samples [R, T], in every batch."""
+    """Return batches of text crops, then the target's own samples [R, T]."""
     num_samples = round(recipe.batch_size * recipe.sample_share)
     seed, num_text = recipe.loop.seed, recipe.batch_size - num_samples
     parts = []
@@ -286,7 +285,7 @@ def mixed_batches(text: TokenStream, samples: np.ndarray, recipe: HeadRecipe) ->
 
 
 def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config, Params]:
-    """The exported head in bfloat16, split as training holds it: (config, whole parameters)."""
+    """Return the exported head in bfloat16: (config, parameters)."""
     config = load_eagle3_config(job.out / "head", target=target)
     return config, load_eagle3(
         job.out / "head", config, dtype=ml_dtypes.bfloat16, target_params=params
@@ -294,10 +293,7 @@ def load_head(job: Job, target: ModelSpec, params: Params) -> tuple[Eagle3Config
 
 
 def run_report(job: Job) -> None:
-    """Acceptance of the exported pair on the held-out samples, and the sizes on disk.
-
-    Of every sample the first `report_new_tokens` after the prompt count.
-    """
+    """Report acceptance of `report_new_tokens` per held-out sample, and the sizes on disk."""
     _, _, held_out_stream = load_streams(job.data)
     target, target_params = load_target(job)
     config, head = load_head(job, target, target_params)

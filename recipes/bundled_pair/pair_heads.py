@@ -1,15 +1,15 @@
-"""The small heads beside the bundled pair: EAGLE-1, three layers for multi-token prediction, and a
-small language model, all over the bundled target.
+r"""The small heads for the bundled target: EAGLE-1, three layers for multi-token prediction, and a
+small language model.
 
     python -m recipes.bundled_pair.pair --data DATA --out OUT --stage samples
     python -m recipes.bundled_pair.pair_heads --data DATA --out OUT --head eagle1 \
         --budget-seconds 100
 
 DATA and OUT are the pair's: DATA with corpus and tokenizer, OUT with `target/` and the target's
-samples. Like the pair's head these learn from the training part of the corpus and from what the
-target says after it; the held-out modules are the pair's, by the name of the module.
+samples. Like the pair's head, these train on the training part of the corpus and on the target's
+continuations of it; the held-out modules are the pair's.
 
-    OUT/draft_eagle1/, OUT/draft_mtp/, OUT/draft_lm/    the weights, as they are served
+    OUT/draft_eagle1/, OUT/draft_mtp/, OUT/draft_lm/    the weights, ready to serve
     OUT/report_eagle1.json, ...                         held-out loss by step, sizes, seconds
 """
 
@@ -43,12 +43,12 @@ from recipes.bundled_pair.pair import (
 from recipes.bundled_pair.pair_sizes import PairSizes
 from recipes.bundled_pair.target import load_streams
 
-TARGET_DTYPE = jnp.bfloat16  # of the target's forward, as the pair's head had it
+TARGET_DTYPE = jnp.bfloat16  # of the target's forward, as for the pair's head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A head and how it is trained."""
+    """A head and its recipe."""
 
     head: DraftHead
     folder: str
@@ -56,7 +56,7 @@ class Made:
 
 
 def make(name: str, target: ModelSpec, *, loop: LoopConfig, tiny: bool) -> Made:
-    """Sizes are such that all three heads take 5 MB together in bfloat16."""
+    """Return a head by name; all three together take 5 MB in bfloat16."""
     recipe = HeadRecipe(
         loop=loop, batch_size=4 if tiny else 32, length=64 if tiny else 512, num_depths=4
     )
@@ -77,17 +77,17 @@ HEADS = ("eagle1", "mtp", "lm")
 
 
 def in_rows(table: np.ndarray, *, length: int) -> np.ndarray:
-    """Rows of `length` of longer ones, a remainder left out: [R, T] as [R * (T // length), length].
+    """Cut rows into rows of `length`, dropping remainders: [R, T] -> [R * (T // length), length].
 
-    A row that begins in the middle of a text is one: the target's distribution over it is the
-    teacher, whatever it was given when it said it.
+    Rows that start in the middle of a text are valid: the teacher is the target's distribution over
+    the row itself, whatever context it was sampled in.
     """
     pieces = table.shape[1] // length
     return table[:, : pieces * length].reshape(-1, length)
 
 
 def run(job: Job, name: str, loop: LoopConfig, *, tiny: bool) -> Result:
-    """Trains, exports and reports one head."""
+    """Train, export and report one head."""
     _, train_stream, held_out_stream = load_streams(job.data)
     target, params = load_target(job)
     made = make(name, target, loop=loop, tiny=tiny)

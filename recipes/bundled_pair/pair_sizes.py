@@ -1,4 +1,4 @@
-"""Every size and knob of the pair recipe: the bundled pair's, and a tiny one that learns nothing.
+"""Sizes and settings of the pair recipe: the bundled pair's, and a tiny one that learns nothing.
 
 Measured on one H200 (8.3 million training tokens, 7.8 million parameters), loss on held-out text:
 1.835 with batches of 32, weight decay 0.1 and dropout 0.1, rising again after 16 epochs; 1.79 to
@@ -17,7 +17,7 @@ from recipes.bundled_pair.target import TargetRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSizes:
-    """Every size of the recipe; the defaults are the bundled pair's."""
+    """Sizes of the recipe; the defaults are the bundled pair's."""
 
     target: TargetRecipe
     head: HeadRecipe
@@ -35,7 +35,7 @@ class PairSizes:
 
     @classmethod
     def bundled(cls) -> PairSizes:
-        """Sized for one H200; a laptop follows the same recipe more slowly."""
+        """Return the sizes for one H200; a laptop runs the same recipe more slowly."""
         target = LoopConfig(
             num_steps=9000,
             peak_learning_rate=2e-3,
@@ -59,7 +59,7 @@ class PairSizes:
 
     @classmethod
     def tiny(cls) -> PairSizes:
-        """Seconds on a CPU: shows that the stages fit together, learns next to nothing."""
+        """Return sizes that take seconds on a CPU, to test the stages."""
         loop = LoopConfig(
             num_steps=20, peak_learning_rate=3e-3, warmup_steps=5, log_every=10, eval_every=10
         )

@@ -1,9 +1,9 @@
-"""Draws text from a target with a dense KV cache, many rows at once: data for training a head.
+"""Batched sampling from a target with a dense KV cache: training data for a head.
 
 The rule is the engine's: the token at position p of a row with seed s is
-argmax_v(logits(v) + T * g(s, p, v)). So the acceptance of a head, which drafts with the same
-noise, can be measured on these rows without an engine. One program samples all rows in lockstep;
-it knows no requests, no stopping and no pages.
+argmax_v(logits(v) + T * g(s, p, v)). So the acceptance of a head, which drafts with the same noise,
+can be measured on these rows without an engine. One program samples all rows in lockstep, without
+requests, stop conditions or pages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.training.data.token_stream import TokenStream
 from jspec.training.dense import lm_logits
 
-Cache = list[tuple[jax.Array, jax.Array]]  # per layer K and V, [B, T, G, D]
+Cache = list[tuple[jax.Array, jax.Array]]  # K and V per layer, [B, T, G, D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Rows to sample: ids beyond prompt_lens are ignored and replaced by samples."""
+    """Rows to sample; ids beyond prompt_lens are replaced by samples."""
 
     token_ids: np.ndarray  # i32[R, T]
     prompt_lens: np.ndarray  # i32[R], in [1, T]
@@ -52,9 +52,9 @@ def draw_prompts(
     temperatures: tuple[float, ...],
     seed: int,
 ) -> Prompts:
-    """Random crops as prompts, a quarter of them from the start of a document.
+    """Return random crops as prompts, a quarter of them from the start of a document.
 
-    Temperatures are dealt round robin, so a value that is named twice gets twice the rows.
+    Temperatures are assigned round robin, so a value that is listed twice gets twice the rows.
     """
     random = np.random.default_rng((seed, 1))
     last = len(stream.ids) - length
@@ -72,14 +72,14 @@ def draw_prompts(
 
 
 def cached_attend(cache: Cache, position: jax.Array) -> Callable[[int], Attend]:
-    """attend of layer i at `position`: writes its key and value, sees positions 0..position.
+    """Return attend of layer i at `position`: writes K and V there, attends to 0..position.
 
-    heads are [B, H + 2G, D]: one token a row, all rows at the same position.
+    heads are [B, H + 2G, D]: one token per row, all at the same position.
     """
 
     def of_layer(index: int) -> Attend:
         def attend(heads: jax.Array, rotation: Rotation, sinks: jax.Array | None) -> jax.Array:
-            del sinks  # no target that is trained here has them
+            del sinks  # targets trained here have none
             q, k, v = rotate_and_split(heads, rotation)
             keys, values = (
                 jax.lax.dynamic_update_slice_in_dim(old, new[:, None], position, axis=1)
@@ -108,7 +108,7 @@ def choose(
     temperatures: Float[Array, "B"],
     token_ids: Int[Array, "V"],
 ) -> Int[Array, "B"]:
-    """Index of argmax(logits + T * g(seed, position, token id)), in float32."""
+    """Return the index of argmax(logits + T * g(seed, position, token id)), in float32."""
     perturbed = logits + temperatures[:, None] * noise.gumbel(seeds, positions, token_ids)
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
 
@@ -122,7 +122,7 @@ def _run_layer(
 def make_sampler(
     config: ModelSpec, *, length: int, dtype: DTypeLike
 ) -> Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Jitted (params, token_ids[B, T], prompt_lens, temperatures, seeds) -> i32[B, T].
+    """Return jitted (params, token_ids[B, T], prompt_lens, temperatures, seeds) -> i32[B, T].
 
     The prompt is fed token by token like the rest: one program, no prefill. params as served:
     lm_head present, in `dtype`.
@@ -179,10 +179,7 @@ def sample_rows(
     dtype: DTypeLike,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """i32[R', T]: the prompts continued; R' < R if `should_stop` said so between two batches.
-
-    Rows are cut down to whole batches.
-    """
+    """Continue prompts in whole batches until `should_stop`: i32[R', T], R' <= R."""
     length = prompts.token_ids.shape[1]
     sampler = make_sampler(config, length=length, dtype=dtype)
     size = min(batch_size, len(prompts.token_ids))

@@ -1,10 +1,10 @@
-"""Trains a Llama target from scratch on packed text, and exports it in Hugging Face's layout.
+"""Train a Llama target from scratch on packed text, and export it in Hugging Face's layout.
 
     python -m recipes.bundled_pair.target --corpus DIR --out DIR [--budget-seconds 300]
 
-DIR of --corpus holds what the stages `corpus` and `tokenizer` of recipes.bundled_pair.pair wrote:
-corpus.jsonl.xz, manifest.json, tokenizer.json. The export is
-served by jspec and loaded by transformers' LlamaForCausalLM and AutoTokenizer.
+--corpus needs the output of the stages `corpus` and `tokenizer` of recipes.bundled_pair.pair:
+corpus.jsonl.xz, manifest.json, tokenizer.json. jspec serves the export, and transformers'
+LlamaForCausalLM and AutoTokenizer load it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,7 @@ class TargetRecipe:
 
 
 def bundled_config(tokenizer: Tokenizer, **changes: Any) -> ModelSpec:
-    """The bundled target: 7.8 million parameters, GQA, tied, context 2,048.
-
-    changes: other sizes, as uniform_decoder names them.
-    """
+    """Return the bundled target (7.8 million parameters), with `changes` for uniform_decoder."""
     end = end_of_text_id(tokenizer)
     sizes: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -83,7 +80,7 @@ def bundled_config(tokenizer: Tokenizer, **changes: Any) -> ModelSpec:
 
 
 def next_token_loss(config: ModelSpec, recipe: TargetRecipe, *, train: bool) -> Loss:
-    """Mean cross entropy of tokens 1..T-1 of each row, and top-1 accuracy."""
+    """Return the mean cross entropy of tokens 1..T-1 of each row, with top-1 accuracy."""
     backend = attention_backend(config, length=recipe.length, dtype=recipe.compute_dtype)
     attend = causal_attend(backend)
 
@@ -110,7 +107,7 @@ def next_token_loss(config: ModelSpec, recipe: TargetRecipe, *, train: bool) -> 
 
 
 def held_out_evaluation(loss: Loss, held_out: np.ndarray, *, batch_size: int) -> Evaluate:
-    """Mean loss and metrics over the rows of `held_out` [R, T], batch by batch."""
+    """Return mean loss and metrics over the rows of `held_out` [R, T], batch by batch."""
     jitted = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch, jax.random.key(0)))
     return lambda params: mean_metrics(
         lambda batch: jitted(params, None, batch), held_out, batch_size=batch_size
@@ -163,7 +160,7 @@ def export_target(folder: Path, config: ModelSpec, params: Params, *, tokenizer:
 
 
 def load_streams(folder: Path) -> tuple[Tokenizer, TokenStream, TokenStream]:
-    """(tokenizer, training stream, held-out stream) of a corpus folder."""
+    """Return (tokenizer, training stream, held-out stream) of a corpus folder."""
     tokenizer = load_tokenizer(folder)
     documents = corpora.read_corpus(folder)
     end = end_of_text_id(tokenizer)

@@ -1,9 +1,9 @@
-"""Trains a byte-level BPE tokenizer for source code and writes it in Hugging Face's layout.
+"""Training of a byte-level BPE tokenizer for source code, written in Hugging Face's layout.
 
-Pre-tokens: a run of line breaks; a run of two or more spaces or of tabs (so the indentation of a
-line is one token and a prompt may end right after it); a word with at most one character before it
-(" word", ".word", "_word"); up to three digits; a run of punctuation. No normaliser: decoding an
-encoding gives the text back, byte for byte. Knows nothing about models.
+Pre-tokens: a run of line breaks; a run of two or more spaces or of tabs (so a line's indentation is
+one token and a prompt may end right after it); a word with at most one character before it ("
+word", ".word", "_word"); up to three digits; a run of punctuation. There is no normaliser, so
+decoding an encoding restores the text byte for byte. Independent of models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATTERN = "|".join(
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of `vocab_size` entries; END_OF_TEXT has id 0 and every byte an entry."""
+    """Train byte-level BPE with `vocab_size` entries: END_OF_TEXT is id 0, no byte is missing."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
-    """tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
+    """Write tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / TOKENIZER_FILE))
     config = {
@@ -68,7 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> No
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """Raises ConfigError if the tokenizer has no END_OF_TEXT."""
+    """Return END_OF_TEXT's id. Raise ConfigError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(END_OF_TEXT)
     if token_id is None:
         raise ConfigError(f"the tokenizer has no {END_OF_TEXT}; expected one of this module's")

@@ -1,4 +1,4 @@
-"""One file a target family: how its config.json reads, its parameter table, its config.json.
+"""Target families, one file each: reading config.json, the parameter table, writing config.json.
 
-`models.registry` lists them. Nothing outside `models/` compares a family's name.
+`models.registry` lists them. No code outside `models/` compares a family's name.
 """

@@ -1,14 +1,14 @@
-"""GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the drafts that DeepSeek-V3 and GLM bring (NextN).
+"""GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the NextN drafts of DeepSeek-V3 and GLM.
 
-RoPE turns half of each head; the first layers' MLPs are dense, the others mixtures (sigmoid scores,
-chosen with a bias) beside a shared expert. One layer for multi-token prediction follows the
-target's by number: it reads the target's hidden after its final norm, and every level runs it
-again, on its own output after its own final norm (as SGLang and transformers do; vLLM feeds it
-back before that norm).
+RoPE rotates half of each head. The first layers have dense MLPs, the others MoE (sigmoid scores,
+router bias) plus a shared expert. One layer for multi-token prediction follows the target's layers
+by number. It reads the target's hidden after the final norm, and every draft level runs it again on
+its own output after its own final norm (as SGLang and transformers do; vLLM feeds back the output
+before that norm).
 
-The same layer may lie in a checkpoint of its own, as layer 0, where any target may use it that it
-was trained for: attention and feed-forward are those of its own config. DeepSeek's latent attention
-is not computed.
+That layer may also have a checkpoint of its own, as layer 0, for use with any target that it was
+trained for; attention and feed-forward then follow its own config. DeepSeek's latent attention is
+not supported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = MtpNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 GROUPS = ("n_group", "topk_group")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_topk")
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
-BEYOND = 1 << 31  # of a layer whose own number is not known: after all that are dense
+BEYOND = 1 << 31  # for a layer of unknown number: after all dense ones
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -55,8 +55,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: range, *, rotary: float) -> ModelSpec:
-    """Those of the model with these numbers. rotary: of heads, what RoPE turns where nothing is
-    said."""
+    """Read the layers with these numbers. rotary: the default share of a head that is rotated."""
     check_quantization(fields)
     for name in GROUPS:
         fields.refuse(name, allowed=(1,), why="groups of experts are not served")
@@ -85,7 +84,6 @@ def _attention(fields: Fields, rotary: float) -> AttentionSpec:
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    """Of the layer with this number; all are dense where no experts are stated."""
     dense = 0 if fields.get("first_k_dense_replace") == 0 else None
     dense = fields.integer("first_k_dense_replace", 1) if dense is None else dense
     if layer < dense or not fields.get("n_routed_experts"):
@@ -111,7 +109,7 @@ def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
-    """Of a checkpoint that has this layer alone."""
+    """Read a checkpoint that has only this layer."""
     for name in LATENT:
         fields.refuse(name, allowed=(), why="latent attention (DeepSeek's MLA) is not served")
     check_one_mtp_layer(fields)

@@ -1,10 +1,10 @@
 """gpt-oss: 20b, 120b (transformers' GptOssForCausalLM).
 
-Attention with sinks, with a window on every other layer, the first included; biases everywhere but
-in norms and lm_head; in every layer a mixture of clamped gated MLPs, softmax over the chosen ones.
-Published checkpoints hold the experts as mxfp4, which stays packed where the kernels read it and is
-unpacked while loading elsewhere; transformers writes them unpacked, gate and up in alternate
-columns: both are read, the second is written.
+Attention with sinks and with a sliding window on every other layer, starting with the first; biases
+everywhere except in norms and lm_head; every layer is an MoE of clamped gated MLPs with a softmax
+over the selected experts. Published checkpoints store the experts as mxfp4, which stays packed if
+the kernels can read it and is otherwise unpacked while loading. transformers writes them unpacked,
+with gate and up in alternate columns. Both are read, the second is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jspec.pallas_kernels.experts.packed import CODES, PARTS, SCALES, num_groups
 from jspec.spec.model_spec import FeedForward, Gate, LayerSpec, ModelSpec, MoESpec, Routing
 from jspec.spec.rope_io import TABLES
 
-# What an absent key means.
+# Values of absent keys.
 DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -49,7 +49,7 @@ DEFAULT_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-ALPHA, LIMIT = 1.702, 7.0  # of Gate.CLAMPED
+ALPHA, LIMIT = 1.702, 7.0  # constants of Gate.CLAMPED
 
 
 def read(fields: Fields) -> ModelSpec:
@@ -79,7 +79,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _with_defaults(fields: Fields) -> Fields:
-    """The fields over DEFAULTS. A null window stays: it says that there is none."""
+    """Return the fields over DEFAULTS. A null window is kept: it means full attention."""
     kept = {
         name: value
         for name, value in fields.values.items()
@@ -105,7 +105,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def expert_params(spec: FeedForward, *, size: int) -> ParamTable:
-    """`moe` of a layer, under gpt-oss's names after `mlp.`. size: E."""
+    """Declare a layer's `moe`, under gpt-oss's names after `mlp.`. size: E."""
     assert isinstance(spec, MoESpec)
     X, inner = spec.num_experts, spec.inner
     declared = (
@@ -154,7 +154,7 @@ def _down(spec: MoESpec, *, size: int) -> ParamTable:
 def _packed(
     name: str, shape: tuple[int, int, int], parts: Callable[[Codec], tuple[Part, ...]]
 ) -> ParamTable:
-    """Codes and scales of a product [X, K, N] that stays packed, whole on one device."""
+    """Declare codes and scales of a product [X, K, N] that stays packed, unsharded."""
     X, length, columns = shape
     groups = num_groups(length)
     return (
@@ -176,7 +176,7 @@ def _packed(
 
 
 def stays_packed(fields: Fields, spec: ModelSpec) -> ModelSpec | None:
-    """The spec whose experts are held as the checkpoint has them, or None: they are not packed."""
+    """Return the spec with packed experts; None if the checkpoint does not pack them."""
     packed = fields.table("quantization_config").get("quant_method") == "mxfp4"
     layers = [_with_packed(layer, size=spec.hidden_size) for layer in spec.layers]
     if not packed or None in layers:
@@ -192,7 +192,7 @@ def _with_packed(layer: LayerSpec, *, size: int) -> LayerSpec | None:
 
 
 def _halves(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> tuple[Part, ...]:
-    """Gate and up: the even and the odd rows of the output axis (the last of what is unpacked)."""
+    """Return gate and up: even and odd entries of the output axis (the last, if unpacked)."""
     inner = shape[-2 if codec else -1] // 2
     return tuple(
         Part(
@@ -215,7 +215,7 @@ def _whole(name: str, shape: tuple[int, ...], codec: Codec | None = None) -> Par
 
 
 def _layouts(held: tuple[Part, ...], *, packed: tuple[Part, ...]) -> tuple[tuple[Part, ...], ...]:
-    """As it is held, and packed where whole blocks fit."""
+    """Return the unpacked layout, and the packed one if it has whole blocks."""
     return (held,) if packed[0].shape[-1] % BLOCK else (held, packed)
 
 

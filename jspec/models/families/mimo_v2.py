@@ -1,11 +1,11 @@
-"""MiMo-V2-Flash (MiMoV2FlashForCausalLM): windows with sinks, narrow values, a mixture of experts.
+"""MiMo-V2-Flash (MiMoV2FlashForCausalLM): sliding windows with sinks, narrow values, MoE.
 
-Sliding layers have a window, sinks, their own RoPE theta and their own number of kv heads; every
-layer's values are narrower than its keys and scaled, and RoPE turns a part of each head. The first
-layer's MLP is dense, the others are mixtures: sigmoid scores, chosen with a bias. Three layers for
-multi-token prediction, sliding and dense, all read the target's hidden before its final norm.
+Sliding layers have a window, sinks, their own RoPE theta and their own number of kv heads. In every
+layer values are narrower than keys and scaled, and RoPE rotates a part of each head. The first
+layer's MLP is dense, the others are MoE: sigmoid scores, router bias. Three layers for multi-token
+prediction, sliding and dense, all read the target's hidden before its final norm.
 
-Read in the keys of the published config.json and in those of transformers 5.
+Reads the keys of the published config.json and those of transformers 5.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = MtpNames(prefix="model.mtp.layers.{}.", post_norm="pre_mlp_layernorm", s
 KNOWN = OF_MTP_LAYERS | {
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale"),
     "layernorm_epsilon",
-    CHAINS_NORMED,  # these layers hand nothing on
+    CHAINS_NORMED,  # no effect: these layers are not chained
 }
 DENSE, SPARSE = "dense", "sparse"
 ROTARY, VALUE_SCALE = 0.334, 0.707
@@ -96,7 +96,6 @@ def _refuse_others(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:
-    """FULL or SLIDING, of each layer."""
     count = fields.integer("num_hidden_layers")
     pattern = _switches(fields, "hybrid_layer_pattern")
     given = fields.strings("layer_types") or tuple(SLIDING if i else FULL for i in pattern)
@@ -105,7 +104,6 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
 
 
 def _feed_forward(fields: Fields) -> tuple[FeedForward, ...]:
-    """Of each layer."""
     count = fields.integer("num_hidden_layers")
     frequency = _switches(fields, "moe_layer_freq")
     given = fields.strings("mlp_layer_types") or tuple(SPARSE if i else DENSE for i in frequency)
@@ -128,7 +126,6 @@ def _feed_forward(fields: Fields) -> tuple[FeedForward, ...]:
 
 
 def _switches(fields: Fields, name: str) -> tuple[int, ...]:
-    """A list of zeros and ones, none if it is absent."""
     value = [] if fields.get(name) is None else fields.get(name)
     if not isinstance(value, list) or not all(item in (0, 1) for item in value):
         raise CheckpointError(f"{fields.path}: {name} is {shown(value)}; expected zeros and ones")
@@ -136,14 +133,14 @@ def _switches(fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def _window(fields: Fields) -> int:
-    """The published size counts the keys before a query, transformers' the query too."""
+    """Return the window: the published size excludes the query, transformers' includes it."""
     if fields.get("sliding_window_size") is not None:
         return fields.integer("sliding_window_size") + 1
     return fields.integer("sliding_window", 129)
 
 
 def _attention(fields: Fields, kind: str) -> AttentionSpec:
-    """Of the layers of one kind, without their window."""
+    """Read the attention of one kind of layer, without its window."""
     own = fields.table("rope_parameters").table(kind)
     name = "rope_theta" if kind == FULL else "swa_rope_theta"
     theta = own.number("rope_theta", fields.number(name, THETAS[kind]))
@@ -174,13 +171,13 @@ def _attention(fields: Fields, kind: str) -> AttentionSpec:
 
 
 def _without_rope(fields: Fields, *, theta: float) -> Fields:
-    """The fields with a plain RoPE in place of theirs, which is read here."""
+    """Return the fields with a plain RoPE instead of theirs, which `_attention` reads."""
     values = {k: v for k, v in fields.values.items() if k not in (*TABLES, "partial_rotary_factor")}
     return Fields(fields.path, values | {"rope_theta": theta})
 
 
 def _eps(fields: Fields, default: float) -> float:
-    """Under the name of transformers or of the published config; if both stand there, of both."""
+    """Return eps under transformers' or the published name; if both are present they must agree."""
     eps = fields.number("rms_norm_eps", fields.number("layernorm_epsilon", default))
     if fields.number("layernorm_epsilon", eps) != eps:
         raise CheckpointError(
@@ -191,7 +188,7 @@ def _eps(fields: Fields, default: float) -> float:
 
 
 def read_mtp(fields: Fields, target: ModelSpec) -> MtpConfig:
-    """The norms' eps is the target's where the layers lie alone and their config has none."""
+    """Read the layers; their norms' eps defaults to the target's."""
     eps = _eps(fields, target.rms_norm_eps)
     count = fields.integer("num_nextn_predict_layers", NUM_MTP_LAYERS)
     layer = LayerSpec(
@@ -211,7 +208,7 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
-    """In the published keys."""
+    """Write config.json in the published keys."""
     kinds = [FULL if layer.attention.window is None else SLIDING for layer in spec.layers]
     of_kind = {kind: spec.layers[i].attention for i, kind in reversed(list(enumerate(kinds)))}
     full = of_kind.get(FULL, spec.layers[0].attention)
@@ -253,8 +250,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rotary_factor(attention: AttentionSpec) -> float:
-    """Half a number more than is rotated, which a reader's product cuts off; 1 for all of a head:
-    vLLM refuses more."""
+    """Return the rotated share plus half a dimension, which readers truncate; vLLM's limit is 1."""
     rotated = attention.rotary_dim or attention.head_dim
     return min((rotated + 0.5) / attention.head_dim, 1.0)
 

@@ -1,6 +1,6 @@
-"""Mistral 7B and its successors of the same layer (transformers' MistralForCausalLM).
+"""Mistral 7B and later models with the same layer (transformers' MistralForCausalLM).
 
-Every layer has the window, or none has: `sliding_window` null. Absent means 4,096.
+Every layer has the window `sliding_window`: null for full attention, 4,096 if absent.
 """
 
 from __future__ import annotations

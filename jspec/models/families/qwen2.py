@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (transformers' Qwen2ForCausalLM): Llama with biases on q, k and v.
 
-With `use_sliding_window` the layers from `max_window_layers` on have the window.
+With `use_sliding_window`, layers from `max_window_layers` on have the window.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """The window of each layer, as Qwen2 and Qwen3 say it."""
+    """Return the window of each layer from the keys of Qwen2 and Qwen3."""
     window = None
     if fields.flag("use_sliding_window", False):
         window = fields.integer("sliding_window", 4096)
@@ -50,7 +50,7 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def qwen_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[str, Any]:
-    """config.json with the windows layer by layer."""
+    """Return config.json with the windows layer by layer."""
     windows = [layer.attention.window for layer in spec.layers]
     window = max((w for w in windows if w is not None), default=None)
     return decoder_json(spec, architecture=architecture, model_type=model_type) | {

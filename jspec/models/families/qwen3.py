@@ -1,4 +1,4 @@
-"""Qwen3 dense (transformers' Qwen3ForCausalLM): heads of q and k are normed before RoPE."""
+"""Qwen3 dense (transformers' Qwen3ForCausalLM): RMSNorm of q and k heads before RoPE."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM).
 
-Qwen3's attention; every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is a
-mixture of experts, softmax over all of them and then the top k. Checkpoints hold one tensor an
-expert; transformers 5 writes them fused: both are read.
+Qwen3's attention. Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE:
+softmax over all experts, then the top k. Checkpoints store one tensor per expert; transformers 5
+writes them fused. Both are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _feed_forward(fields: Fields) -> Any:
-    """The MLP or mixture of each layer."""
     normalized = fields.flag("norm_topk_prob", False)
     # Both names are in the wild: transformers 5 maps one to the other.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"

@@ -1,12 +1,11 @@
 """The layer for multi-token prediction of Qwen3-Next and Qwen3.5, in a checkpoint of its own.
 
-Full attention whose query projection also holds a gate for each number of a head, RoPE on a part of
-each head, norms of q and k, and a dense MLP; all norms are stored less one. It reads the target's
-hidden after its final norm, and every level runs it again, on its own output after its final norm
-(as SGLang does; family.feeds_normed). Its tensors are named mtp.*; embedding and lm_head are the
-target's.
-
-The families themselves are not served as targets, nor are the experts of their larger layers.
+Full attention whose query projection also has a gate for each dimension of a head, RoPE on a part
+of each head, norms of q and k, and a dense MLP. All norms are stored less one. The layer reads the
+target's hidden after the final norm, and every draft level runs it again on its own output after
+its final norm (as SGLang does; family.feeds_normed). Its tensors are named mtp.*; embedding and
+lm_head are the target's. These families are not served as targets, nor are the experts of their
+larger layers.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ NAMES = MtpNames(
     norm=("norm",),
     zero_centred=True,
 )
-LINEAR = "linear_attention"  # of the target's layers, which layer_types lists
+LINEAR = "linear_attention"  # layer_types lists the target's layers
 
 
 def read_alone(fields: Fields, target: ModelSpec) -> MtpConfig:
-    """config.json, or its text_config where the model also reads images."""
+    """Read config.json, or its text_config if the model also reads images."""
     own = fields.table("text_config") if fields.get("text_config") else fields
     check_quantization(fields)
     name = "mtp_num_hidden_layers"

@@ -1,17 +1,16 @@
-"""Step-3.5-Flash (Step3p5ForCausalLM): windows, gated heads, a mixture beside a shared expert.
+"""Step-3.5-Flash (Step3p5ForCausalLM): sliding windows, gated heads, MoE with a shared expert.
 
-Sliding layers have more heads than full ones, another RoPE theta, and RoPE on whole heads; RoPE of
-full layers turns a part of each head and alone is scaled. Heads of q and k are normed, every head's
-output is gated, and all norms are stored less one. The first layers' MLPs are dense, the others are
-mixtures (sigmoid scores, chosen with a bias) beside one expert that every token runs through; in
-some layers the gates are limited.
+Sliding layers have more heads than full ones, another RoPE theta, and RoPE on whole heads. In full
+layers RoPE rotates a part of each head and may be scaled. Heads of q and k are normed, every head's
+output is gated, and all norms are stored less one. The first layers have dense MLPs, the others MoE
+(sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
 
-Layers for multi-token prediction come after num_hidden_layers others by number, as the config.json
-beside them says: the target's own, or none where they lie alone. They are a chain: the first reads
-the target's hidden before its final norm, the next one what that one made, before its own, and each
-has an lm_head (as SGLang and vLLM have it).
+Layers for multi-token prediction are numbered from num_hidden_layers in their own config.json: the
+target's number of layers, or 0 in a checkpoint of their own. They are chained: the first reads the
+target's hidden before its final norm, each further one the output of the one before, before its
+final norm. Each has an lm_head (as in SGLang and vLLM).
 
-Config and tensors in the published keys and names.
+Config and tensors have the published keys and names.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ NAMES = MtpNames(
     zero_centred=True,
     is_after_own=True,
 )
-NO_MIXTURE = "-1"  # peers split moe_layers_enum into numbers without asking whether it has any
-EXPERT_LIMIT = 7.0  # what Gate.SILU_WITHIN_7 computes
-# What the published config says, where another value would be another computation.
+NO_MIXTURE = "-1"  # SGLang and vLLM parse moe_layers_enum as numbers even if it is empty
+EXPERT_LIMIT = 7.0  # the limit of Gate.SILU_WITHIN_7
+# Published values of keys whose other values would change the computation.
 FIXED: dict[str, tuple[Any, ...]] = {
     "att_impl_type": ("GQA",),
     "attention_bias": (False,),
@@ -87,7 +86,6 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: Iterable[int]) -> ModelSpec:
-    """A model of some of the layers that the config's lists have an entry for."""
     check_quantization(fields)
     for name, allowed in FIXED.items():
         fields.refuse(name, allowed=allowed, why="this family is served as it is published")
@@ -111,7 +109,6 @@ def _layers(fields: Fields, numbers: Iterable[int]) -> ModelSpec:
 
 
 def _entry(fields: Fields, name: str, layer: int) -> Any:
-    """The layer's own of a list over layers; of a single value, that; None where there is none."""
     value = fields.get(name)
     if not isinstance(value, list):
         return value
@@ -161,7 +158,7 @@ def _attention(fields: Fields, layer: int) -> AttentionSpec:
 
 
 def _feed_forward(fields: Fields, layer: int) -> FeedForward:
-    """Mixtures stand in moe_layers_enum; an MLP has the limit that a shared expert would have."""
+    """Read the layer's MLP or MoE. A dense MLP has the limit of a shared expert."""
     limits = [
         _number(fields, name, layer) if _entry(fields, name, layer) else None
         for name in ("swiglu_limits", "swiglu_limits_shared")
@@ -185,7 +182,7 @@ def _feed_forward(fields: Fields, layer: int) -> FeedForward:
 
 
 def _mixtures(fields: Fields) -> frozenset[int]:
-    """Numbers of layers with experts: "3,4,5", or a list of them."""
+    """Return the numbers of the MoE layers: "3,4,5", or a list of them."""
     value = fields.get("moe_layers_enum")
     items = value.split(",") if isinstance(value, str) else value
     try:
@@ -220,7 +217,6 @@ def table(spec: ModelSpec) -> ParamTable:
 
 
 def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
-    """`mlp` or `moe` of a layer: the experts of a mixture are stored as one tensor a product."""
     if isinstance(spec, DenseSpec):
         return dense_params(spec, size=size)
     assert spec.shared is not None
@@ -292,7 +288,7 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
         "swiglu_limits": [_limits(layer.ffn)[0] for layer in spec.layers],
         "swiglu_limits_shared": [_limits(layer.ffn)[1] for layer in spec.layers],
         "intermediate_size": dense.inner if dense else spec.hidden_size,
-        # keys that this family does without, and peers' classes do not
+        # not read here, but required by other engines' classes
         "use_head_wise_attn_gate": True,
         "max_seq_len": spec.max_position,
     }
@@ -312,7 +308,7 @@ def _kind(attention: AttentionSpec) -> str:
 
 
 def _limits(ffn: FeedForward) -> tuple[float, float]:
-    """(of the experts, of the MLP or the shared one); 0 for none."""
+    """Return (limit of the experts, limit of the MLP or shared expert); 0: none."""
     if isinstance(ffn, DenseSpec):
         return 0.0, ffn.limit or 0.0
     limit = EXPERT_LIMIT if ffn.gate is Gate.SILU_WITHIN_7 else 0.0

@@ -1,4 +1,4 @@
-"""Tensors that are in memory, or made when they are read, seen as those of a checkpoint's file."""
+"""Tensors in memory, or made on read, with the interface of a checkpoint's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HostArray = npt.NDArray[Any]
 Shape = tuple[int, ...]
 FP8 = "F8_E4M3"
 
-# safetensors' spelling of numpy's types.
+# safetensors' names of numpy dtypes.
 DTYPE_NAMES: Mapping[np.dtype[np.generic], str] = MappingProxyType(
     {
         np.dtype(np.float16): "F16",
@@ -41,10 +41,10 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor whose numbers are asked for when they are read, each time anew."""
+    """A tensor whose values are fetched on every read."""
 
     shape: Shape
-    dtype: str  # in safetensors' spelling
+    dtype: str  # safetensors' name
     fetch: Callable[[], HostArray]
 
     def get_shape(self) -> list[int]:
@@ -73,10 +73,7 @@ class LazyHeader:
 
 @dataclass(frozen=True, slots=True)
 class LazyFile:
-    """A TensorFile of lazy tensors. Reads of one tensor, block by block, fetch it once.
-
-    At most `NUM_KEPT` fetched tensors are kept, as many as threads read at once.
-    """
+    """A TensorFile of lazy tensors that caches the last fetched ones, one per reading thread."""
 
     path: Path
     header: LazyHeader
@@ -105,12 +102,12 @@ class LazyFile:
 
 
 def held(array: HostArray) -> LazyTensor:
-    """An array that is there."""
+    """Return an array as a lazy tensor."""
     return LazyTensor(array.shape, dtype_name(array.dtype), lambda: array)
 
 
 def arrays_of_safetensors(data: bytes) -> dict[str, HostArray]:
-    """The tensors of a safetensors file's bytes, by name. Raises CheckpointError."""
+    """Return the tensors of a safetensors file's bytes by name. Raise CheckpointError."""
     types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     arrays: dict[str, HostArray] = {}
     try:

@@ -1,7 +1,7 @@
-"""A target's checkpoint: its ModelSpec from config.json, its weights, and both written again.
+"""A target's checkpoint: reading and writing its ModelSpec (config.json) and its weights.
 
-ConfigError: a well-formed setting that jspec does not serve. CheckpointError: a file that is
-missing, unreadable, or does not fit.
+Raises ConfigError for a well-formed setting that jspec does not serve, and CheckpointError for a
+file that is missing, unreadable, or does not fit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jspec.spec.model_spec import ModelSpec, MoESpec
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
-MOST_EXPERTS = 1 << 17  # of all layers together: above every model there is
+MOST_EXPERTS = 1 << 17  # of all layers together; no model has as many
 log = logging.getLogger(__name__)
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Raises NoCheckpointError for what is no directory of one. name: of what says that it is."""
+    """Raise NoCheckpointError if `path` is no checkpoint. name: the setting's, for errors."""
     try:
         is_directory, has_config = path.is_dir(), (path / "config.json").exists()
     except OSError as error:  # a name that is too long, or what may not be looked at
@@ -75,7 +75,7 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def _check_experts(spec: ModelSpec, path: Path) -> None:
-    """CheckpointError for more experts than can be named, each in its layer, within seconds."""
+    """Raise CheckpointError above MOST_EXPERTS: naming their tensors would take long."""
     count = sum(x.ffn.num_experts for x in spec.layers if isinstance(x.ffn, MoESpec))
     if count > MOST_EXPERTS:
         raise CheckpointError(
@@ -85,7 +85,7 @@ def _check_experts(spec: ModelSpec, path: Path) -> None:
 
 
 def warn_of_ends(path: Path, spec: ModelSpec) -> None:
-    """Logs the end-of-sequence ids that are none of the model's."""
+    """Log end-of-sequence ids outside the model's vocabulary."""
     beyond = [token_id for token_id in spec.eos_token_ids if token_id >= spec.vocab_size]
     if beyond:
         log.warning(
@@ -97,8 +97,8 @@ def warn_of_ends(path: Path, spec: ModelSpec) -> None:
 def packed_spec(path: Path, spec: ModelSpec, *, has_files: bool) -> ModelSpec | None:
     """The spec that holds the experts as `path` packs them, or None: it packs none.
 
-    has_files: config.json alone does not decide. A published name and unpacked experts go together
-    once somebody has saved the model anew.
+    has_files: check the weights too. config.json alone may be wrong: a model that was saved again
+    can have unpacked experts under a published name.
     """
     read = family_named(spec.family).stays_packed
     found = None if read is None else read(read_fields(path / "config.json"), spec)
@@ -110,10 +110,9 @@ def packed_spec(path: Path, spec: ModelSpec, *, has_files: bool) -> ModelSpec | 
 
 
 def load_sampling_defaults(path: Path) -> dict[str, Any]:
-    """What `path`/generation_config.json says about sampling, by SamplingParams' names.
+    """Return generation_config.json's sampling parameters by SamplingParams' names; {} without it.
 
-    Without filters at temperature 0 if it does not sample; empty if it is silent. Raises
-    CheckpointError.
+    Greedy decoding is temperature 0 without filters. Raise CheckpointError.
     """
     generation = path / "generation_config.json"
     if not exists(generation):
@@ -126,7 +125,7 @@ def load_sampling_defaults(path: Path) -> dict[str, Any]:
     found = {name: fields.get(name) for name in named if fields.get(name) is not None}
     if is_greedy:
         found["temperature"] = 0.0
-    if found.get("top_k") == 0:  # transformers' word for all
+    if found.get("top_k") == 0:  # transformers' value for no limit
         del found["top_k"]
     try:
         SamplingParams.from_mapping(found)
@@ -143,13 +142,11 @@ def load_target(
     shards: int = 1,
     place: Place = on_host,
 ) -> dict[str, Any]:
-    """Params (`dtype`) of a checkpoint, dealt to `shards` tensor shards, where `place` puts them.
+    """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    On the host they are numpy arrays. The names, shapes and types of all tensors are checked
-    before the first is read.
-
-    Raises CheckpointError for a file that is unreadable or does not fit `spec`, ConfigError where
-    `shards` does not divide the heads or the MLP.
+    On the host they are numpy arrays. Names, shapes and types of all tensors are checked before the
+    first is read. Raise CheckpointError for a file that is unreadable or does not fit `spec`,
+    ConfigError if `shards` does not divide the heads or the MLP.
     """
     table = table_of(spec)
     with open_tensors(path) as tensors:
@@ -178,10 +175,7 @@ def load_target(
 
 
 def check_target(path: Path, spec: ModelSpec) -> None:
-    """Reads the headers alone: CheckpointError for tensors that do not fit `spec`, all of them.
-
-    For a caller that would build something as large as `spec` says before it loads.
-    """
+    """Raise one CheckpointError for all tensors whose headers do not fit `spec`."""
     with open_tensors(path) as tensors:
         check_names(tensors, table_of(spec), is_stray=_stray_of(spec))
 
@@ -193,10 +187,7 @@ def save_target(
     *,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Writes unsharded params as the family's architecture: config.json and model.safetensors.
-
-    lm_head is left out when embeddings are tied; CheckpointError if it then is not the table.
-    """
+    """Write config.json and model.safetensors of unsharded params, without a tied lm_head."""
     family = family_named(spec.family)
     tensors = stored_tensors(family.table(spec), params, dtype=dtype)
     config = family.to_json(spec) | {"torch_dtype": np.dtype(dtype).name}
@@ -204,11 +195,10 @@ def save_target(
 
 
 def _stray_of(spec: ModelSpec) -> Callable[[str], bool]:
-    """What is no weight of the target: RoPE tables, and the draft that its checkpoint brings."""
     family = family_named(spec.family)
     return lambda name: is_inv_freq(name) or family.is_draft(spec, name)
 
 
 def is_inv_freq(name: str) -> bool:
-    """Old exports store the RoPE table; jspec computes it."""
+    """Match the RoPE tables that old exports store; jspec computes them."""
     return name.endswith("rotary_emb.inv_freq")

@@ -1,7 +1,7 @@
-"""One directory of weights into another: safetensors or torch's files to orbax, and back.
+"""Conversion of a checkpoint directory: safetensors or torch files to orbax, and back.
 
-Tensors keep names, shapes and types. All else that a checkpoint has (configs, tokenizer) is copied.
-Which mesh it will be served on is nobody's concern here: engines deal tensors as they read them.
+Tensors keep names, shapes and types. All other files (configs, tokenizer) are copied. The result
+does not depend on a mesh: engines shard tensors as they read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jspec.models.files.tensor_files import (
     write_tensors,
 )
 
-MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is held on the host while it is made
+MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is in host memory while it is made
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 SINGLE, INDEX = FILES[0]
 
@@ -39,7 +39,7 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What was written."""
+    """The counts of a conversion's output."""
 
     num_tensors: int
     num_bytes: int
@@ -49,7 +49,7 @@ class Converted:
 def convert(
     source: Path, out: Path, to: Format, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> Converted:
-    """Writes the checkpoint of `source` into `out`, which must not exist or be empty.
+    """Write the checkpoint of `source` into `out`, which must be empty or not exist.
 
     The weights come from what `open_tensors` finds first: safetensors, torch's files, orbax. For
     orbax the host holds all tensors at once, for safetensors those of one file.
@@ -94,7 +94,7 @@ def _num_bytes(tensors: Tensors, name: str) -> int:
 
 
 def _groups(tensors: Tensors, max_bytes: int | None) -> list[tuple[str, ...]]:
-    """The tensors of each file, in the order of their names; one larger than a file has its own."""
+    """Return the tensors of each file, sorted by name; one above the limit has its own file."""
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(tensors.sources):
@@ -125,7 +125,6 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def _copy_rest(source: Path, out: Path) -> None:
-    """Every plain file that holds no weights."""
     for path in _rest(source):
         with writing(out / path.name):
             shutil.copyfile(path, out / path.name)

@@ -1,14 +1,14 @@
-"""Weights in fp8 (e4m3) beside their scales, seen as weights in float32. Read, never written.
+"""Weights in fp8 (e4m3) with scales, presented as float32 weights. Read, never written.
 
-A weight X [.., O, I] is what is stored times the scale of its block. Forms of the scales:
+A weight X [.., O, I] is the stored value times the scale of its block. The scales are one of:
 
-    X_scale_inv [.., ceil(O / 128), ceil(I / 128)]   of a block of 128 x 128: DeepSeek's form, which
-                                                     MiMo-V2, Step-3.5 and Qwen3 have, too
-    X_scale [], [1], [.., O] or [.., O, 1]           of a tensor or a row: compressed-tensors,
+    X_scale_inv [.., ceil(O / 128), ceil(I / 128)]   per block of 128 x 128: DeepSeek's form, also
+                                                     of MiMo-V2, Step-3.5 and Qwen3
+    X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8
 
-(`_inv` is the writers' word: it is multiplied by, too.) Scales of activations and of K and V are
-left unread, since neither is in fp8 here.
+(Despite its name, `_scale_inv` is multiplied by, too.) Scales of activations and of K and V are
+ignored, since neither is in fp8 here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from jspec.models.files.tensor_files import open_tensors as open_stored
 
 SCALES = ("_scale_inv", "_scale")
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
-BLOCK = (128, 128)  # where config.json does not say
+BLOCK = (128, 128)  # the default of config.json
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _FLOAT32 = "F32"
 
 
 def check_quantization(fields: Fields) -> tuple[int, int]:
-    """(rows, columns) of a block that has one scale, in a config.json whose weights are fp8, or
-    plain. Raises ConfigError for every other quantization."""
+    """Return (rows, columns) of a scale's block; ConfigError unless weights are fp8 or plain."""
     table = fields.table("quantization_config")
     if not table.values:
         return BLOCK
@@ -57,7 +56,6 @@ def check_quantization(fields: Fields) -> tuple[int, int]:
 
 
 def _compressed_block(table: Fields) -> tuple[int, int]:
-    """Of compressed-tensors: all of its groups must be weights in fp8, in blocks of one shape."""
     allowed = ("float-quantized", "naive-quantized")
     table.refuse("format", allowed=allowed, why="weights in fp8 are all that is read of it")
     groups = table.table("config_groups")
@@ -94,16 +92,16 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """hf_weights.open_tensors, where a weight in fp8 has float32 numbers and its scales no name.
+    """Open a checkpoint (tensor_files.open_tensors) with fp8 weights as float32, without scales.
 
-    Raises CheckpointError also for such a weight without scales, or with scales that do not fit.
+    Raise CheckpointError also for such a weight without scales, or with scales that do not fit.
     """
     with open_stored(path, canonical=canonical) as tensors:
         yield unscaled(tensors)
 
 
 def unscaled(tensors: Tensors) -> Tensors:
-    """The same tensors, of which those in fp8 are seen as float32."""
+    """Return the tensors, presenting fp8 ones as float32."""
     coded = [name for name in tensors.sources if tensors.dtype(name) == FP8]
     if not coded:
         return tensors
@@ -125,7 +123,7 @@ def unscaled(tensors: Tensors) -> Tensors:
 
 
 def coded_bytes(tensors: Tensors) -> int:
-    """Of the weights that are stored in fp8, without their scales."""
+    """Return the bytes of the weights that are stored in fp8, without their scales."""
     files = ((name, file) for name, (file, _) in tensors.sources.items())
     return sum(math.prod(tensors.shape(name)) for name, file in files if isinstance(file, _Scaled))
 
@@ -136,14 +134,14 @@ def _is_of_activations(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """A hf_weights.TensorFile of one weight. Its numbers are made when they are read.
+    """A tensor_files.TensorFile of one weight whose values are computed on read.
 
-    shape: (*X, O, I). block: (rows, columns) of one scale. The scales are [num, columns] row after
-    row, as many rows for each [O, I] of the X.
+    shape: (*X, O, I). block: (rows, columns) of one scale. The scales are [num, columns] in
+    row-major order, with as many rows for each [O, I] of the X.
     """
 
     codes: TensorFile
-    name: str  # in that file
+    name: str  # in `codes`
     scales: TensorFile
     scales_name: str
     scales_dtype: np.dtype[Any]
@@ -178,7 +176,7 @@ class _Scaled:
         return out
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fills `out`, whole rows in float32, from `offset` bytes of such rows after the first."""
+        """Fill `out`, whole rows in float32, from `offset` bytes into the weight as float32."""
         del name
         width = self.shape[-1]
         rows = out.reshape(-1, width)
@@ -195,7 +193,7 @@ class _Scaled:
             rows *= np.repeat(factors, columns, axis=1)[:, :width]
 
     def _factors(self, first: int, count: int) -> HostArray:
-        """The scales [count, columns of blocks] of rows of the weight seen as [X * O, I]."""
+        """Return the scales [count, columns of blocks] of rows of the weight seen as [X * O, I]."""
         length, width = self.shape[-2:]
         per_matrix, columns = -(-length // self.block[0]), -(-width // self.block[1])
         rows = np.arange(first, first + count)
@@ -214,7 +212,7 @@ class _Scaled:
 
 
 def _block_of(tensors: Tensors, name: str, scales: str, block: tuple[int, int]) -> tuple[int, int]:
-    """Of a weight, from the shape of its scales. Raises CheckpointError where they do not fit."""
+    """Return a weight's block by its scales' shape; raise CheckpointError if they do not fit."""
     shape, found = tensors.shape(name), tensors.shape(scales)
     if len(shape) < 2 or 0 in shape:
         raise CheckpointError(

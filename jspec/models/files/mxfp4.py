@@ -1,7 +1,7 @@
 """mxfp4 on the host: blocks of 32 four-bit floats (e2m1) that share one power of two (e8m0).
 
-A byte holds two numbers, the low nibble first; a scale s stands for 2 ** (s - 127). Every number
-of a usual scale is exact in bfloat16.
+A byte contains two values, low nibble first; a scale s means 2 ** (s - 127). Every value with a
+usual scale is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jspec.models.files.tensor_files import HostArray
 from jspec.pallas_kernels.experts.packed import pack, padded_scales
 
 BLOCK = 32
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same, negative
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 8 to 15 are the negatives
 _NOT_A_NUMBER = 255
 
 
 def pair_table(dtype: npt.DTypeLike) -> HostArray:
-    """[65536, 2] in `dtype`: the two numbers of scale s and byte b, in row 256 s + b."""
+    """Return [65536, 2] in `dtype`: entry 256 s + b is the two values of scale s and byte b."""
     values = np.array((*E2M1, *(-x for x in E2M1)))
     byte = np.arange(256)
     pairs = np.stack((values[byte & 15], values[byte >> 4]), axis=-1)
@@ -29,27 +29,21 @@ def pair_table(dtype: npt.DTypeLike) -> HostArray:
 
 
 def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str) -> HostArray:
-    """u8 blocks [R, C, 16] and scales [R, C] as [R, 32 C] in the dtype of `table`.
-
-    Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
-    """
+    """Unpack u8 blocks [R, C, 16] and scales [R, C] to [R, 32 C]; CheckpointError if one is NaN."""
     _check_scales(scales, name)
     rows = (scales.astype(np.intp)[..., None] << 8) | blocks
     return table[rows].reshape(scales.shape[0], -1)
 
 
 def codes_of(blocks: HostArray, *, name: str) -> HostArray:
-    """u8 blocks [R, C, 16] as the kernels' codes, u16[R, 32 G] (pallas_kernels.experts.packed)."""
+    """Convert u8 blocks [R, C, 16] to the kernels' codes, u16[R, 32 G] (experts.packed)."""
     del name
     nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
     return pack(nibbles.reshape(blocks.shape[0], -1))
 
 
 def scales_of(scales: HostArray, *, name: str) -> HostArray:
-    """u8 scales [R, C] as the kernels have them, [R, 4 G].
-
-    Raises CheckpointError, naming `name`, for a scale of 255, which is no number.
-    """
+    """Convert u8 scales [R, C] to the kernels' [R, 4 G]; CheckpointError if one is NaN (255)."""
     _check_scales(scales, name)
     return padded_scales(scales)
 

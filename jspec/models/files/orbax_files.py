@@ -1,7 +1,7 @@
-"""Checkpoints of orbax: a flat tree of tensors under their published names, in their own types.
+"""Orbax checkpoints: a flat tree of tensors under their published names, in their own types.
 
-Names and shapes are those of the file that it was made from, so nothing in it knows a mesh: each
-engine deals the tensors to its own shards as it reads them, as from any other file.
+Names and shapes are those of the source file and independent of any mesh: each engine shards the
+tensors as it reads them, as from any other file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SYSTEM_ERROR = re.compile(r"([^:\[\]]+) \[os_error_code")
 
 
 def open_orbax(path: Path) -> LazyFile:
-    """The tensors of a directory that orbax wrote; shapes alone are read. Raises CheckpointError"""
+    """Open an orbax directory, reading shapes only. Raise CheckpointError."""
     checkpointer = ocp.PyTreeCheckpointer()
     try:
         metadata = checkpointer.metadata(path.resolve()).item_metadata
         tree: Mapping[str, Any] = metadata.tree
         described = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
-    except Exception as error:  # orbax and its storage raise what they like
+    except Exception as error:  # orbax and its storage raise arbitrary exceptions
         raise CheckpointError(
             f"{path}: cannot be read: {error}; expected a checkpoint that jspec convert wrote"
         ) from error
-    lock = threading.Lock()  # a checkpointer is one thread's
+    lock = threading.Lock()  # a checkpointer is not thread-safe
     tensors = {
         name: LazyTensor(
             shape, dtype_name(dtype), partial(_restore, checkpointer, lock, path, name, shape)

@@ -1,7 +1,7 @@
-"""Weights that are served, under the names that checkpoints give them.
+"""Served weights under their checkpoint names.
 
-What lies fused, dealt to shards or repeated is taken apart again; and some tensors of a checkpoint
-become the weights that they are part of, the rest of those being taken from what is served.
+Fused, sharded and repeated weights are taken apart again. In the other direction, some tensors of a
+checkpoint replace parts of served weights; the remaining parts are taken from the served ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jspec.models.files.tensor_files import HostArray, Shape, lazy_tensors
 from jspec.models.params import ParamSpec, ParamTable, Part, Split, deal
 from jspec.models.params import Path as ParamPath
 
-Held = Callable[[ParamPath], Any]  # the array of a weight, as its shards hold it
+Held = Callable[[ParamPath], Any]  # the served array of a weight, as sharded
 Layout = tuple[Part, ...]
 
 
 def undealt(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
-    """A weight as one shard would hold it. held: as `shards` shards do, repeats included."""
+    """Return the unsharded weight. held: the weight over `shards` shards, repeats included."""
     if spec.split is not Split.OUT or not spec.layouts or shards == 1:
         return held
     parts = spec.layouts[0]
@@ -41,8 +41,7 @@ def undealt(spec: ParamSpec, held: HostArray, *, shards: int) -> HostArray:
 
 
 def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
-    """By the name of each tensor that may be stored (packed ones apart), the weight it belongs to,
-    and in which layout."""
+    """Return the weight and layout of each tensor that may be stored unpacked, by name."""
     found: dict[str, tuple[ParamSpec, Layout]] = {}
     for spec in table:
         for layout in spec.layouts:
@@ -55,9 +54,9 @@ def layouts_by_name(table: ParamTable) -> dict[str, tuple[ParamSpec, Layout]]:
 def published_tensor(
     spec: ParamSpec, layout: Layout, name: str, held: Held, *, shards: int
 ) -> HostArray:
-    """One tensor as a checkpoint would store it, in the served dtype."""
+    """Return one tensor as a checkpoint would store it, in the served dtype."""
     host = undealt(spec, np.asarray(held(spec.path)), shards=shards)
-    if spec.is_integer:  # a vocabulary's map, which is stored as offsets
+    if spec.is_integer:  # a vocabulary map, which is stored as offsets
         host = host.astype(np.int64) - np.arange(len(host))
     whole: HostArray | None = None
     for found, part, piece in pieces(layout, host):
@@ -79,9 +78,9 @@ def changed_reads(
     dtype: npt.DTypeLike,
     shards: int,
 ) -> list[ParamRead]:
-    """The weights that `given` changes, to be read; the rest of a fused one is what is held.
+    """Return reads of the weights that `given` changes, with the served parts of fused weights.
 
-    where: what errors call the tensors. Raises CheckpointError, one for all that does not fit.
+    where: the tensors' source, for errors. Raise one CheckpointError for all that does not fit.
     """
     known = layouts_by_name(table)
     tensors = lazy_tensors(Path(where), given)
@@ -114,7 +113,6 @@ def _shape(name: str, layout: Layout) -> Shape:
 def _layouts(
     where: str, given: Mapping[str, LazyTensor], known: dict[str, tuple[ParamSpec, Layout]]
 ) -> dict[ParamPath, Layout]:
-    """The layout in which each weight is given; of a tied one, of the weight that it is."""
     by_path = {spec.path: (spec, layout) for spec, layout in reversed(known.values())}
     layouts: dict[ParamPath, Layout] = {}
     for name in given:

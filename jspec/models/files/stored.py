@@ -1,7 +1,7 @@
-"""Weights between a checkpoint's tensors and the arrays that a table declares, on the host.
+"""Conversion between a checkpoint's tensors and the arrays that a table declares, on the host.
 
-Everything here is numpy. A weight is read block by block into the array that it becomes. Who reads
-them, in how many threads and to where is the caller's choice (`Place`).
+Everything here is numpy. A weight is read block by block into its final array. The caller decides
+which threads read and where the arrays go (`Place`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jspec.models.params import Codec, Form, ParamSpec, ParamTable, Part, Path, 
 
 
 def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
-    """The first layout of which the checkpoint has a tensor, or the first of all."""
+    """Return the first layout of which the checkpoint has a tensor, else the first of all."""
     for layout in spec.layouts:
         if any(name in tensors for part in layout for name in part.tensors):
             return layout
@@ -37,10 +37,10 @@ def check_names(
     is_stray: Callable[[str], bool],
     integers: Collection[str] = (),
 ) -> None:
-    """CheckpointError unless the checkpoint holds exactly what the table declares.
+    """Raise CheckpointError unless the checkpoint has exactly the tensors that the table declares.
 
-    optional: names beside the table's that may be there; so may tied weights and those that are
-    zeros where there is none. integers: names that are no weights.
+    optional: additional names that may be present, as may tied and optional weights. integers:
+    names of tensors that are not weights.
     """
     required: dict[str, Shape] = {}
     allowed = dict(optional or {})
@@ -56,7 +56,7 @@ def check_names(
 
 
 def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """(bytes of the checkpoint's packed tensors, bytes of the weights that they become)."""
+    """Return (bytes of the checkpoint's packed tensors, bytes of these weights unpacked)."""
     packed: dict[str, Shape] = {}
     unpacked = 0
     for spec in table:
@@ -70,17 +70,13 @@ def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRead:
-    """A declared weight that waits to be read, by any thread.
-
-    host_bytes: at most what `read` holds at once, its result included. read: a new array, as all
-    shards hold it, which the caller owns; raises CheckpointError naming the tensor. tied: the
-    weight that is this one, transposed, where there is one: a view of the same array.
-    """
+    """A declared weight to be read, by any thread."""
 
     spec: ParamSpec
-    host_bytes: int
+    host_bytes: int  # peak host memory of `read`, its result included
+    # Returns a new array over all shards, owned by the caller; CheckpointError names the tensor.
     read: Callable[[], HostArray]
-    tied: ParamSpec | None = None
+    tied: ParamSpec | None = None  # the weight that is a transposed view of this one
 
 
 Place = Callable[[Sequence[ParamRead]], Mapping[Path, Any]]  # reads weights, puts them somewhere
@@ -89,10 +85,10 @@ Place = Callable[[Sequence[ParamRead]], Mapping[Path, Any]]  # reads weights, pu
 def param_reads(
     tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike, shards: int
 ) -> list[ParamRead]:
-    """Each declared weight in `dtype`, dealt to `shards` shards; those without a layout are not.
+    """Return a read of each weight that has a layout, in `dtype`, sharded over `shards`.
 
-    A tied weight comes with the other; one that is stored as well must be equal, else reading
-    raises CheckpointError. Raises ConfigError where the shards cannot divide a weight.
+    A tied weight comes with its other; if it is stored as well it must be equal, else reading
+    raises CheckpointError. Raise ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     return [
@@ -121,7 +117,7 @@ def _dtype_of(spec: ParamSpec, dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def on_host(reads: Sequence[ParamRead]) -> dict[Path, HostArray]:
-    """Reads one weight after the other, and keeps them as numpy arrays."""
+    """Read the weights one after the other into numpy arrays."""
     values: dict[Path, HostArray] = {}
     for each in reads:
         values[each.spec.path] = value = each.read()
@@ -153,11 +149,10 @@ def _read(
 
 
 def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: np.dtype[Any], shards: int) -> int:
-    """Of the weight, and of the most that is read beside it at once."""
     own = math.prod(spec.physical_shape(shards)) * dtype.itemsize
     beside = 2 * BLOCK_BYTES
     for part in chosen_layout(tensors, spec):
-        if part.codec is not None:  # one matrix unpacked, in float32 at most
+        if part.codec is not None:  # one unpacked matrix, in float32 at most
             beside = max(beside, 4 * math.prod(spec.shape[1:]))
         elif part.names[0] in tensors and not _is_by_rows(part):
             stored = tensors.weight_dtype(part.names[0])
@@ -167,20 +162,18 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: np.dtype[Any], shar
 
 
 def _is_by_rows(part: Part) -> bool:
-    """Whether its rows of the stored tensor are read block by block."""
     is_together = part.step == 1 and not part.stride
     return part.form is Form.OUT_IN and is_together and part.codec is None
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
-    """Whether the stored tensor is the weight."""
     return part.form is Form.AS_HELD and not part.stack and part.shape == spec.shape
 
 
 def read_param(
     tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shards: int
 ) -> HostArray:
-    """One weight, its parts dealt to `shards` shards."""
+    """Read one weight, its parts sharded over `shards`."""
     layout = chosen_layout(tensors, spec)
     part = layout[0]
     if len(layout) == 1 and _is_whole(part, spec):
@@ -213,7 +206,7 @@ def _place_by_rows(
     part: Part,
     pieces: Sequence[tuple[range, slice]],
 ) -> None:
-    """A projection [out, in], or a stack of them, without a second copy of it."""
+    """Read a projection [out, in], or a stack of them, without a second copy."""
     stack = held if held.ndim > 2 else held[None]
     for index, one in enumerate(stack):
         start = index * part.shape[-2] + part.first
@@ -227,10 +220,7 @@ def _place_by_rows(
 def _stored_rows(
     tensors: Tensors, part: Part, out: HostArray
 ) -> Iterator[tuple[HostArray, HostArray]]:
-    """(where in `out` it belongs, the part's rows of the output axis) of each of its tensors.
-
-    What is packed is unpacked matrix by matrix, so that never more than one is held unpacked.
-    """
+    """Yield (destination in `out`, stored entries) per tensor, unpacking one matrix at a time."""
     if part.codec is Codec.MXFP4:
         table = mxfp4.pair_table(out.dtype)
         names = tuple(part.tensors)
@@ -252,7 +242,7 @@ def _stored_rows(
 
 
 def _output_rows(stored: HostArray, part: Part) -> HostArray:
-    """The part's rows of the output axis: the last but one of OUT_IN, else the last."""
+    """Return the part's entries of the output axis: the last but one of OUT_IN, else the last."""
     if part.form is Form.OUT_IN:
         return stored[..., part.rows, :]
     return stored[..., part.rows]
@@ -273,10 +263,10 @@ def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
 def stored_tensors(
     table: ParamTable, params: Mapping[str, Any], *, dtype: npt.DTypeLike
 ) -> dict[str, HostArray]:
-    """The checkpoint's tensors of unsharded params, in each weight's first layout.
+    """Return the checkpoint's tensors of unsharded params, in each weight's first layout.
 
-    Raises CheckpointError for a weight that has not the table's shape (params of several shards
-    hold repeats, which are not written), or a tied weight that differs from its other.
+    Raise CheckpointError for a weight whose shape is not the table's (sharded params contain
+    repeats, which are not written), or for a tied weight that differs from its other.
     """
     tensors: dict[str, HostArray] = {}
     for spec in table:
@@ -311,8 +301,7 @@ def _store(
 
 
 def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Part, HostArray]]:
-    """(name, part, what of an unsharded weight is stored there); views, but where it lies with
-    a constant added."""
+    """Yield (name, part, stored array) of an unsharded weight; views unless `plus` is nonzero."""
     column = 0
     for part in layout:
         columns = host[..., column : column + part.size]
@@ -324,7 +313,7 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
 
 
 def in_stored(part: Part) -> tuple[Any, ...]:
-    """Index of a part in the whole stored tensor."""
+    """Return the index of a part in the whole stored tensor."""
     return (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints on the host: the tensors of a directory by name, and a new one written.
+"""Checkpoints on the host: reading a directory's tensors by name, and writing a new one.
 
-Everything here is numpy. It knows no model: `stored` reads what a parameter table declares.
+Everything here is numpy and independent of models: `stored` reads what a parameter table declares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import ml_dtypes  # importing it also teaches numpy bfloat16, which safetensors asks for
+import ml_dtypes  # also registers bfloat16 with numpy, which safetensors requires
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -28,7 +28,7 @@ from jspec.models.files.array_tensors import LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import Shape as Shape
 from jspec.models.files.torch_files import open_torch_file
 
-# By safetensors' spelling; files are little-endian.
+# By safetensors' names; files are little-endian.
 WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -36,13 +36,13 @@ WEIGHT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
 }
 PACKED_DTYPE = "U8"
-LISTED = 20  # tensors of a kind that an error names
-# One file or the index of several, safetensors before torch's.
+LISTED = 20  # tensors per kind that an error names
+# A single file or the index of several; safetensors before torch's.
 FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-ORBAX = "orbax"  # a directory: a checkpoint of orbax, which `jspec convert` writes
+ORBAX = "orbax"  # an orbax directory, written by `jspec convert`
 NAMES = (*(name for names in FILES for name in names), ORBAX)
 MAX_INDEX_BYTES = 128 * MIB  # the largest published have about 15
 BLOCK_BYTES = MIB  # read at once where rows are read block by block: it stays in a CPU's cache
@@ -51,39 +51,36 @@ _TURNED = 32  # rows transposed at once: a cache line of 16-bit numbers in the d
 
 
 class TensorFile(Protocol):
-    """Where tensors are read from, by any thread; what `Tensors` asks of it."""
+    """A thread-safe source of tensors, as `Tensors` uses it."""
 
     @property
     def path(self) -> Path: ...
 
     @property
     def header(self) -> Any:
-        """get_slice(name).get_shape() and .get_dtype() (safetensors' spelling), get_tensor(name)"""
+        """Has get_slice(name).get_shape() and .get_dtype() (safetensors' name), get_tensor(name)"""
         ...
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fills `out` (contiguous) from `offset` bytes after the tensor's first."""
+        """Fill `out` (contiguous) from `offset` bytes into the tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """An open weights' file: its header as safetensors reads one, and its bytes.
+    """An open weights file: its header as safetensors reads it, and its bytes.
 
-    Weights are read from the file, not through safetensors' map of it: reading lets other threads
-    run meanwhile, maps nothing into the process, and a file cut short is an error, no signal.
+    Weights are read from the file, not through safetensors' memory map: reads release the GIL, map
+    nothing into the process, and a truncated file is an error instead of a signal.
     """
 
     path: Path
     header: Any  # safetensors' handle, or a TorchFile
     file: BinaryIO
-    spans: Mapping[str, tuple[int, int]]  # the first byte of each tensor, and the one after it
+    spans: Mapping[str, tuple[int, int]]  # [start, end) of each tensor, in bytes
 
     def read_into(self, out: HostArray, name: str, *, offset: int = 0) -> None:
-        """Fills `out` (contiguous) from `offset` bytes after the tensor's first; thread-safe.
-
-        Raises CheckpointError naming the tensor where the file cannot be read or is too short.
-        """
+        """Fill `out` from `offset` bytes into the tensor; CheckpointError if it is too short."""
         data = out.reshape(-1).view(np.uint8).data
         first, end = self.spans[name]
         at = first + offset
@@ -107,10 +104,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of an open checkpoint by canonical name; each read copies from the file.
-
-    Several threads may read at once.
-    """
+    """The tensors of an open checkpoint by canonical name; reads copy and are thread-safe."""
 
     path: Path
     sources: Mapping[str, tuple[TensorFile, str]]  # name: (open file, the name in that file)
@@ -119,7 +113,6 @@ class Tensors:
         return name in self.sources
 
     def file_of(self, name: str) -> Path:
-        """Which file the tensor lies in."""
         return self.sources[name][0].path
 
     def shape(self, name: str) -> Shape:
@@ -127,14 +120,14 @@ class Tensors:
         return tuple(file.header.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> str:
-        """In safetensors' spelling."""
+        """Return safetensors' name of the dtype."""
         file, stored = self.sources[name]
         return str(file.header.get_slice(stored).get_dtype())
 
     def read(self, name: str) -> HostArray:
-        """A tensor of any type, as it is stored. Raises CheckpointError."""
+        """Return a tensor of any type as stored. Raise CheckpointError."""
         file, stored = self.sources[name]
-        if self.dtype(name) == FP8:  # safetensors asks numpy for it, in vain
+        if self.dtype(name) == FP8:  # safetensors cannot read it into numpy
             out = np.empty(self.shape(name), ml_dtypes.float8_e4m3fn)
             file.read_into(out, stored)
             return out
@@ -144,7 +137,7 @@ class Tensors:
             raise CheckpointError(f"{self.path}: cannot read {name}: {error}") from error
 
     def weight_dtype(self, name: str) -> np.dtype[Any]:
-        """numpy's type of a tensor that must hold floating-point numbers; else CheckpointError."""
+        """Return the numpy dtype of a tensor; raise CheckpointError unless it is floating-point."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -154,16 +147,16 @@ class Tensors:
         return WEIGHT_DTYPES[dtype]
 
     def weight(self, name: str) -> HostArray:
-        """A tensor of floating-point numbers, whole, in its own type. Raises CheckpointError."""
+        """Return a whole floating-point tensor in its own type. Raise CheckpointError."""
         out = np.empty(self.shape(name), self.weight_dtype(name))
         file, stored = self.sources[name]
         file.read_into(out, stored)
         return out
 
     def row_blocks(self, name: str, rows: range) -> Iterator[tuple[int, HostArray]]:
-        """`rows` of a weight [.., in] seen as [rows, in], block by block: (first row, block).
+        """Yield (first row, block) for `rows` of a weight [.., in] seen as [rows, in].
 
-        A block is overwritten by the next and holds 1 MiB, or one row. Raises CheckpointError.
+        A block is overwritten by the next and takes 1 MiB, or one row. Raise CheckpointError.
         """
         width = self.shape(name)[-1]
         dtype = self.weight_dtype(name)
@@ -176,7 +169,7 @@ class Tensors:
             yield first, block
 
     def packed(self, name: str, index: int) -> HostArray:
-        """Entry `index` of the first axis of a tensor of bytes; no more of it is read."""
+        """Return entry `index` of the first axis of a tensor of bytes, reading only that entry."""
         file, stored = self.sources[name]
         if self.dtype(name) != PACKED_DTYPE:
             raise CheckpointError(
@@ -196,11 +189,11 @@ class Tensors:
         integers: Collection[str] = (),
         packed: Collection[str] = (),
     ) -> None:
-        """CheckpointError unless the file holds exactly `expected`, give or take the others.
+        """Raise CheckpointError if a tensor is missing, not allowed, or does not fit.
 
-        One error names all that does not fit, and its file where there are several: tensors that
-        are missing, unknown, of another shape or of a type that no weight has (those in `integers`
-        are no weights, those in `packed` are bytes). Reads headers only.
+        One error names all that does not fit, and its file if there are several: tensors that are
+        missing, unknown, of another shape or not floating-point (except those in `integers`, and
+        those in `packed`, which are bytes). Reads headers only.
         """
         known = {**expected, **optional}
         found = [name for name in self.sources if name in known or not is_stray(name)]
@@ -246,7 +239,7 @@ class Tensors:
 
 
 def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fit") -> str:
-    """All lines of all kinds, of each the first 20 and how many more there are."""
+    """Join the lines of all kinds: the first 20 of each, and how many more there are."""
     total = sum(map(len, kinds.values()))
     lines = [f"{total} {what}"] if total > 1 else []
     for kind, found in kinds.items():
@@ -257,13 +250,13 @@ def listed(kinds: Mapping[str, Sequence[str]], *, what: str = "tensors do not fi
 
 
 def lazy_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> Tensors:
-    """path: what errors name them by."""
+    """Return lazy tensors as a checkpoint. path: its name in errors."""
     file = LazyFile(path, LazyHeader(tensors))
     return Tensors(path, {name: (file, name) for name in tensors})
 
 
 def has_tensors(path: Path) -> bool:
-    """Whether there is something in the directory that `open_tensors` would open."""
+    """Return whether `open_tensors` would find weights in the directory."""
     return any(exists(path / name) for name in NAMES)
 
 
@@ -271,12 +264,12 @@ def has_tensors(path: Path) -> bool:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Opens `path`/model.safetensors, or the files of `path`/model.safetensors.index.json.
+    """Open a directory's weights: the first that exists of the following.
 
-    Where there is neither, pytorch_model.bin and its index: torch's files (models.torch_files);
-    else a directory `path`/orbax (models.orbax_files).
-    `canonical` maps a stored name to the one that the caller uses.
-    Raises CheckpointError, naming the file, where one is missing, truncated or corrupt.
+    model.safetensors or the files of model.safetensors.index.json; pytorch_model.bin or its index
+    (files.torch_files); the directory orbax (files.orbax_files).
+    canonical: maps a stored name to the caller's.
+    Raise CheckpointError, naming the file, if one is missing, truncated or corrupt.
     """
     with ExitStack() as stack:
         sources: dict[str, tuple[TensorFile, str]] = {}
@@ -292,10 +285,7 @@ def open_tensors(
 def _open_all(
     stack: ExitStack, files: Mapping[Path, set[str]]
 ) -> dict[Path, tuple[TensorFile, set[str]]]:
-    """Each file and the names that it holds. files: the tensors that the index promises of each.
-
-    Raises CheckpointError for all files and names that are not there at once.
-    """
+    """Open the files and check the index's tensors; one CheckpointError for all that is missing."""
     opened: dict[Path, tuple[TensorFile, set[str]]] = {}
     unreadable: list[str] = []
     missing: list[str] = []
@@ -317,10 +307,10 @@ def _open_all(
 
 
 def _open(stack: ExitStack, path: Path) -> TensorFile:
-    """Opens one file until `stack` ends. safetensors checks the header, so its spans are sound."""
+    """Open one file until `stack` closes. safetensors validates the header and so the spans."""
     if path.name == ORBAX:
         from jspec.models.files.orbax_files import (
-            open_orbax,  # seconds of imports, for whom has one
+            open_orbax,  # its imports take seconds
         )
 
         return open_orbax(path)
@@ -344,7 +334,6 @@ def _open(stack: ExitStack, path: Path) -> TensorFile:
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Each weights' file of a checkpoint, with the tensors that its index promises."""
     found = [path / name for name in NAMES if exists(path / name)]
     if not found:
         single, parted = FILES[0]
@@ -396,7 +385,7 @@ def write_tensors(path: Path, tensors: Mapping[str, HostArray]) -> None:
 
 
 def transpose_into(out: HostArray, source: HostArray) -> None:
-    """out[...] = source.T, cast; plain integers move 16-bit floats several times faster."""
+    """Set out[...] = source.T, cast. 16-bit floats are moved as integers, several times faster."""
     moved = out.view(np.uint16) if out.dtype.itemsize == 2 else out
     for start in range(0, source.shape[0], _TURNED):
         rows = source[start : start + _TURNED].astype(out.dtype, copy=False)

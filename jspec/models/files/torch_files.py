@@ -1,8 +1,8 @@
-"""Tensors of files that torch.save wrote (.bin, .pt), read without torch and without running them.
+"""Tensors of torch.save files (.bin, .pt), read without torch and without executing them.
 
-Such a file is a zip archive: a pickle that says what there is, and one member of raw bytes for each
-storage. A pickle can call any function it names. Here it may name only what torch.save writes of
-tensors, and each of those names is a function of this module; everything else is refused.
+Such a file is a zip archive: a pickle that describes the contents, and one member of raw bytes per
+storage. A pickle can call any function it names. Here it may name only what torch.save writes for
+tensors, and each of those names maps to a function of this module; everything else is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jspec.errors import CheckpointError
 from jspec.files.json_files import MIB, check_regular, shown
 
 MAX_PICKLE_BYTES = 64 * MIB
-# torch's name of a storage: safetensors' spelling of its numbers, and numpy's.
+# torch's name of a storage: safetensors' name of its dtype, and numpy's.
 STORAGES: Mapping[str, tuple[str, np.dtype[Any]]] = {
     "HalfStorage": ("F16", np.dtype("<f2")),
     "BFloat16Storage": ("BF16", np.dtype(ml_dtypes.bfloat16)),
@@ -50,7 +50,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """A tensor that lies in the file row by row. first: its first byte."""
+    """A tensor stored in row-major order. first: its first byte in the file."""
 
     path: Path
     kind: str
@@ -65,7 +65,7 @@ class TorchTensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """In safetensors' spelling."""
+        """Return safetensors' name of the dtype."""
         return STORAGES[self.kind][0]
 
     def read(self) -> npt.NDArray[Any]:
@@ -80,7 +80,7 @@ class TorchTensor:
 
 
 class TorchFile:
-    """The tensors of a file by name, as safetensors' handle gives its own."""
+    """The tensors of a file by name, with the interface of safetensors' handle."""
 
     def __init__(self, tensors: Mapping[str, TorchTensor]) -> None:
         self._tensors = tensors
@@ -96,7 +96,7 @@ class TorchFile:
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The first byte of each tensor, and the one after it."""
+        """Return [start, end) of each tensor, in bytes."""
         return {
             name: (tensor.first, tensor.first + tensor.num_bytes)
             for name, tensor in self._tensors.items()
@@ -104,7 +104,7 @@ class TorchFile:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """The named tensors of a state dict, or of one under "state_dict". Raises CheckpointError."""
+    """Return the tensors of a state dict, or of one under "state_dict". Raise CheckpointError."""
     found = _load(path)
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
@@ -117,7 +117,7 @@ def open_torch_file(path: Path) -> TorchFile:
 
 
 def read_torch_tensor(path: Path) -> npt.NDArray[Any]:
-    """The one tensor of a file, or a list of integers. Raises CheckpointError."""
+    """Return the one tensor of a file, or its list of integers. Raise CheckpointError."""
     found = _load(path)
     if isinstance(found, TorchTensor):
         return found.read()
@@ -130,7 +130,6 @@ def read_torch_tensor(path: Path) -> npt.NDArray[Any]:
 
 
 def _load(path: Path) -> Any:
-    """What the pickle describes, every tensor as a TorchTensor."""
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -153,12 +152,12 @@ def _load(path: Path) -> Any:
             f"{path}: cannot be read: {error}; expected torch.save's zip format (torch 1.6 or "
             "later), whole"
         ) from error
-    except Exception as error:  # a pickle's bytes can fail in any way
+    except Exception as error:  # a corrupt pickle can raise anything
         raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows tensors and containers, and refuses every other name."""
+    """An unpickler that accepts tensors and containers and refuses every other name."""
 
     def __init__(
         self, path: Path, root: str, members: Mapping[str, zipfile.ZipInfo], data: bytes
@@ -190,7 +189,7 @@ class _Reader(pickle.Unpickler):
     def _tensor(
         self, storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any
     ) -> TorchTensor:
-        """torch._utils._rebuild_tensor_v2: storage offset, shape and stride count numbers."""
+        """Replace torch._utils._rebuild_tensor_v2: offset, shape and stride count elements."""
         shape, expected, step = tuple(shape), [], 1
         for size in reversed(shape):
             expected.append(step)
@@ -217,7 +216,6 @@ class _Reader(pickle.Unpickler):
 
 
 def _data_start(path: Path, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin, after its local header."""
     with path.open("rb") as file:
         file.seek(info.header_offset)
         signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

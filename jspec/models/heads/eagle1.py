@@ -1,12 +1,12 @@
-"""The EAGLE-1 draft head (Li et al., 2024, arXiv:2401.15077); EAGLE-2 drafts with the same one.
+"""The EAGLE-1 draft head (Li et al., 2024, arXiv:2401.15077), which EAGLE-2 uses too.
 
-row i of the draft holds the pair (token i + 1, the target's last hidden of position i)
-x = fc([embed(token); h])                       width 2E in, embedding first; h after the final norm
-h1 = x + attention(x)                           nothing is normed before the first layer's attention
-out = h1 + mlp(post_norm(h1))                   through further layers, a decoder's, if there are
+slot i of the draft's KV cache is of the pair (token i + 1, the target's last hidden at position i)
+x = fc([embed(token); h])                       h after the final norm; input 2E, embedding first
+h1 = x + attention(x)                           the first layer's attention has no norm before it
+out = h1 + mlp(post_norm(h1))                   through further decoder layers, if any
 logits = lm_head(out)                           the target's lm_head, no norm before it
 
-What is fed back is out. HASS's `add_para_norm` norms embedding and h before fc.
+`out` is fed back. HASS's `add_para_norm` norms embedding and h before fc.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ def load_eagle1_config(
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
 ) -> Eagle1Config:
-    """An EAGLE-1 head's shape from `path`/config.json, checked against its target.
+    """Read an EAGLE-1 head's shape from `path`/config.json and check it against its target.
 
-    hot_vocab_size: U, where drafts are chosen among some of the target's ids. fc has a bias unless
-    config.json or the names of the tensors (if reads_names) say otherwise, q, k and v have one if
-    they say so. RoPE comes from the head's own config, theta 10000 where it has none.
-    Raises ConfigError for what is not served, CheckpointError for a head of another target.
+    fc has a bias unless config.json or the tensors' names (if reads_names) show otherwise; q, k and
+        v have one if either shows it. RoPE comes from the head's own config, with theta 10000 by
+        default.
+    hot_vocab_size: U, if only some of the target's ids are drafted. Raise ConfigError for what is
+        not served, CheckpointError for a head of another target.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -121,7 +122,6 @@ def load_eagle1_config(
 
 
 def _check_kind(fields: Fields) -> None:
-    """ConfigError for another kind of head, and for what changes the forward unread."""
     if fields.get("draft_vocab_size") is not None or fields.get("eagle_config") is not None:
         name = "draft_vocab_size" if "draft_vocab_size" in fields.values else "eagle_config"
         fields.refuse(name, allowed=(), why="an EAGLE-3 head: use --speculative-algorithm EAGLE3")
@@ -140,7 +140,7 @@ def _check_kind(fields: Fields) -> None:
 
 
 def _read_layers(fields: Fields, names: Mapping[str, str], target: ModelSpec) -> ModelSpec:
-    """The head's layers; what config.json does not say of biases, the names of the tensors do."""
+    """Read the head's layers; tensor names decide about biases that config.json leaves open."""
     bias = fields.flag("attention_bias", False)
     qkv_bias = bias or fields.flag("qkv_bias", f"{LAYER}self_attn.q_proj.bias" in names)
     spec = read_attention(fields, qkv_bias=qkv_bias, out_bias=bias)
@@ -153,7 +153,7 @@ def _read_layers(fields: Fields, names: Mapping[str, str], target: ModelSpec) ->
 
 
 def eagle1_params(config: Eagle1Config) -> ParamTable:
-    """The table of a head; `load_eagle1` reads embed, lm_head and draft_ids in its own way."""
+    """Declare a head; `load_eagle1` reads embed, lm_head and draft_ids in its own way."""
     model = config.layer
     E, U = model.hidden_size, config.draft_vocab_size
     first = plain_layer(model.one_layer, size=E, input_norm=False)
@@ -182,7 +182,7 @@ def run_first_layer(
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """A decoder's layer without a norm before its attention. kept: as `run_layer` has it."""
+    """Run a decoder layer without a norm before its attention. kept: see `run_layer`."""
     mixed = attention(
         params["attention"],
         x,
@@ -218,7 +218,7 @@ def _paged_first_layer(
 
 @dataclass(frozen=True, slots=True)
 class Eagle1Head:
-    """An EAGLE-1 head over its own pools, one a layer."""
+    """An EAGLE-1 head over its own KV pools, one per layer."""
 
     config: Eagle1Config
     ops: Ops
@@ -229,14 +229,14 @@ class Eagle1Head:
         return eagle1_params(self.config)
 
     def features(self, params: Params, given: Float[Array, "*b E"], /) -> Float[Array, "*b E"]:
-        """The target's last hidden as it is: fc joins it with a token in every forward."""
+        """Return the target's last hidden unchanged: fc joins it with a token in every forward."""
         del params
         return given
 
     def joined(
         self, params: Params, embedded: Float[Array, "*b E"], hidden: Float[Array, "*b E"]
     ) -> Float[Array, "*b E"]:
-        """fc over the pairs of a token and a hidden: what the first layer reads."""
+        """Return fc([embedding; hidden]), the first layer's input."""
         if self.config.norms_inputs:
             eps = self.config.layer.rms_norm_eps
             embedded = norm(params["embed_norm"], embedded, eps=eps)
@@ -254,8 +254,7 @@ class Eagle1Head:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], KVPool]:
-        """(what is fed back and scored, pools with the new rows). kept: of T tokens, those whose
-        output is asked for; None: all."""
+        """Return (output to feed back and score, updated pools). kept: see `Decoder.forward`."""
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
         layer, last = self.config.layer, self.config.layer.num_layers - 1
         x = self.joined(params, embed(params["embed"], token_ids), hidden)
@@ -283,15 +282,12 @@ class Eagle1Head:
         return stream.sum(), tuple(pages)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
-        """f32 logits over this device's shard of the draft vocabulary."""
+        """Return f32 logits over this device's shard of the draft vocabulary."""
         return logits_of(hidden, params["lm_head"]["kernel"])
 
 
 def check_eagle1(path: Path, config: Eagle1Config) -> None:
-    """Reads the headers alone: CheckpointError for a head that `load_eagle1` would refuse by them.
-
-    For a caller that would load the target first.
-    """
+    """Raise CheckpointError if the headers show that `load_eagle1` would fail; needs no target."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, config)
 
@@ -306,11 +302,11 @@ def load_eagle1(
     shards: int = 1,
     place: Place = on_host,
 ) -> Params:
-    """Params (`dtype`; draft_ids int32[U]) of a head, where `place` puts them.
+    """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
-    Where the file has no embedding, `embed.table` is the target's very array, as `lm_head.kernel`
-    always is, or its columns of hot_ids i32[U]. On the host, all others are numpy.
-    Raises CheckpointError for a file that is unreadable or does not fit `config`.
+    `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]; so is `embed.table`
+    if the file has none. On the host, all others are numpy. Raise CheckpointError for a file that
+    is unreadable or does not fit `config`.
     """
     specs = {spec.path: spec for spec in eagle1_params(config)}
     with open_tensors(path, canonical=canonical_name) as tensors:
@@ -331,21 +327,14 @@ def load_eagle1(
 
 
 def save_eagle1(path: Path, config: Eagle1Config, params: Params, *, dtype: npt.DTypeLike) -> None:
-    """Writes unsharded params as a LlamaForCausalLMEagle, without embedding and lm_head, which are
-    the target's.
-
-    Raises ConfigError as eagle1_config_json does.
-    """
+    """Write unsharded params as a LlamaForCausalLMEagle; embedding and lm_head are the target's."""
     written = eagle1_config_json(config, dtype=np.dtype(dtype).name)
     own = tuple(spec for spec in eagle1_params(config) if spec.layouts)
     write_checkpoint(path, written, stored_tensors(own, params, dtype=dtype))
 
 
 def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
-    """config.json of a head as a LlamaForCausalLMEagle.
-
-    Raises ConfigError for a head with norms of q and k, for which the layout has no key.
-    """
+    """Return config.json as a LlamaForCausalLMEagle; raise ConfigError if q and k are normed."""
     attention = config.layer.one_layer.attention
     if attention.qk_norm:
         raise ConfigError(
@@ -356,7 +345,7 @@ def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"],  # SGLang's, vLLM's
         "attention_bias": attention.out_bias,
     }
-    if not config.fc_bias:  # vLLM takes a `bias` that is true for the attention's
+    if not config.fc_bias:  # vLLM would read a true `bias` as attention's
         written["bias"] = False
     unusual = {
         "qkv_bias": attention.qkv_bias and not attention.out_bias,
@@ -366,7 +355,7 @@ def eagle1_config_json(config: Eagle1Config, *, dtype: str) -> dict[str, Any]:
 
 
 def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:
-    """What the file must hold, which it does. lm_head is the target's, whatever the file has."""
+    """Check the file and return the weights it must have; any lm_head in it is ignored."""
     required = tuple(spec for spec in eagle1_params(config) if spec.layouts)
     table = (config.layer.vocab_size, config.layer.hidden_size)
     check_names(
@@ -378,17 +367,16 @@ def _check(tensors: Tensors, config: Eagle1Config) -> ParamTable:
     return required
 
 
-# EAGLE's first layer has no such norm; files made from a decoder's template have its weight.
+# EAGLE's first layer has no such norm; files made from a decoder's template have its weight anyway.
 _UNREAD = (f"{LAYER}input_layernorm.weight",)
 
 
 def with_hot_columns(hot_ids: HostArray, target_params: Params, params: Params) -> Params:
-    """The params of a head once the target's lm_head has changed."""
+    """Return the head's params after a change of the target's lm_head."""
     kernel = _columns(target_params["lm_head"]["kernel"], hot_ids)
     return {**params, "lm_head": {"kernel": kernel}}
 
 
 def _columns(kernel: Any, ids: HostArray) -> Any:
-    """kernel[:, ids], split as the kernel is."""
     chosen = jnp.take(jnp.asarray(kernel), jnp.asarray(ids), axis=1, mode="clip")
     return jax.device_put(chosen, kernel.sharding) if isinstance(kernel, jax.Array) else chosen

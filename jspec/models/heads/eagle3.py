@@ -1,14 +1,14 @@
 """The EAGLE-3 draft head (Li et al., 2025, arXiv:2503.01840), and 3.1's variants.
 
-row i of the draft holds the pair (token i + 1, feature of position i)
+slot i of the draft's KV cache is of the pair (token i + 1, feature of position i)
 e = embed(token), h = fc([low; mid; high]) for a target feature, else the parent's own output
 u = [input_norm(e); hidden_norm(h)]             width 2E, embedding first
 h1 = res + attention(u)                         res = h (norm_before_residual: hidden_norm(h))
-h2 = h1 + mlp(post_norm(h1))                    through further layers, a decoder's, if there are
+h2 = h1 + mlp(post_norm(h1))                    through further decoder layers, if any
 logits = lm_head(norm(h2))                      over the draft vocabulary U
 
-What is fed back is h2 (feeds_back_normed: norm(h2)). Features may be normed before fc, together or
-each by itself; a head without aux layers takes the target's last hidden for h, and has no fc.
+h2 is fed back (feeds_back_normed: norm(h2)). Features may be normed before fc, together or each by
+itself. A head without aux layers uses the target's last hidden as h, and has no fc.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from jspec.spec.model_spec import Eagle3Config, FeatureNorm
 
 
 def eagle3_params(config: Eagle3Config) -> ParamTable:
-    """The table of a head, under speculators' names.
+    """Declare a head, under speculators' names.
 
-    embed.table and draft_ids have no stored form of their own here: a head may share its target's
-    embedding, and the vocabulary is stored as offsets (models.hf_eagle3 reads both).
-    draft_ids[u] is the TARGET id of draft id u (checkpoints store d2t[u] = id - u).
+    embed.table and draft_ids have no layout here: a head may share its target's embedding, and the
+    vocabulary is stored as offsets (heads.hf_eagle3 reads both). draft_ids[u] is the TARGET id of
+    draft id u (checkpoints store d2t[u] = id - u).
     """
     model, layer = config.layer, config.layer.one_layer
     E, U = model.hidden_size, config.draft_vocab_size
@@ -70,7 +70,7 @@ def eagle3_params(config: Eagle3Config) -> ParamTable:
 
 
 def _or_hidden_norm(spec: ParamSpec) -> ParamSpec:
-    """A further layer's input norm has its first layer's other name in SGLang's layout."""
+    """Let a further layer's input norm be named hidden_norm, as in SGLang's layout."""
     names = [part.name for layout in spec.layouts for part in layout]
     if not names[0].endswith(".input_layernorm.weight"):
         return spec
@@ -80,7 +80,7 @@ def _or_hidden_norm(spec: ParamSpec) -> ParamSpec:
 
 
 def _feature_params(config: Eagle3Config) -> ParamTable:
-    """fc and the norms before it; nothing without aux layers."""
+    """Declare fc and the norms before it; empty without aux layers."""
     if not config.aux_layer_ids:
         return ()
     count, size = len(config.aux_layer_ids), config.target_hidden_size
@@ -105,10 +105,7 @@ def run_head_layer(
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """The head's first layer: attention over [embedding; hidden], as wide as 2E at its input.
-
-    kept: of T rows, those whose result is asked for; None: all.
-    """
+    """Run the first layer: attention over [embedding; hidden], 2E wide. kept: see `run_layer`."""
     spec = config.layer.one_layer
     normed = norm(params["hidden_norm"], hidden, eps=spec.eps)
     wide = jnp.concatenate((norm(params["input_norm"], embedded, eps=spec.eps), normed), axis=-1)
@@ -156,7 +153,7 @@ def _paged_head_layer(
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Head:
-    """An EAGLE-3 head over its own pools, one a layer."""
+    """An EAGLE-3 head over its own KV pools, one per layer."""
 
     config: Eagle3Config
     ops: Ops
@@ -167,10 +164,7 @@ class Eagle3Head:
         return eagle3_params(self.config)
 
     def features(self, params: Params, given: Float[Array, "*b A"], /) -> Float[Array, "*b E"]:
-        """The target's features, fused; applied once, before an advance.
-
-        given: the aux features side by side, or the last hidden where the head has no aux layers.
-        """
+        """Fuse the target's concatenated aux features with fc, once before an advance."""
         config, eps = self.config, self.config.layer.rms_norm_eps
         if not config.aux_layer_ids:
             return given
@@ -195,8 +189,7 @@ class Eagle3Head:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], KVPool]:
-        """(what is fed back, pools with the new rows). kept: of T tokens, those whose output is
-        asked for; None: all."""
+        """Return (output to feed back, updated pools). kept: see `Decoder.forward`."""
         settings = LayerSettings(self.ops, self.shard, queries_per_row)
         last = self.config.layer.num_layers - 1
         out, first = _paged_head_layer(
@@ -230,7 +223,7 @@ class Eagle3Head:
         return norm(params["norm"], hidden, eps=self.config.layer.rms_norm_eps)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b U"]:
-        """f32 logits over this device's shard of the draft vocabulary; hidden: what is fed back."""
+        """Return f32 logits of `forward`'s output over this device's draft vocabulary shard."""
         config = self.config
         if config.norm_before_head and not config.feeds_back_normed:
             hidden = norm(params["norm"], hidden, eps=config.layer.rms_norm_eps)

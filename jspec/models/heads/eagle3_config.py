@@ -1,7 +1,7 @@
-"""An EAGLE-3 head's config.json: its variants, read against its target, and written again.
+"""An EAGLE-3 head's config.json: reading its variants against a target, and writing it.
 
-ConfigError: a variant that jspec does not serve. CheckpointError: a file that is missing,
-unreadable, or belongs to another target.
+Raises ConfigError for a variant that jspec does not serve, and CheckpointError for a file that is
+missing, unreadable, or belongs to another target.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jspec.spec.model_spec import Eagle3Config, FeatureNorm, ModelSpec
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_STYLES = ("llama", "qwen3")
-# What is read, by the table that it is read from; the rest is refused if it speaks of the forward
-# (head_files.refuse_unknown). A config without a nested table has the first two in one.
+# Keys that are read, by the table they are read from. Others are refused if they seem to change the
+# forward (head_files.refuse_unknown). A config without a nested table has the first two in one.
 OF_LAYERS = frozenset(("rms_norm_eps", "attention_bias", "qkv_bias", "bias", "mlp_bias"))
 OF_HEAD = frozenset(
     (
@@ -48,7 +48,7 @@ OF_EAGLE_CONFIG = frozenset(
         *("use_mtp_layernorm", "parallel_draft_step", "parallel_draft_heads_num_layers"),
     )
 )
-# Of these it is false that says something.
+# Flags that change the forward when false.
 USUALLY_TRUE = frozenset(
     (
         *("norm_before_residual", "use_last_layernorm", "use_aux_hidden_state"),
@@ -64,17 +64,21 @@ def load_eagle3_config(
     draft_rope_theta: float | None = None,
     reads_names: bool = True,
 ) -> Eagle3Config:
-    """An EAGLE-3 head's shape from `path`/config.json, checked against its target.
+    """Read an EAGLE-3 head's shape from `path`/config.json and check it against its target.
 
-    Two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt: the layers' fields at the top
-    level) and speculators' (the layers under `transformer_layer_config`, norm_before_residual true
-    unless it says otherwise). RoPE comes from the draft's own config, theta 10000 where it has
-    none: heads are trained without their target's theta and scaling. draft_rope_theta overrides
-    theta. The target's tying of embeddings does not reach the head, which owns its lm_head.
-    What config.json leaves open the names of the tensors beside it decide, if there are any and
-    reads_names: how many layers a head of `midlayer` has, what `bias` is of, and whether a plain
-    head whose norm_output is false has a norm before lm_head.
-    Raises ConfigError for variants that are not served, CheckpointError for a head of another
+    There are two layouts: the plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
+    at the top level; speculators' has them under `transformer_layer_config`, and
+    norm_before_residual defaults to true.
+
+    RoPE comes from the draft's own config, with theta 10000 by default, because heads are trained
+    without their target's theta and scaling; draft_rope_theta overrides theta. The head has its own
+    lm_head even if the target ties embeddings.
+
+    With reads_names, the tensors' names (if there are weights) decide what config.json leaves open:
+    the number of layers of a `midlayer` head, which tensor `bias` is of, and whether a plain head
+    with norm_output false has a norm before lm_head.
+
+    Raise ConfigError for variants that are not served, CheckpointError for a head of another
     target.
     """
     fields = read_fields(path / "config.json")
@@ -128,10 +132,10 @@ def _read_config(
 
 
 def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
-    """config.json of a head in the plain layout, as SGLang and vLLM read it.
+    """Return config.json of a head in the plain layout, as SGLang and vLLM read it.
 
-    Aux ids are written twice: at the top level, where vLLM looks, as inputs of layers, and in
-    eagle_config, where SGLang looks, as outputs of layers, one less: -1 is the embeddings.
+    Aux ids are written twice: at the top level as inputs of layers (vLLM), and in eagle_config as
+    outputs of layers (SGLang), which are one less: -1 is the embeddings.
     """
     layer = replace(config.layer, tie_word_embeddings=False)
     attention = layer.one_layer.attention
@@ -163,7 +167,6 @@ def eagle3_config_json(config: Eagle3Config, *, dtype: str) -> dict[str, Any]:
 
 
 def _draft_vocab_size(fields: Fields, layer: ModelSpec) -> int:
-    """U, under either of its two names, which must agree; V without them."""
     older = fields.integer("truncated_vocab_size", layer.vocab_size)
     size = fields.integer("draft_vocab_size", older)
     if fields.get("truncated_vocab_size") is not None and older != size:
@@ -188,7 +191,7 @@ def _read_layers(
     speculators: bool,
     has_own_bias: bool,
 ) -> ModelSpec:
-    """The head's layers, all alike. has_own_bias: a table of their own, whose bias is not fc's."""
+    """Read the head's identical layers. has_own_bias: `bias` in these fields is not fc's."""
     check_quantization(fields)
     refuse_windows(fields)
     qk_norm = fields.get("model_type") == "qwen3" and (
@@ -210,9 +213,9 @@ def _read_layers(
 
 
 def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bool) -> bool:
-    """Whether `bias`, which SGLang reads for fc and vLLM for q, k and v, is of the tensor `name`.
+    """Return whether `bias` is of tensor `name`: SGLang reads it for fc, vLLM for q, k and v.
 
-    The names of the tensors tell; without any it is `default`.
+    The tensors' names decide; without any, `default`.
     """
     if not fields.flag("bias", False):
         return False
@@ -228,20 +231,20 @@ def _bias_of(fields: Fields, names: Mapping[str, str], name: str, *, default: bo
 
 
 def _stated(fields: Fields, name: str, default: bool) -> bool:
-    """A flag that stands at the top level or in eagle_config."""
     return fields.table("eagle_config").flag(name, fields.flag(name, default))
 
 
 def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
-    """Of a plain head. norm_output false says that the normed output is not fed back (SGLang);
-    before SpecForge's pull request 879 it meant a head without this norm: believed of one that
-    stores none."""
+    """Return whether a plain head has a norm before lm_head.
+
+    norm_output false means that the normed output is not fed back (SGLang). Before SpecForge's pull
+    request 879 it meant a head without this norm, so it does for a head that stores none.
+    """
     is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
     return _stated(fields, "use_last_layernorm", True) and not is_older
 
 
 def _feature_norm(fields: Fields) -> FeatureNorm:
-    """ConfigError for both kinds at once."""
     whole, each = _stated(fields, "norm_before_fc", False), _stated(fields, "fc_norm", False)
     if whole and each:
         raise ConfigError(
@@ -253,7 +256,6 @@ def _feature_norm(fields: Fields) -> FeatureNorm:
 def _check_eagle3_variant(
     fields: Fields, layer: Fields, names: Mapping[str, str], *, speculators: bool
 ) -> None:
-    """Refuses every variant whose arithmetic models/eagle3 does not do."""
     if speculators:
         fields.refuse("speculators_model_type", allowed=("eagle3",), why="another draft model")
         if layer is not fields:
@@ -283,7 +285,7 @@ def _check_eagle3_variant(
 
 
 def _refuse_unread(table: Fields, *, known: frozenset[str], where: str) -> None:
-    """ConfigError for a setting that is read, but not from this table; then as refuse_unknown."""
+    """Raise ConfigError for a setting that is not read from this table, then as refuse_unknown."""
     for name in sorted((OF_HEAD | OF_LAYERS | OF_EAGLE_CONFIG) - known):
         value = table.get(name)
         if value or (value is False and name in USUALLY_TRUE):
@@ -311,18 +313,18 @@ def _check_plain_architecture(fields: Fields, names: Mapping[str, str]) -> None:
 
 
 def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tuple[int, ...]:
-    """Input-of-layer ids; none where the head reads the target's last hidden.
+    """Return aux ids as inputs of layers; () if the head reads the target's last hidden.
 
-    For L = 32, [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures. speculators'
-    are inputs, those of eagle_config outputs, and at the top level of a plain config, where SGLang
-    does not look, they are outputs if the first is 1.
+    For 32 layers, [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures.
+    speculators' ids are inputs, those in eagle_config are outputs. At the top level of a plain
+    config, which SGLang does not read, they are outputs if the first is 1.
     """
     nested, above = fields.table("eagle_config").get(AUX_IDS), fields.get(AUX_IDS)
     if not _stated(fields, "use_aux_hidden_state", True):
         return ()
     value = above if nested is None or nested == [] else nested
     named = f"{fields.path}: {AUX_IDS} is {shown(value)}"
-    if value is None:  # an empty list in eagle_config is ModelOpt's for the usual ones
+    if value is None:  # ModelOpt writes an empty list in eagle_config for the defaults
         ids = Eagle3Config.default_aux_layer_ids(num_layers)
         return _counted(fields, ids, named=named)
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
@@ -341,15 +343,16 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
 
 
 def _are_outputs(ids: list[int], num_layers: int) -> bool:
-    """Whether ids of eagle_config are outputs of layers, as SGLang reads them: all but those with
-    the last residual, which is nobody's input, and the usual inputs, for which nobody trains a
-    head one layer further on."""
+    """Return whether ids in eagle_config are outputs of layers, as SGLang reads them.
+
+    They are inputs if they include num_layers (outputs end at num_layers - 1), or equal the usual
+    inputs: no head is trained with the usual layers shifted by one.
+    """
     is_usual = tuple(ids) == (2, num_layers // 2, num_layers - 3)
     return max(ids) != num_layers and not is_usual
 
 
 def _counted(fields: Fields, ids: tuple[int, ...], *, named: str) -> tuple[int, ...]:
-    """ids, which are as many as is stated."""
     stated = fields.integer("num_aux_hidden_states", len(ids))
     count = fields.table("eagle_config").integer("num_aux_hidden_states", stated)
     if count != len(ids):

@@ -1,6 +1,6 @@
-"""What the files of all EAGLE heads have in common: names, what is the target's, unknown settings.
+"""Common parts of all EAGLE heads' files: names, arrays shared with the target, unknown settings.
 
-Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` mean the same.
+Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases.
 """
 
 from __future__ import annotations
@@ -22,31 +22,28 @@ from jspec.spec.model_spec import LayerSpec, ModelSpec
 LAYER = "layers.0."
 Params = Mapping[str, Any]
 _NUMBER = re.compile(r"layers\.(\d+)\.")
-# A key that names one of these says something about the forward.
+# A key with one of these words may change the forward.
 _WORDS = re.compile(
     r"norm|fc|aux|bias|scale|residual|draft|parallel|eagle|multiplier|softcap|gate|sink|mask"
 )
-# Bookkeeping whose names only sound like arithmetic.
+# Keys that match _WORDS but do not change the forward.
 _NEUTRAL = frozenset(
     (
         "embed_requires_grad",
-        "router_aux_loss_coef",  # a target's, copied
+        "router_aux_loss_coef",  # copied from a target's config
         "norm_topk_prob",
     )
 )
 
 
 def canonical_name(name: str) -> str:
-    """model.midlayer.x, midlayer.x, model.layers.0.x and layers.0.x are all layers.0.x."""
+    """Map model.midlayer.x, midlayer.x, model.layers.0.x and layers.0.x to layers.0.x."""
     name = name.removeprefix("model.")
     return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def stored_names(path: Path) -> dict[str, str]:
-    """The name in the file of each tensor by its canonical one; {} for a directory without weights.
-
-    Reads headers alone. Raises CheckpointError for files that cannot be read.
-    """
+    """Return stored names by canonical name; {} without weights. Reads headers; CheckpointError."""
     if not has_tensors(path):
         return {}
     with open_tensors(path, canonical=canonical_name) as tensors:
@@ -54,10 +51,10 @@ def stored_names(path: Path) -> dict[str, str]:
 
 
 def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
-    """Layers of a head: what the names of its tensors say; without any, what config.json says.
+    """Return the number of a head's layers by its tensors' names, or without any by config.json.
 
-    A head stored as `midlayer` has one, and its config.json says so, or has its target's number
-    there, as some do. Otherwise the two must agree: CheckpointError.
+    A head stored as `midlayer` has one layer; its config.json may specify 1 or, as some do, its
+    target's number. Otherwise raise CheckpointError if the two disagree.
     """
     stated = fields.integer("num_hidden_layers", 1)
     found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
@@ -79,9 +76,9 @@ def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: Model
 
 
 def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:
-    """ConfigError, naming key and value, for a key that says something about the forward unread.
+    """Raise ConfigError, naming key and value, for an unread key that may change the forward.
 
-    known: the keys that the reader knows. null, false and empty values say nothing.
+    known: the keys that the reader handles. null, false and empty values are ignored.
     """
     for name, value in fields.values.items():
         if name in known or name in _NEUTRAL or not value or not _WORDS.search(name):
@@ -93,7 +90,7 @@ def refuse_unknown(fields: Fields, *, known: Collection[str]) -> None:
 
 
 def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_size: int) -> None:
-    """CheckpointError for a head of another target. hidden_size: of the features that it reads."""
+    """Raise CheckpointError for a head of another target. hidden_size: of the features it reads."""
     for name, ours, theirs in (
         ("vocab_size", layer.vocab_size, target.vocab_size),
         ("target_hidden_size (or hidden_size)", hidden_size, target.hidden_size),
@@ -105,7 +102,7 @@ def check_target(fields: Fields, layer: ModelSpec, target: ModelSpec, *, hidden_
 
 
 def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> ParamTable:
-    """A decoder layer of a head, under Hugging Face's names without what stands before them."""
+    """Declare a decoder layer of a head under Hugging Face's names, without a prefix."""
     before = (norm("input_norm", "input_layernorm", size),) if input_norm else ()
     return (
         *before,
@@ -116,7 +113,7 @@ def plain_layer(layer: LayerSpec, *, size: int, input_norm: bool = True) -> Para
 
 
 def further_layers(model: ModelSpec) -> ParamTable:
-    """`layers` 1, 2, ...: those after a head's first are a decoder's."""
+    """Declare `layers` 1, 2, ...: the decoder layers after a head's first."""
     return tuple(
         spec
         for i in range(1, model.num_layers)
@@ -129,17 +126,17 @@ def further_layers(model: ModelSpec) -> ParamTable:
 
 
 def head_layers(table: ParamTable) -> ParamTable:
-    """The layers' table, whose products may also be stored as serving engines hold them."""
+    """Let the layers' products also be stored fused, as serving engines keep them."""
     return or_fused(table, {"qkv": "qkv_proj", "gate_up": "gate_up_proj"})
 
 
 def is_stray(name: str) -> bool:
-    """RoPE tables, and speculators' copies of the verifier's own norm and lm_head."""
+    """Match RoPE tables, and speculators' copies of the verifier's norm and lm_head."""
     return is_inv_freq(name) or name.startswith("verifier_")
 
 
 def stored_embed(spec: ParamSpec) -> ParamSpec:
-    """The embedding as a weight that the head's own file stores."""
+    """Return the embedding as a weight stored in the head's own file."""
     part = Part(
         name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
     )
@@ -147,7 +144,7 @@ def stored_embed(spec: ParamSpec) -> ParamSpec:
 
 
 def published_specs(table: ParamTable) -> ParamTable:
-    """A head's embedding and map of ids, as their file stores them."""
+    """Return a head's embedding and map of ids as their file stores them."""
     found = {spec.path: spec for spec in table}
     ids = found["draft_ids",]
     part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
@@ -158,7 +155,7 @@ def published_specs(table: ParamTable) -> ParamTable:
 
 
 def shared_embed(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
-    """The target's table, for a head without one. CheckpointError where it has another shape."""
+    """Return the target's table. Raise CheckpointError if its shape does not fit the head."""
     table = target_params["embed"]["table"]
     expected = (layer.vocab_size, layer.hidden_size)
     if tuple(table.shape) != expected:
@@ -170,7 +167,7 @@ def shared_embed(tensors: Tensors, layer: ModelSpec, target_params: Params) -> A
 
 
 def shared_head(tensors: Tensors, layer: ModelSpec, target_params: Params) -> Any:
-    """The target's lm_head, for a head without one. CheckpointError where it has another shape."""
+    """Return the target's lm_head. Raise CheckpointError if its shape does not fit the head."""
     shared = target_params["lm_head"]["kernel"]
     expected = (layer.hidden_size, layer.vocab_size)
     if tuple(shared.shape) != expected:

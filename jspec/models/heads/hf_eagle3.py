@@ -1,6 +1,6 @@
-"""EAGLE-3 heads in the layouts of EAGLE, SpecForge, SGLang and speculators, to and from params.
+"""EAGLE-3 heads to and from params, in the layouts of EAGLE, SpecForge, SGLang and speculators.
 
-The vocabulary map is stored as an offset: target id = draft id + d2t[draft id]. t2d is the mask of
+The vocabulary map is stored as offsets: target id = draft id + d2t[draft id]. t2d is the mask of
 target ids that have a draft id. For V = 6 and draft ids of targets 1, 2, 5:
 d2t = [1, 1, 3], t2d = [0, 1, 1, 0, 0, 1], draft_ids = [1, 2, 5].
 """
@@ -47,7 +47,7 @@ from jspec.spec.model_spec import Eagle3Config
 
 Params = dict[str, Any]
 EMBED, HEAD = ("embed", "table"), ("lm_head", "kernel")
-# Tensors of variants, and what in config.json declares them; the last are not served at all.
+# Tensors of variants, and how config.json declares them; the last ones are not served at all.
 VARIANTS = {
     "fc_norm.": "an RMSNorm of each aux feature before fc; expected fc_norm true in config.json",
     "input_norm.": "an RMSNorm of all aux features before fc; expected norm_before_fc true in "
@@ -70,12 +70,11 @@ def load_eagle3(
     shards: int = 1,
     place: Place = on_host,
 ) -> Params:
-    """Params (`dtype`; draft_ids int32[U], absolute target ids) of a head, where `place` puts them.
+    """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
 
-    Where the file has no embedding, `embed.table` is the target's very array. Where it has no
-    lm_head and U = V, `lm_head.kernel` is the target's likewise. On the host, all others are numpy.
-    Raises CheckpointError for a file that is unreadable, does not fit `config`, is a variant that
-    is not served, or whose d2t and t2d contradict each other.
+    `embed.table` is the target's own array if the file has none; so is `lm_head.kernel` if U = V.
+    On the host, all others are numpy. Raise CheckpointError for a file that is unreadable, does not
+    fit `config`, is a variant that is not served, or whose d2t and t2d contradict each other.
     """
     specs = {spec.path: spec for spec in eagle3_params(config)}
     with open_tensors(path, canonical=canonical_name) as tensors:
@@ -97,19 +96,16 @@ def load_eagle3(
 
 
 def check_eagle3(path: Path, config: Eagle3Config) -> None:
-    """Reads the headers alone: CheckpointError for a head that `load_eagle3` would refuse by them.
-
-    For a caller that would load the target first.
-    """
+    """Raise CheckpointError if the headers show that `load_eagle3` would fail; needs no target."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, config)
 
 
 def _check(tensors: Tensors, config: Eagle3Config) -> ParamTable:
-    """What the file must hold, which it does: all of a head, or all but lm_head, where U = V."""
+    """Check the file and return the weights it must have; lm_head is not among them if U = V."""
     _refuse_variants(tensors, config)
     required = _own_table(config)
-    if config.draft_vocab_size == config.layer.vocab_size:  # it may be the target's
+    if config.draft_vocab_size == config.layer.vocab_size:  # lm_head may be the target's
         required = tuple(spec for spec in required if spec.path != HEAD)
     check_names(
         tensors,
@@ -129,11 +125,11 @@ def save_eagle3(
     dtype: npt.DTypeLike,
     include_embed: bool = False,
 ) -> None:
-    """Writes unsharded params as a LlamaForCausalLMEagle3 (names with `midlayer.`, or `layers.0.`
-    where there are more layers).
+    """Write unsharded params as a LlamaForCausalLMEagle3.
 
-    d2t and t2d are left out when U = V, where the map is the identity.
-    Raises CheckpointError for draft_ids that do not ascend within [0, V).
+    Names start with `midlayer.`, or `layers.0.` if there are more layers. d2t and t2d are omitted
+    if U = V, where the map is the identity. Raise CheckpointError for draft_ids that do not ascend
+    within [0, V).
     """
     own = stored_tensors(_own_table(config), params, dtype=dtype)
     first = "midlayer." if config.layer.num_layers == 1 else LAYER
@@ -149,12 +145,10 @@ def save_eagle3(
 
 
 def _own_table(config: Eagle3Config) -> ParamTable:
-    """The weights that a head's own file stores."""
     return tuple(spec for spec in eagle3_params(config) if spec.layouts)
 
 
 def _optional_shapes(config: Eagle3Config) -> dict[str, Shape]:
-    """Tensors that may be there beside the table's."""
     V, U, E = config.layer.vocab_size, config.draft_vocab_size, config.layer.hidden_size
     shapes: dict[str, Shape] = {"embed_tokens.weight": (V, E), "t2d": (V,), "d2t": (U,)}
     if U == V:
@@ -163,7 +157,6 @@ def _optional_shapes(config: Eagle3Config) -> dict[str, Shape]:
 
 
 def _refuse_variants(tensors: Tensors, config: Eagle3Config) -> None:
-    """CheckpointError that names every tensor of a variant that config.json does not declare."""
     declared = {
         name
         for spec in eagle3_params(config)
@@ -185,13 +178,13 @@ def _variant(name: str) -> str | None:
 
 
 def _is_unread(name: str, config: Eagle3Config) -> bool:
-    """fc of a head that reads the last hidden, and a norm that config.json turns off."""
+    """Match fc of a head that reads the last hidden, and a norm that config.json turns off."""
     is_fc = name == "fc.weight" and not config.aux_layer_ids
     return is_fc or (name == "norm.weight" and not config.norm_before_head)
 
 
 def _draft_ids(tensors: Tensors, config: Eagle3Config) -> HostArray:
-    """i32[U] absolute target ids, each in [0, V) and only once."""
+    """Return i32[U] target ids, distinct and in [0, V)."""
     V, U = config.layer.vocab_size, config.draft_vocab_size
     ids = np.arange(U, dtype=np.int64)
     if U != V and "d2t" not in tensors:

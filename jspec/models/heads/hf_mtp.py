@@ -1,8 +1,7 @@
-"""Layers for multi-token prediction out of a checkpoint, most often the target's own.
+"""Layers for multi-token prediction from a checkpoint, usually the target's own.
 
-Embedding and, unless a layer has its own, lm_head are the target's very arrays; copies of them that
-a file holds are left where they are. So are the tensors of a target beside the layers. Every other
-tensor that is not read is refused.
+The embedding is the target's own array, and so is lm_head unless a layer has its own; copies of
+them in the file are ignored, and so are the target's tensors. Any other unread tensor is refused.
 """
 
 from __future__ import annotations
@@ -44,19 +43,18 @@ _OF_TARGET = re.compile(r"model\.(language_model\.)?layers\.\d")
 _EMBED = "embed_tokens.weight"
 _HEADS = ("shared_head.head.weight", "shared_head.output.weight", "lm_head.weight")
 WRITTEN, WRITTEN_CHAIN = "mimo_v2", "step3p5"  # families in whose layouts layers are written
-# The number of a written chain's first layer, whatever its target's: SGLang's class takes the
-# published one for every layer.
+# The number of the first layer in a written chain, for any target: SGLang's class expects the
+# published one.
 CHAIN_FIRST = 45
 
 
 def load_mtp_config(
     path: Path, *, target: ModelSpec, num_layers: int
 ) -> tuple[MtpConfig, MtpNames]:
-    """The first num_layers layers that `path`/config.json has for its target, or the one that is
-    run again for every level; and their names.
+    """Read the first num_layers layers, or the one recurrent layer, and their names.
 
-    Raises ConfigError for a family without such layers, for fewer of them, or for a variant that is
-    not served, CheckpointError for a file that is unreadable or belongs to another target.
+    Raise ConfigError for a family without such layers, for too few of them, or for a variant that
+    is not served; CheckpointError for a file that is unreadable or belongs to another target.
     """
     fields = read_fields(path / "config.json")
     family = _family(fields, target)
@@ -69,7 +67,7 @@ def load_mtp_config(
             f"of such a layer alone ({', '.join(DRAFTS)})"
         )
     own = fields.table("text_config") if fields.get("text_config") else fields
-    own.integer("num_hidden_layers", target.num_layers)  # whoever reads it: within bounds
+    own.integer("num_hidden_layers", target.num_layers)  # checks its bounds for all readers
     with in_file(fields.path):
         config = mtp.read(fields, target)
         for each in (fields, own):
@@ -104,15 +102,17 @@ def load_mtp_config(
 
 
 def _family(fields: Fields, target: ModelSpec) -> Family:
-    """Whose layers these are: those of the directory's own architecture, which may stand beside a
-    target of any family, if it brings some; else the target's."""
+    """Return the family of the config's own architecture if it has such layers, else the target's.
+
+    Layers of such an architecture may be used with a target of any family.
+    """
     own = fields.architecture()
     bringing = (each for each in FAMILIES if each.mtp is not None and own in each.architectures)
     return next(bringing, None) or family_named(target.family)
 
 
 def check_mtp(path: Path, config: MtpConfig, names: MtpNames) -> None:
-    """Reads the headers alone: CheckpointError for layers that do not fit `config`."""
+    """Raise CheckpointError if the headers show layers that do not fit `config`."""
     with open_tensors(path) as tensors:
         _check(tensors, config, names)
 
@@ -127,9 +127,9 @@ def load_mtp(
     shards: int = 1,
     place: Place = on_host,
 ) -> Params:
-    """Params (`dtype`) of the layers, where `place` puts them, beside what is the target's.
+    """Load the layers' params (`dtype`) to where `place` puts them, and add the shared ones.
 
-    Raises CheckpointError for a file that is unreadable or does not fit `config`.
+    Raise CheckpointError for a file that is unreadable or does not fit `config`.
     """
     with open_tensors(path) as tensors:
         table = _check(tensors, config, names)
@@ -145,12 +145,12 @@ def load_mtp(
 def written_config(
     target: ModelSpec, layer: LayerSpec, *, num_layers: int, chained: bool = False
 ) -> MtpConfig:
-    """Layers as `save_mtp` can write them for a target of any family. The first reads its hidden
-    before its final norm; so do the others, or, chained, each reads what the one before it made.
+    """Return layers that `save_mtp` can write for a target of any family.
 
-    layer: plain, with heads of one width; its window is not read: peers give such layers pools with
-    one, so theirs is the whole context. In a chain heads of q and k are normed and every head's
-    output is gated, as that layout has it.
+    Without `chained` all read the target's hidden before its final norm; in a chain the first does,
+    and each other reads the output of the one before. layer: plain, with heads of one width. Its
+    window becomes the whole context, because other engines give such layers pools with a window. A
+    chain's layout has norms of q and k and gated heads.
     """
     own, window = layer.attention, target.max_position
     if chained:
@@ -176,10 +176,9 @@ def save_mtp(
     target: ModelSpec,
     dtype: npt.DTypeLike,
 ) -> None:
-    """Writes unsharded layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain,
-    with a copy of the target's embedding (`params` has it), which peers' classes for that read.
+    """Write unsharded layers alone, in the layout of `mtp_config_json`.
 
-    Raises ConfigError as mtp_config_json does.
+    A chain includes a copy of the target's embedding (from `params`), which other engines read.
     """
     written = mtp_config_json(config, target=target, dtype=np.dtype(dtype).name)
     _, family = _written_family(config)
@@ -192,13 +191,13 @@ def save_mtp(
 
 
 def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict[str, Any]:
-    """config.json of layers alone, in MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
+    """Return config.json of layers alone: MiMo-V2-Flash's layout, or Step-3.5-Flash's for a chain.
 
-    Raises ConfigError for layers that it would not say again.
+    Raise ConfigError for layers that would not be read back equal.
     """
     name, family = _written_family(config)
     model = replace(config.model, tie_word_embeddings=False)
-    if config.chained:  # whose layers come after others, in every list of the config
+    if config.chained:  # the lists in its config have entries for the layers before it
         before = config.model.layers[:1] * CHAIN_FIRST
         model = replace(model, layers=(*before, *config.model.layers))
     written = family_named(name).to_json(model) | {
@@ -217,7 +216,6 @@ def mtp_config_json(config: MtpConfig, *, target: ModelSpec, dtype: str) -> dict
 
 
 def _written_family(config: MtpConfig) -> tuple[str, MtpFamily]:
-    """Name of the family whose layout is written, and how that has its layers."""
     name = WRITTEN_CHAIN if config.chained else WRITTEN
     mtp = family_named(name).mtp
     if mtp is None:
@@ -226,12 +224,11 @@ def _written_family(config: MtpConfig) -> tuple[str, MtpFamily]:
 
 
 def shared(config: MtpConfig) -> tuple[str, ...]:
-    """Names of params that are the target's."""
+    """Return the names of params shared with the target."""
     return ("embed",) if config.own_heads else ("embed", "lm_head")
 
 
 def _embedding(config: MtpConfig) -> ParamSpec:
-    """The target's table as a file with a target has it."""
     shape = (config.model.vocab_size, config.model.hidden_size)
     part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
     return ParamSpec(path=("embed", "table"), shape=shape, layouts=((part,),))
@@ -242,11 +239,11 @@ def _own_table(config: MtpConfig, names: MtpNames) -> ParamTable:
 
 
 def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
-    """What is read of the file, which has it, and holds nothing else that belongs to the layers.
+    """Check the file and return the weights to read.
 
-    Further layers that config.json has are held whole, or not at all if it does not count them
-    (MiMo-V2-Flash's does not, and how many that stores was not seen). Where a target's layers are
-    in the file, what is not of these is the target's; else nobody would read it.
+    Unused further layers in config.json must be complete in the file. If config.json does not count
+    them (MiMo-V2-Flash's does not, and how many it stores is unknown), they may also be absent.
+    Tensors outside these layers are the target's if the file has a target's layers, else an error.
     """
     names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}
@@ -277,8 +274,10 @@ def _check(tensors: Tensors, config: MtpConfig, names: MtpNames) -> ParamTable:
 
 
 def _numbered(tensors: Tensors, names: MtpNames) -> MtpNames:
-    """The names with the number that the file has. Exports of DeepSeek's layer begin at 0, or keep
-    the number that it has after the target's."""
+    """Return the names with the layer number that the file uses.
+
+    Exports of DeepSeek's layer number it 0, or keep its number after the target's layers.
+    """
     if names.also is None or any(names.number(name) == 0 for name in tensors.sources):
         return names
     other = replace(names, first=names.also)
@@ -294,7 +293,7 @@ def copies_in(tensors: Tensors, config: MtpConfig, names: MtpNames) -> Copies:
 
 
 def copies_of_target(config: MtpConfig, names: MtpNames) -> frozenset[str]:
-    """What files hold of the target's embedding and lm_head, beside the layers and among them."""
+    """Return the names under which files may store copies of the target's embedding and lm_head."""
     among = (_EMBED,) if config.own_heads else (_EMBED, *_HEADS)
     numbers, infixes = range(config.num_layers), {"", names.infix}
     places = {names.of_layer(i) + infix for i in numbers for infix in infixes}

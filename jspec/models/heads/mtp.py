@@ -1,14 +1,14 @@
-"""Layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), each with a pool.
+"""Layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), one pool each.
 
-row i of layer s holds the pair (feature i, token i + s + 1), at slot and RoPE position i
-e = embed(token), h = the target's hidden at i, or (chained) what layer s - 1 made of its row i
-x = fuse([embed_norm(e); hidden_norm(h)])     width 2E; hidden first where the config says so
-out = the decoder layer over x                an ordinary one, over rows of its own layer alone
+slot i of layer s is of the pair (feature i, token i + s + 1), at RoPE position i
+e = embed(token), h = the target's hidden at i, or (chained) the output of layer s - 1 for slot i
+x = fuse([embed_norm(e); hidden_norm(h)])     width 2E; hidden first if the config specifies it
+out = the decoder layer over x                an ordinary one, over its own layer's slots alone
 logits = lm_head(norm(out))                   of token i + s + 2; lm_head the target's, or its own
 
-A model with one such layer may run it again for every level (`RecurrentHead`): h is then the
-layer's own output for the token before, with or without its final norm, and all rows lie in one
-pool, as an EAGLE head's do.
+A model with one such layer may run it again for every draft level (`RecurrentHead`): h is then the
+layer's own output for the token before, with or without its final norm, and all slots are in one
+pool, as for an EAGLE head.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_mtp_layer(
     settings: LayerSettings,
     kept: Int[Array, "R"] | None = None,
 ) -> Float[Array, "*r E"]:
-    """A layer's output before its final norm. kept: as `run_layer` has it."""
+    """Return a layer's output before its final norm. kept: see `run_layer`."""
     pair = [
         norm(params["embed_norm"], embedded, eps=spec.eps),
         norm(params["hidden_norm"], hidden, eps=spec.eps),
@@ -76,7 +76,6 @@ def _paged_mtp_layer(
     hidden_first: bool,
     settings: LayerSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """(the layer's output before its final norm, its pool with the new rows)."""
     attend = PagedAttend(pages, rows, spec.attention, settings)
     out = run_mtp_layer(
         params,
@@ -94,7 +93,7 @@ def _paged_mtp_layer(
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """The layers of a config, each run over the one pool that it is given."""
+    """The layers of a config; each call runs one over the KV pool that it is given."""
 
     config: MtpConfig
     ops: Ops
@@ -117,8 +116,7 @@ class MtpHead:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], jax.Array]:
-        """(the layer's output before its final norm, its pool with the T new rows). kept: of T
-        tokens, those whose output is asked for; None: all."""
+        """Return (output before the final norm, updated pool). kept: see `Decoder.forward`."""
         spec = self.config.model.layers[layer]
         embedded = embed(params["embed"], token_ids)
         if self.config.zeroes_first:
@@ -138,22 +136,22 @@ class MtpHead:
     def handed_on(
         self, params: Params, layer: int, out: Float[Array, "*b E"]
     ) -> Float[Array, "*b E"]:
-        """What the next layer of a chain, or the next run of this one, reads of its output."""
+        """Return the input of the next layer of a chain, or of the next run of this one."""
         return self._normed(params, layer, out) if self.config.feeds_normed else out
 
     def logits(self, params: Params, layer: int, out: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """f32 logits over this device's vocabulary shard, of a layer's output."""
+        """Return f32 logits over this device's vocabulary shard from the layer's output."""
         return self.logits_of_normed(params, layer, self._normed(params, layer, out))
 
     def logits_of_normed(
         self, params: Params, layer: int, normed: Float[Array, "*b E"]
     ) -> Float[Array, "*b V"]:
-        """The same, of the output after the layer's final norm."""
+        """Return f32 logits over this device's vocabulary shard from the layer's normed output."""
         head = params["layers"][layer] if self.config.own_heads else params
         return logits_of(normed, head["lm_head"]["kernel"])
 
     def token_ids(self) -> Int[Array, "V"]:
-        """Target id of each column of this device's vocabulary shard."""
+        """Return the target id of each column of this device's vocabulary shard."""
         return shard_ids(self.config.model.vocab_size, self.shard)
 
     def _normed(self, params: Params, layer: int, out: jax.Array) -> jax.Array:
@@ -163,10 +161,10 @@ class MtpHead:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentHead:
-    """One layer that every level runs again, as a head that an EAGLE drafter can drive.
+    """One layer that every draft level runs again, as a head for an EAGLE drafter.
 
-    row i holds the pair (token i + 1, h): h is the target's hidden at i where that is known, and
-    after that the layer's own output for row i - 1. params["draft_ids"]: all of the vocabulary.
+    slot i is of the pair (token i + 1, h): h is the target's hidden at i if known, else the layer's
+    own output for slot i - 1. params["draft_ids"]: the whole vocabulary.
     """
 
     layer: MtpHead
@@ -188,7 +186,7 @@ class RecurrentHead:
         return (*self.layer.table, draft_ids(self.config.model.vocab_size))
 
     def features(self, params: Params, given: Float[Array, "*b E"], /) -> Float[Array, "*b E"]:
-        """The target's hidden as it is: every forward norms and joins it with a token."""
+        """Return the target's hidden unchanged: every forward joins it with a token."""
         del params
         return given
 
@@ -203,14 +201,14 @@ class RecurrentHead:
         queries_per_row: int | None,
         kept: Int[Array, "R"] | None = None,
     ) -> tuple[Float[Array, "R E"], KVPool]:
-        """(what is fed back, the pool with the T new rows). kept: as MtpHead.forward has it."""
+        """Return (output to feed back, updated pool). kept: see `Decoder.forward`."""
         out, pages = self.layer.forward(
             params, 0, token_ids, hidden, kv[0], rows, queries_per_row=queries_per_row, kept=kept
         )
         return self.layer.handed_on(params, 0, out), (pages,)
 
     def logits(self, params: Params, hidden: Float[Array, "*b E"]) -> Float[Array, "*b V"]:
-        """f32 logits over this device's vocabulary shard, of what is fed back."""
+        """Return f32 logits over this device's vocabulary shard from the fed-back output."""
         if self.config.feeds_normed:
             return self.layer.logits_of_normed(params, 0, hidden)
         return self.layer.logits(params, 0, hidden)

@@ -1,6 +1,6 @@
 """The weights of layers for multi-token prediction, under the names of their checkpoints.
 
-Host data, as `params` is: a family says here how its files call the parts of a layer.
+Host data, like `params`. A family specifies here how its files name the parts of a layer.
 """
 
 from __future__ import annotations
@@ -23,47 +23,38 @@ from jspec.spec.model_spec import LayerSpec, MtpConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """What checkpoints call the parts of a layer. prefix: holds "{}", the layer's number.
+    """Stored names of a layer's parts, without ".weight"; if several are given, a file has one."""
 
-    first: the number of layer 0. also: another that a file may give it, which then has none of
-    `first`. is_after_own: the number of layer 0 is the num_hidden_layers of the config.json beside
-    the file, or `first` where that says none. Names of weights stand without their ".weight"; of
-    several, a file has one. head: of a layer with its own lm_head. zero_centred: norms are stored
-    less one. around: in front of what stands around a layer (its two input norms, the fusion, its
-    final norm and head), where that is not what stands in front of the layer. further: layers after
-    those that are used, which the same file may hold. is_counted: config.json says how many there
-    are. infix: may stand between prefix and name, of every name that does not have it here.
-    """
-
-    prefix: str = "model.mtp.layers.{}."
-    first: int = 0
-    also: int | None = None
-    is_after_own: bool = False
+    prefix: str = "model.mtp.layers.{}."  # "{}" is the layer's number
+    first: int = 0  # the number of layer 0
+    also: int | None = None  # another number of layer 0, in files that do not use `first`
+    is_after_own: bool = False  # `first` is num_hidden_layers of the layers' own config, if any
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     fuse: str = "eh_proj"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
     norm: tuple[str, ...] = ("final_layernorm",)
-    head: tuple[str, ...] = ("shared_head.output",)
-    zero_centred: bool = False
+    head: tuple[str, ...] = ("shared_head.output",)  # of a layer with its own lm_head
+    zero_centred: bool = False  # norms are stored less one
+    # Prefix of the two input norms, the fusion, the final norm and the head; None: as the layer's.
     around: str | None = None
     sinks: tuple[str, ...] = ("sinks",)
-    further: tuple[LayerSpec, ...] = ()
-    is_counted: bool = False
-    infix: str = ""
+    further: tuple[LayerSpec, ...] = ()  # unused layers that the same file may have
+    is_counted: bool = False  # config.json specifies the number of layers
+    infix: str = ""  # may follow the prefix in every name that does not contain it
 
     def of_layer(self, layer: int) -> str:
         return self.prefix.format(self.first + layer)
 
     def is_layers(self, name: str) -> bool:
-        """Whether a stored name belongs to one of these layers, whichever."""
+        """Return whether a stored name belongs to any of these layers."""
         if self.around is not None and name.startswith(self.around):
             return True
         return self.number(name) is not None
 
     def number(self, name: str) -> int | None:
-        """Which of these layers a stored name belongs to, counted from 0; None for no layer's."""
+        """Return the index of the layer that a stored name belongs to; None for other tensors."""
         before, after = (re.escape(part) for part in self.prefix.split("{}"))
         found = re.match(f"{before}(\\d+){after}", name)
         number = -1 if found is None else int(found[1]) - self.first
@@ -71,8 +62,7 @@ class MtpNames:
 
 
 def mtp_params(config: MtpConfig, names: MtpNames = MtpNames()) -> ParamTable:
-    """The table of all layers. The embedding, and an lm_head that is the target's, have no stored
-    form here: they are the target's arrays."""
+    """Declare all layers. The embedding, and an lm_head shared with the target, have no layout."""
     model = config.model
     V, E = model.vocab_size, model.hidden_size
     table: list[ParamSpec] = [
@@ -113,13 +103,12 @@ def _has(spec: ParamSpec, infix: str) -> bool:
 
 
 def _either(specs: Iterable[ParamSpec]) -> ParamSpec:
-    """One weight under any of its names."""
     first, *others = specs
     return replace(first, layouts=first.layouts + tuple(own for x in others for own in x.layouts))
 
 
 def draft_ids(vocab_size: int) -> ParamSpec:
-    """The target's id of each column of lm_head, for a drafter that asks for it: all ids."""
+    """Declare the target id of each column of lm_head (all ids), for drafters that need it."""
     return ParamSpec(
         path=("draft_ids",), shape=(vocab_size,), split=Split.OUT, init=Init.IDS, is_integer=True
     )

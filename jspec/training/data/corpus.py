@@ -1,11 +1,11 @@
-"""Text documents to train on, and their split by module: no model, no tokenizer, no jax.
+"""Training documents and their split by module: no model, no tokenizer, no jax.
 
 The bundled pair learns from the standard library of the Python that runs the recipe, its tests
-included. Whole modules are held out together with their tests, chosen by a stable hash of the
-module's name, so that held-out loss and acceptance are measured on code nobody trained on.
+included. Whole modules are held out together with their tests, selected by a stable hash of the
+module's name, so that held-out loss and acceptance are measured on code that was not trained on.
 
-The stored form is one xz file of JSON lines beside `manifest.json`, which records the Python
-version, the held-out modules and the sizes.
+The stored form is one xz file of JSON lines, and `manifest.json` with the Python version, the
+held-out modules and the sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXCLUDED_FOLDERS = frozenset(
 _GENERATED = re.compile(r"generated (from|by|with)|auto-?(matically )?generated", re.IGNORECASE)
 _ESCAPES = re.compile(r"\\x..|0x[0-9a-fA-F]+|\\u....")
 _WORDS = re.compile(r"[A-Za-z_]{2,}")
-_LEAST_WORD_SHARE = 0.42  # below it a file is a table of numbers or character names
+_LEAST_WORD_SHARE = 0.42  # files below it are tables of numbers or character names
 _MODULE_OF_TEST_STEM = {
     "minidom": "xml",
     "pulldom": "xml",
@@ -54,7 +54,7 @@ class Split(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file: `path` relative to its root, and the module that decides its split."""
+    """One file: `path` relative to its root, and the module that determines its split."""
 
     path: str
     module: str
@@ -63,22 +63,19 @@ class Document:
 
 
 def public_name(stem: str) -> str:
-    """The module that an implementation file belongs to: `_pydecimal` and `_decimal` → decimal.
-
-    `_py` is dropped only before a name, so that `_pyio` is io and `py_compile` stays.
-    """
+    """Return an implementation's module: `_pydecimal`, `_decimal` → decimal; not `py_compile`."""
     name = re.sub(r"^_+py_?(?=[a-z]{2})", "", stem)
     return name.strip("_")
 
 
 def tested_name(stem: str) -> str:
-    """`test_json` → json, `_test_multiprocessing` → multiprocessing, `pickletester` → pickle."""
+    """Return a test's module: `test_json` → json, `_test_x` → x, `pickletester` → pickle."""
     name = re.sub(r"^_?test_*(?=.)", "", stem.strip("_"))
     return re.sub(r"(_?tests?|tester)$", "", name) or name
 
 
 def module_of(path: str, known: frozenset[str]) -> str:
-    """The module whose split a file shares.
+    """Return the module whose split a file shares.
 
     known: public top-level module names outside `test/`. A test belongs to the longest known module
     that starts its name: test_urllib2 and test_urllib_response.py to urllib, test_http_cookies and
@@ -99,13 +96,13 @@ def module_of(path: str, known: frozenset[str]) -> str:
 
 
 def split_of(module: str, *, held_out_share: float) -> Split:
-    """Held out if the module's SHA-256, as a fraction of its range, is below the share."""
+    """Return HELD_OUT if the module's SHA-256, as a fraction of its range, is below the share."""
     fraction = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") / 2**64
     return Split.HELD_OUT if fraction < held_out_share else Split.TRAIN
 
 
 def is_table(text: str) -> bool:
-    """True for generated tables (code pages, entities): words are rare, or the header says so."""
+    """Return whether the text is a generated table (code pages, entities), by words or header."""
     if _GENERATED.search(text[:500]):
         return True
     words = sum(len(word) for word in _WORDS.findall(_ESCAPES.sub("", text)))
@@ -123,7 +120,7 @@ def _parses(text: str) -> bool:
 
 
 def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
-    """(relative path, text) of the Python files worth learning from, in a stable order."""
+    """Yield (relative path, text) of the Python files worth learning from, in a stable order."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         parts = relative.parts
@@ -140,10 +137,10 @@ def _wanted_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def standard_library(*, root: Path | None = None, held_out_share: float = 0.05) -> list[Document]:
-    """The documents of the running Python's standard library, or of another one's at `root`.
+    """Return the documents of the running Python's standard library, or of another's at `root`.
 
     Files that do not parse, are not UTF-8, are tables, or repeat another file are left out.
-    Raises ConfigError if nothing is left.
+    Raise ConfigError if no file is left.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = list(_wanted_files(root))
@@ -167,7 +164,7 @@ def of_split(documents: Iterable[Document], split: Split) -> list[Document]:
 
 
 def manifest(documents: list[Document], *, python_version: str | None = None) -> dict[str, object]:
-    """What was trained on and what was held out, for people and for later measurements."""
+    """Return a summary of the training and held-out documents."""
     held_out = of_split(documents, Split.HELD_OUT)
     train = of_split(documents, Split.TRAIN)
     return {
@@ -184,7 +181,7 @@ def manifest(documents: list[Document], *, python_version: str | None = None) ->
 def write_corpus(
     folder: Path, documents: list[Document], *, python_version: str | None = None
 ) -> None:
-    """Writes the xz file and its manifest into `folder`."""
+    """Write the xz file and its manifest into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with lzma.open(folder / CORPUS_FILE, "wt", encoding="utf-8", preset=6) as lines:
         for document in documents:
@@ -200,7 +197,7 @@ def write_corpus(
 
 
 def read_corpus(folder: Path) -> list[Document]:
-    """Reads what `write_corpus` wrote; raises ConfigError if the folder holds no corpus."""
+    """Read the output of `write_corpus`. Raise ConfigError if the folder has no corpus."""
     path = folder / CORPUS_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected a corpus (run the stage 'corpus')")

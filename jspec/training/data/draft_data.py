@@ -1,5 +1,7 @@
-"""The rows of a run of `jspec train-draft`: from files, from the target itself, with or without its
-features. Batches are functions of the step."""
+"""The rows of a run of `jspec train-draft`, from files and from the target, and their features.
+
+Batches are functions of the step.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,18 @@ from jspec.training.draft_recipe import HeadRecipe, draft_vocabulary
 from jspec.training.draft_settings import DRAFT_VOCAB, DraftJob, Kind
 from jspec.training.heads.draft_head import DraftHead
 
-STORES = ("train", "held_out")  # of features, by the table that they are of
+STORES = ("train", "held_out")  # names of the feature stores of the two tables
 
 
 class Sampling(Protocol):
-    """What a target says after a prompt."""
+    """A sampler of the target's continuations."""
 
     def sample(self, prompts: RowTable, lens: np.ndarray, *, seed: int) -> np.ndarray:
-        """i32[R, T]: rows whose tokens from lens[r] on the target says itself."""
+        """Return i32[R, T]: prompts whose tokens from lens[r] on are sampled from the target."""
 
 
 def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
-    """(rows to train on, held-out rows) of the files."""
+    """Return (training rows, held-out rows) from the files."""
     tokenizer = Tokenizer.from_directory(job.target)
     if tokenizer.vocab_size > spec.vocab_size:
         raise ConfigError(
@@ -71,8 +73,10 @@ def read_examples(job: DraftJob, spec: ModelSpec) -> tuple[RowTable, RowTable]:
 def draw_own_samples(
     job: DraftJob, train: RowTable, held_out: RowTable, *, sampling: Sampling
 ) -> tuple[RowTable, RowTable]:
-    """Both tables, with rows that the target said itself: as many as asked, and an eighth of that
-    held out. They are kept in OUT, so that a resumed run trains on the same."""
+    """Append rows sampled from the target to both tables: num_own_samples, and an eighth held out.
+
+    They are stored in OUT, so that a resumed run trains on the same ones.
+    """
     count = job.num_own_samples
     if not count:
         return train, held_out
@@ -90,7 +94,7 @@ def draw_own_samples(
 
 
 def own_samples(table: RowTable, sampling: Sampling, *, count: int, seed: int) -> RowTable:
-    """Rows of the table, each cut after 1/16 to 1/3 of it and continued; what was said counts."""
+    """Return rows cut after 1/16 to 1/3 and continued by the target; its tokens are learnt."""
     random = np.random.default_rng((seed, 2))
     length = table.ids.shape[1]
     rows = random.integers(0, len(table.ids), count)
@@ -98,7 +102,7 @@ def own_samples(table: RowTable, sampling: Sampling, *, count: int, seed: int) -
     lens = np.minimum(random.integers(shortest, longest + 1, count), table.lens[rows])
     ids = sampling.sample(table.part(rows), lens, seed=seed)
     weights = (np.arange(length) >= lens[:, None] - 1).astype(np.float32)
-    weights[:, -1] = 0.0  # nobody knows what would follow
+    weights[:, -1] = 0.0  # the next token is unknown
     return RowTable(ids=ids, lens=np.full(count, length, np.int32), weights=weights)
 
 
@@ -111,7 +115,7 @@ def joined_tables(first: RowTable, second: RowTable) -> RowTable:
 
 
 def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
-    """i32[U] target ids that the head can draft: the most frequent, all of them but for EAGLE3."""
+    """Return i32[U] target ids that the head can draft: for EAGLE3 the most frequent, else all."""
     size = spec.vocab_size
     if job.kind is Kind.EAGLE3:
         size = job.draft_vocab_size or min(DRAFT_VOCAB, spec.vocab_size)
@@ -120,10 +124,9 @@ def vocabulary(job: DraftJob, spec: ModelSpec, table: RowTable) -> np.ndarray:
 
 
 def check_features(job: DraftJob, tables: tuple[RowTable, RowTable], head: DraftHead) -> None:
-    """ConfigError for a features_dir that cannot be one, or that has other features.
+    """Raise ConfigError for a features_dir that cannot be created or has other features.
 
-    Rows that the target says itself are not known yet, so with such it is `read_features` that
-    compares.
+    With rows sampled from the target, which are not known yet, `read_features` compares them.
     """
     if job.features_dir is None:
         return
@@ -152,7 +155,7 @@ def read_features(
     features_of: FeaturesOf,
     target_params: Params,
 ) -> FeatureStore | None:
-    """Those of features_dir, which are written first where there are none; None without one."""
+    """Return the features in features_dir, written first if missing; None without features_dir."""
     if job.features_dir is None:
         return None
     folder, key = job.features_dir / name, features_key(job, table, head)
@@ -171,7 +174,7 @@ def read_features(
 
 
 def batches(table: RowTable, store: FeatureStore | None, recipe: HeadRecipe) -> BatchAt:
-    """step -> a batch of rows, with their features where they are stored."""
+    """Return step -> a batch of rows, with their features if stored."""
     rows = picks(len(table.ids), batch_size=recipe.batch_size, seed=recipe.loop.seed)
     return lambda step: whole_batch(table, store, rows(step))
 

@@ -1,18 +1,18 @@
-"""A user's JSONL as rows of tokens, and which of the tokens are to be learnt. No model, no device.
+"""A user's JSONL as rows of tokens, and which of the tokens to learn. No model, no device.
 
 A line is {"text": ...}, a chat {"messages": [{"role", "content"}, ...]} or {"conversations": ...}
-(the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}; other keys are not read, but
-for the `tools` of a chat. What else a message has (reasoning_content, tool_calls) is the template's
-to show.
+(the same, or ShareGPT's {"from", "value"}), or {"input_ids": [...]}. Other keys are ignored, except
+the `tools` of a chat. The template renders whatever else a message has (reasoning_content,
+tool_calls).
 
-A template may write a reply differently once others follow it: many leave out its reasoning then.
-Such a reply is an example of its own, which ends with it, as it was when it was made.
+A template may render a reply differently once others follow it: many then drop its reasoning. Such
+a reply becomes an example of its own that ends with it, as it was generated.
 
-An example longer than a row goes on in the next one; what is left of a row is padding, which no
-token sees and nothing counts.
+An example longer than a row continues in the next one. The rest of a row is padding, which no token
+attends to and no weight counts.
 
     length 4, tokens a b c d e f, all learnt: rows [a b c d] and [e f . .]
-    weights, of what the target says at a position: [1 1 1 1] (d is followed by e) and [1 0 0 0]
+    weights of the prediction at each position: [1 1 1 1] (d is followed by e) and [1 0 0 0]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHORTEST = 3  # tokens: a pair of token and feature, and one to guess
 
 
 class LossOn(enum.Enum):
-    """Which tokens are to be learnt."""
+    """The tokens to learn."""
 
     ALL = "all"
     ASSISTANT = "assistant"
@@ -48,21 +48,20 @@ class LossOn(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A line, or of a chat the part up to one reply. ids: i32[n]; is_learnt: bool[n]. line: what it
-    shares with other parts of one line."""
+    """The tokens of a line, or of a chat up to one reply."""
 
-    ids: np.ndarray
-    is_learnt: np.ndarray
-    line: int | None = None
+    ids: np.ndarray  # i32[n]
+    is_learnt: np.ndarray  # bool[n]
+    line: int | None = None  # shared by the parts of one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """ids: i32[R, T], 0 where there is padding; lens: i32[R]; weights: f32[R, T]."""
+    """Rows of tokens with their loss weights."""
 
-    ids: np.ndarray
-    lens: np.ndarray
-    weights: np.ndarray
+    ids: np.ndarray  # i32[R, T], 0 for padding
+    lens: np.ndarray  # i32[R]
+    weights: np.ndarray  # f32[R, T]
 
     def part(self, rows: np.ndarray) -> RowTable:
         return RowTable(ids=self.ids[rows], lens=self.lens[rows], weights=self.weights[rows])
@@ -73,7 +72,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How lines become tokens. vocab_size: the target's, which every id must lie in."""
+    """A reader of lines as tokens. vocab_size: the target's, a bound of every id."""
 
     tokenizer: Tokenizer
     template: ChatTemplates | None
@@ -81,15 +80,14 @@ class Reader:
     loss_on: LossOn
 
     def read(self, path: Path) -> list[Example]:
-        """The examples of a file. Raises ConfigError that names the file, the line and what it has;
-        empty lines are passed over, a file without any other is an error."""
+        """Return a file's examples. Raise ConfigError, naming the line, if one is invalid."""
         examples = self.read_lines(_lines(path), where=str(path))
         if not examples:
             raise ConfigError(f"{path} has no line; expected JSON, one example a line")
         return examples
 
     def read_lines(self, lines: Iterable[tuple[int, str]], *, where: str) -> list[Example]:
-        """The examples of numbered lines. Raises ConfigError that names the line."""
+        """Return the examples of numbered lines. Raise ConfigError naming the line."""
         examples = []
         for number, line in lines:
             try:
@@ -104,7 +102,7 @@ class Reader:
         return examples
 
     def examples(self, line: str) -> list[Example]:
-        """Of one line: one, or of a chat as many as the template makes necessary."""
+        """Return the examples of a line: one, or for a chat as many as the template needs."""
         record = json.loads(line)
         kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
         if len(kinds) != 1:
@@ -128,7 +126,6 @@ class Reader:
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Example]:
-        """What the template makes of the messages, each of the assistant's marked."""
         if self.template is None:
             raise ConfigError("has messages, but the target has no chat template; expected one")
         if not isinstance(tools, list | None):
@@ -147,7 +144,7 @@ class Reader:
         return [self._marked(whole, spoken) for whole, spoken in spans.items()]
 
     def _marked(self, text: str, spans: Iterable[tuple[int, int]]) -> Example:
-        """spans: (first character, one past the last) of what is learnt."""
+        """Tokenize `text`, with the tokens that start in `spans` (character ranges) marked."""
         encoded = self.tokenizer.backend.encode(text, add_special_tokens=False)
         begins = np.asarray([begin for begin, _ in encoded.offsets], np.int64)
         is_learnt = np.zeros(len(begins), bool)
@@ -166,7 +163,6 @@ class Reader:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line) of those that are not empty."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; expected one with JSON lines")
     with path.open(encoding="utf-8") as lines:
@@ -185,7 +181,7 @@ def _ids(value: object) -> np.ndarray:
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
-    """Messages in the template's words, from either spelling. A call without words has none."""
+    """Return messages in the template's keys. A tool call without content gets an empty one."""
     found = []
     for item in value if isinstance(value, list) else []:
         given: dict[str, Any] = item if isinstance(item, dict) else {}
@@ -212,7 +208,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
 def _replies(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """(the chat up to a reply and with it, where the reply begins there) of each."""
+    """Yield (the chat through each reply, where the reply starts in it)."""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -227,7 +223,7 @@ def _replies(
 
 
 def rows_of(examples: Sequence[Example], *, length: int) -> RowTable:
-    """The examples in rows, see above. Raises ConfigError if nothing is to be learnt."""
+    """Return the examples in rows (see above). Raise ConfigError if no token is learnt."""
     parts = [
         (example, start)
         for example in examples

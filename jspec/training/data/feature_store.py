@@ -1,11 +1,11 @@
-"""What the target made of every row, on disk: written by one pass, read by every epoch after it.
+"""The target's features of every row on disk: written in one pass, read in every epoch.
 
-    FOLDER/hidden.npy   [R, T, E], after the final norm
-    FOLDER/aux.npy      [R, T, A], the captures that the head reads; absent where A is 0
-    FOLDER/manifest.json    of what they are; written last: a folder without one is begun anew
+    FOLDER/hidden.npy       [R, T, E], after the final norm
+    FOLDER/aux.npy          [R, T, A], the captures that the head reads; absent if A is 0
+    FOLDER/manifest.json    their key; written last: a folder without it is written again
 
-bfloat16 is stored as its bits (u16), which numpy can map into memory. A row takes T * (E + A)
-numbers: 12 MB for 512 tokens of Llama-3.1-8B with three captures.
+bfloat16 is stored as its bits (u16), which numpy can memory-map. A row takes T * (E + A) values:
+12 MB for 512 tokens of Llama-3.1-8B with three captures.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from jspec.training.data.examples import RowTable
 from jspec.training.heads.draft_head import TargetFeatures
 
 MANIFEST = "manifest.json"
-BLOCKS, BLOCK_BYTES = 64, 4096  # of a file, in its fingerprint
-Key = Mapping[str, Any]  # what the features depend on, as JSON
+BLOCKS, BLOCK_BYTES = 64, 4096  # per file, in the fingerprint
+Key = Mapping[str, Any]  # the inputs that determine the features, as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureStore:
-    """Both arrays, mapped into memory."""
+    """Both arrays, memory-mapped."""
 
     hidden: np.ndarray
     aux: np.ndarray | None
     dtype: np.dtype[Any]
 
     def batch(self, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-        """Of these rows, in the dtype that they were made in."""
+        """Return the features of these rows, in their original dtype."""
         hidden = np.asarray(self.hidden[rows]).view(self.dtype)
         aux = hidden[..., :0] if self.aux is None else np.asarray(self.aux[rows]).view(self.dtype)
         return {"hidden": hidden, "aux": aux}
@@ -51,7 +51,7 @@ class FeatureStore:
 def key_of(
     target_path: Path, table: RowTable, *, aux_layer_ids: tuple[int, ...], dtype: Any
 ) -> Key:
-    """Target, rows, captures and dtype."""
+    """Return the key of target, rows, captures and dtype."""
     return {
         "target": fingerprint(target_path),
         "rows": hashlib.sha256(table.ids.tobytes()).hexdigest(),
@@ -62,9 +62,9 @@ def key_of(
 
 
 def fingerprint(target_path: Path) -> str:
-    """SHA-256 of config.json, and of name, size and evenly spread blocks of each file of weights.
+    """Return SHA-256 of config.json and of name, size and sampled blocks of each weights file.
 
-    A target that is trained further keeps names and sizes, but few of its bytes.
+    Further training keeps a target's names and sizes, but changes most of its bytes.
     """
     digest = hashlib.sha256((target_path / "config.json").read_bytes())
     flat = (file for suffix in ("safetensors", "bin") for file in target_path.glob(f"*.{suffix}"))
@@ -81,8 +81,7 @@ def fingerprint(target_path: Path) -> str:
 
 
 def open_features(folder: Path, key: Key) -> FeatureStore | None:
-    """The features of a finished pass; None where there is none. ConfigError for those of another
-    target, of other rows, captures or dtype."""
+    """Return a finished pass's features, or None; raise ConfigError if their key differs."""
     if not (folder / MANIFEST).is_file():
         return None
     found = read_object(folder / MANIFEST)

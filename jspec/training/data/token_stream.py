@@ -1,6 +1,6 @@
-"""Token streams and batches. Batches are functions of (seed, step): nothing to save or to resume.
+"""Token streams and batches. Batches are functions of (seed, step): no state to save.
 
-Knows token ids only: no text, no model, no device.
+Depends on token ids only: no text, no model, no device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BatchAt = Callable[[int], Any]  # step -> arrays [B, ...], alone or in a dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:
-    """Documents packed end to end, each one after the end-of-text token.
+    """Documents packed end to end, each after an end-of-text token.
 
-    ids: u16 or i32 [num_tokens]. starts: where each document's end-of-text token lies.
+    ids: u16 or i32 [num_tokens]. starts: the position of each document's end-of-text token.
     """
 
     ids: np.ndarray
@@ -39,7 +39,7 @@ def pack(tokenizer: Tokenizer, texts: Sequence[str], *, separator_id: int) -> To
 
 
 def crop_starts(num_tokens: int, *, length: int, seed: int, epoch: int) -> np.ndarray:
-    """Starts of the epoch's crops: the stream cut into pieces of `length`, shifted and shuffled.
+    """Return the starts of the epoch's crops: pieces of `length`, shifted and shuffled.
 
     Worked example: 10 tokens, length 3. Shift 0, 1 or 2 is drawn; with shift 1 the crops start at
     1, 4, 7 in some order. Over the epochs every token is seen at every offset.
@@ -55,9 +55,9 @@ def crop_starts(num_tokens: int, *, length: int, seed: int, epoch: int) -> np.nd
 
 
 def crops(stream: TokenStream, *, batch_size: int, length: int, seed: int) -> BatchAt:
-    """step -> i32[batch_size, length] random crops, epoch after epoch.
+    """Return step -> i32[batch_size, length] random crops, epoch after epoch.
 
-    The number of crops of an epoch is the least over all shifts, so that step alone tells the
+    An epoch has as many crops as the worst shift allows, so that the step alone determines the
     epoch.
     """
     num_tokens = len(stream.ids)
@@ -80,7 +80,7 @@ def crops(stream: TokenStream, *, batch_size: int, length: int, seed: int) -> Ba
 
 
 def picks(num_rows: int, *, batch_size: int, seed: int) -> Callable[[int], np.ndarray]:
-    """step -> i64[batch_size], which rows of a table; shuffled anew in every epoch."""
+    """Return step -> i64[batch_size] indices of a table's rows, reshuffled in every epoch."""
     cached: dict[int, np.ndarray] = {}
 
     def order_of(epoch: int) -> np.ndarray:
@@ -97,18 +97,18 @@ def picks(num_rows: int, *, batch_size: int, seed: int) -> Callable[[int], np.nd
 
 
 def rows(table: np.ndarray, *, batch_size: int, seed: int) -> BatchAt:
-    """step -> i32[batch_size, T] rows of `table` [R, T], shuffled anew in every epoch."""
+    """Return step -> i32[batch_size, T] rows of `table` [R, T], reshuffled in every epoch."""
     rows_of = picks(len(table), batch_size=batch_size, seed=seed)
     return lambda step: np.asarray(table[rows_of(step)], np.int32)
 
 
 def joined(parts: Sequence[BatchAt]) -> BatchAt:
-    """The batches of all parts, one under the other."""
+    """Return the concatenated batches of all parts."""
     return lambda step: np.concatenate([part(step) for part in parts])
 
 
 def fixed_crops(stream: TokenStream, *, count: int, length: int) -> np.ndarray:
-    """i32[count, length]: crops evenly spread over the stream, for held-out losses."""
+    """Return i32[count, length]: crops evenly spread over the stream, for held-out losses."""
     last = len(stream.ids) - length
     if last < 0:
         raise ConfigError(

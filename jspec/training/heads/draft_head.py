@@ -1,7 +1,7 @@
-"""What a head is to the trainer: how it starts, what it guesses at every depth, how it is stored.
+"""The trainer's interface of a draft head: initialisation, predictions at every depth, storage.
 
-One class a kind of head implements it: EAGLE-1, EAGLE-3, layers for multi-token prediction. The
-loss, the batches, the loop and the export know this alone.
+Each kind of head has a class: EAGLE-1, EAGLE-3, layers for multi-token prediction. The loss, the
+batches, the loop and the export depend on this interface alone.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from jspec.spec.rope import RopeConfig
 
 @pytree
 class TargetFeatures:
-    """What the target made of B rows of T tokens."""
+    """The target's hidden states for B rows of T tokens."""
 
     hidden: jax.Array  # [B, T, E], after the final norm
-    aux: jax.Array  # [B, T, A], the residual at the input of the head's aux layers, side by side
+    aux: jax.Array  # [B, T, A], concatenated residuals at the inputs of the head's aux layers
 
 
 @pytree
 class Guess:
-    """One depth. Row t's logits guess token t + 2 + depth; rows 0..T-2-depth."""
+    """The predictions of one depth: logits[:, t] predict token t + 2 + depth."""
 
     logits: jax.Array  # f32[B, T - 1 - depth, U]
-    feature: jax.Array | None = None  # [B, T - 1 - depth, E], of a head that guesses features, too
+    feature: jax.Array | None = None  # [B, T - 1 - depth, E], if the head predicts features
 
 
 class DraftHead(Protocol):
-    """A head over a target. aux_layer_ids: the captures that it reads beside the last hidden."""
+    """A head over a target. aux_layer_ids: captures that it reads besides the last hidden."""
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]: ...
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Trainable float32 parameters; what is the target's is not among them."""
+        """Return trainable float32 parameters, without those shared with the target."""
 
     def whole(self, params: Params, target_params: Params, draft_ids: Any) -> Params:
-        """The parameters as they are served: the trained ones, and the target's that it shares."""
+        """Return the parameters as served: the trained ones, and those shared with the target."""
 
     def guesses(
         self,
@@ -58,18 +58,16 @@ class DraftHead(Protocol):
         num_depths: int,
         dtype: DTypeLike,
     ) -> list[Guess]:
-        """Of each depth; params: `whole`."""
+        """Return the predictions of each depth. params: from `whole`."""
 
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """config.json and model.safetensors in the public layout. params: `whole`, or those of
-        them that the layout stores."""
+        """Write config.json and model.safetensors in the public layout. params: from `whole`."""
 
 
 def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
-    """A layer with its target's heads and nothing else of it; RoPE theta 10000, as published heads
-    have."""
+    """Return a layer with its target's attention heads and RoPE theta 10000, as published."""
     given = target.layers[-1].attention
     attention = AttentionSpec(
         num_heads=given.num_heads,
@@ -83,11 +81,11 @@ def plain_layer(target: ModelSpec, *, intermediate_size: int) -> LayerSpec:
 
 
 def one_layer_model(target: ModelSpec, layer: LayerSpec) -> ModelSpec:
-    """A Llama of that layer, as wide as the target and with its vocabulary."""
+    """Return a Llama of that layer, with the target's hidden size and vocabulary."""
     return replace(target, layers=(layer,), tie_word_embeddings=False, family="llama")
 
 
 def inner_size(target: ModelSpec) -> int:
-    """The inner width of the target's own MLPs, or four times its width where it has none."""
+    """Return the inner size of the target's first MLP; without one, four times its hidden size."""
     inner = (x.ffn.inner for x in target.layers if isinstance(x.ffn, DenseSpec))
     return next(inner, 4 * target.hidden_size)

@@ -1,7 +1,7 @@
-"""Training an EAGLE-1 head: it guesses the target's next feature, and through it the next token.
+"""Training of an EAGLE-1 head: it predicts the target's next feature, and from it the next token.
 
-The published recipe (arXiv:2401.15077) trains one depth; unrolled over its own outputs, as HASS
-does (arXiv:2408.15766), the head meets in training what it meets in serving.
+The published recipe (arXiv:2401.15077) trains one depth. Here the head is unrolled over its own
+outputs, as in HASS (arXiv:2408.15766), so that training matches serving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 
 @dataclass(frozen=True, slots=True)
 class TrainedEagle1:
-    """One layer over fc; embedding and lm_head are the target's and are not trained."""
+    """One layer after fc; embedding and lm_head are the target's and not trained."""
 
     config: Eagle1Config
 
@@ -36,7 +36,6 @@ class TrainedEagle1:
         return ()
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Random."""
         del target_params, draft_ids
         params = init_params(eagle1_params(self.config), seed=seed)
         del params["embed"], params["lm_head"], params["draft_ids"]
@@ -73,10 +72,9 @@ class TrainedEagle1:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """With a bias of fc, of zeros: SGLang's class makes one whether a file has it or not, and
-        would leave it as it was made. vLLM reads over it."""
+        """Write the head with a zero fc bias, which SGLang would otherwise leave uninitialised."""
         del draft_ids, target
-        shared = ("embed", "lm_head")  # the target's, which nothing stores
+        shared = ("embed", "lm_head")  # the target's, which are not stored
         whole = jax.device_get({name: x for name, x in params.items() if name not in shared})
         width = self.config.layer.hidden_size
         whole["fc"] = {**whole["fc"], "bias": np.zeros(width, np.float32)}
@@ -84,8 +82,7 @@ class TrainedEagle1:
 
 
 def eagle1_head(target: ModelSpec, *, intermediate_size: int) -> TrainedEagle1:
-    """A head with its target's heads, width and vocabulary; fc has no bias, as Llama 3's published
-    head has none."""
+    """Return a head with its target's sizes; fc has no bias, as in Llama 3's published head."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedEagle1(
         Eagle1Config(

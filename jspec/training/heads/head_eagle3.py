@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head: unrolled over its own outputs (training-time test)."""
+"""Training of an EAGLE-3 head, unrolled over its own outputs (training-time test)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from jspec.training.heads.unrolled_attention import UnrolledAttention, unroll
 
 @dataclass(frozen=True, slots=True)
 class TrainedEagle3:
-    """One layer, whatever its vocabulary. ConfigError for a head of several, or one that feeds back
-    what it normed."""
+    """An EAGLE-3 head of one layer that feeds back its unnormed output (else ConfigError)."""
 
     config: Eagle3Config
 
@@ -44,7 +43,7 @@ class TrainedEagle3:
         return self.config.aux_layer_ids
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Random, but the final norm and lm_head are the target's."""
+        """Return random parameters, except that the final norm and lm_head are the target's."""
         params = init_params(eagle3_params(self.config), seed=seed)
         del params["embed"], params["draft_ids"]
         if self.config.target_hidden_size == self.config.layer.hidden_size:
@@ -87,7 +86,7 @@ class TrainedEagle3:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Without the embedding: the target's is shared."""
+        """Write the head without the embedding, which is shared with the target."""
         del target
         own = {name: x for name, x in params.items() if name != "embed"}
         host = {**jax.device_get(own), "draft_ids": draft_ids}
@@ -101,7 +100,7 @@ def eagle3_head(
     intermediate_size: int,
     aux_layer_ids: tuple[int, ...],
 ) -> TrainedEagle3:
-    """A head with its target's heads and width."""
+    """Return a head with its target's attention heads and hidden size."""
     return TrainedEagle3(
         Eagle3Config(
             layer=one_layer_model(target, plain_layer(target, intermediate_size=intermediate_size)),

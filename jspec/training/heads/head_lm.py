@@ -1,9 +1,8 @@
-"""Training a small language model as a draft (STANDALONE): it learns what the target would say.
+"""Training of a small language model as a draft (STANDALONE) by distillation from the target.
 
-It reads tokens alone and nothing of the target, so there is one depth: row t guesses token t + 2
-from tokens 0..t + 1, and every further draft is the same forward over one token more. The loss is
-every head's, the target's distribution at the position and not the text's next token (distillation,
-arXiv:2310.08461 for drafts).
+It reads only tokens, so there is one depth: position t + 1 predicts token t + 2, and every further
+draft is the same forward over one more token. The loss is that of every head: against the target's
+distribution, not the text's next token (distillation; arXiv:2310.08461 for drafts).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jspec.training.heads.draft_head import Guess, TargetFeatures
 
 @dataclass(frozen=True, slots=True)
 class TrainedLm:
-    """A decoder with its target's vocabulary and no other part of it; all of it is trained."""
+    """A decoder that shares only the vocabulary with its target; all of it is trained."""
 
     spec: ModelSpec
 
@@ -35,7 +34,6 @@ class TrainedLm:
         return ()
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Random."""
         del target_params, draft_ids
         return init_target(self.spec, seed=seed)
 
@@ -59,7 +57,7 @@ class TrainedLm:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """Without a tokenizer: the ids are the target's."""
+        """Write the model without a tokenizer: the ids are the target's."""
         del draft_ids, target
         save_target(folder, self.spec, jax.device_get(with_lm_head(params)), dtype=dtype)
 
@@ -67,7 +65,7 @@ class TrainedLm:
 def lm_head_of(
     target: ModelSpec, *, hidden_size: int, intermediate_size: int, num_layers: int, head_dim: int
 ) -> TrainedLm:
-    """A Llama with tied embeddings, two heads a KV head, and the target's ids and context."""
+    """Return a Llama with tied embeddings, two query heads per KV head, and the target's ids."""
     num_heads = hidden_size // head_dim
     return TrainedLm(
         uniform_decoder(

@@ -1,12 +1,12 @@
-"""Training layers for multi-token prediction, each with a pool of its own (multi-layer EAGLE).
+"""Training of layers for multi-token prediction, one KV pool each (multi-layer EAGLE).
 
-Layer s reads the pairs (the target's feature i, token i + s + 1) of rows 0..i alone, in serving as
-in training, so nothing is unrolled: depth s is one causal forward of layer s over the whole row.
+Layer s reads only the pairs (the target's feature i, token i + s + 1) of positions 0..i, in serving
+as in training. So nothing is unrolled: depth s is one causal forward of layer s over the whole row.
 The layout is MiMo-V2-Flash's, whose layers all read the target's hidden before its final norm.
 
-In a chain (Step-3.5-Flash's layout) layer s reads instead what layer s - 1 made of the same row i,
-before its final norm, and every layer has an lm_head of its own, which starts as the target's. It
-is the same forward, so a later depth's loss trains the layers before it, too.
+In a chain (Step-3.5-Flash's layout) layer s instead reads layer s - 1's output at the same
+position, before its final norm, and every layer has its own lm_head, initialised from the target's.
+All layers are in the same forward, so a later depth's loss also trains the layers before it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from jspec.training.heads.draft_head import Guess, TargetFeatures, plain_layer
 
 @dataclass(frozen=True, slots=True)
 class TrainedMtp:
-    """As many layers as depths; the embedding, and an lm_head that is the target's, are not
-    trained."""
+    """One layer per depth. The embedding and an lm_head shared with the target are not trained."""
 
     config: MtpConfig
 
@@ -45,7 +44,7 @@ class TrainedMtp:
         return () if self.config.reads_normed else (self.config.target_num_layers,)
 
     def init(self, target_params: Params, draft_ids: np.ndarray, *, seed: int) -> Params:
-        """Random, but the norms before lm_head, and each layer's own lm_head, are the target's."""
+        """Return random parameters, but the target's final norm and, if not shared, lm_head."""
         del draft_ids
         params = init_params(mtp_params(self.config), seed=seed)
         for layer in params["layers"].values():
@@ -94,7 +93,7 @@ class TrainedMtp:
     def save(
         self, folder: Path, params: Params, *, draft_ids: np.ndarray, dtype: Any, target: ModelSpec
     ) -> None:
-        """With a copy of the target's embedding in a chain: SGLang's class for it shares none."""
+        """Write the layers; in a chain with the target's embedding, which SGLang does not share."""
         del draft_ids
         stored = ("layers", "embed") if self.config.chained else ("layers",)
         host = jax.device_get({name: params[name] for name in stored})
@@ -104,6 +103,6 @@ class TrainedMtp:
 def mtp_head(
     target: ModelSpec, *, num_layers: int, intermediate_size: int, chained: bool = False
 ) -> TrainedMtp:
-    """Layers with the target's heads and width."""
+    """Return layers with the target's attention heads and hidden size."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     return TrainedMtp(written_config(target, layer, num_layers=num_layers, chained=chained))

@@ -1,17 +1,17 @@
 """Attention of a head that is unrolled over its own outputs (EAGLE-3, arXiv:2503.01840).
 
-Alignment, for a row of T tokens x_0..x_{T-1}: the same as in serving, where draft row i holds the
-pair (token i + 1, feature of position i).
+Alignment for tokens x_0..x_{T-1}, the same as in serving, where draft slot i is of the pair
+(token i + 1, feature of position i):
 
-    step i, row t:  token x_{t+1+i}, RoPE position t + i; hidden = the target's feature of
-                    position t (i = 0) or the row's own output at step i - 1
-    its logits guess x_{t+2+i}; its teacher is the target's distribution at position t + 1 + i
-    attention: keys of step 0 of rows 0..t, and the row's own keys of steps 1..i
+    step i, slot t: token x_{t+1+i}, RoPE position t + i; hidden = the target's feature of
+                    position t (i = 0) or the slot's own output at step i - 1
+    its logits predict x_{t+2+i}; its teacher is the target's distribution at position t + 1 + i
+    attention: keys of slots 0..t of step 0, and the slot's own keys of steps 1..i
 
-    T = 5: step 0 rows 0..3 hold (x1,f0) (x2,f1) (x3,f2) (x4,f3), teachers at 1 2 3 4
-           step 1 rows 0..2 hold (x2,o0) (x3,o1) (x4,o2),         teachers at 2 3 4
+    T = 5: step 0 slots 0..3 are (x1,f0) (x2,f1) (x3,f2) (x4,f3), teachers at 1 2 3 4
+           step 1 slots 0..2 are (x2,o0) (x3,o1) (x4,o2),         teachers at 2 3 4
 
-Row t of the unrolled steps 0..i thus equals drafting i tokens after t + 1 committed rows.
+Steps 0..i of slot t thus equal drafting i tokens after t + 1 committed slots.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.kv_write.rotation import Rotation, rotate_and_split
 
-# (index of the step, its tokens' ids, positions, hidden) -> output, what is handed on
+# (ids [B, T], positions [B, T], hidden [B, T, E]) -> output [B, T, E], the next step's hidden
 Step = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class UnrolledAttention:
-    """attend of the unrolled steps, called once a step: causal over step 0, then own later rows.
+    """An `attend` to call once per step: causal over step 0, then the slot's own later keys.
 
-    Softmax in float32 over both parts at once, merged by their common maximum. Queries go in four
-    blocks, each against the keys up to its own end: of 1,024 rows, 62% of the scores are computed.
+    Softmax in float32 over both parts, merged by their common maximum. Queries are processed in
+        four
+    blocks, each against the keys up to its own end: for 1,024 tokens, 62% of the scores are
+        computed.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class UnrolledAttention:
     def __call__(
         self, heads: Float[Array, "B R heads D"], rotation: Rotation, sinks: jax.Array | None
     ) -> Float[Array, "B R H D"]:
-        del sinks  # no target that is trained here has them
+        del sinks  # heads trained here have none
         q, k, v = rotate_and_split(heads, rotation)
         self._keys.append(k)
         self._values.append(v)
@@ -53,7 +55,6 @@ class UnrolledAttention:
         return jnp.concatenate(out, axis=1).reshape(q.shape).astype(q.dtype)
 
     def _block(self, grouped: Float[Array, "B R G Q D"], start: int, stop: int) -> jax.Array:
-        """f32[B, stop - start, G, Q, D]: what the queries of these rows attend to."""
         queries = grouped[:, start:stop]
         keys, values = self._keys[0][:, :stop], self._values[0][:, :stop]
         visible = jnp.tril(jnp.ones((stop - start, stop), bool), k=start)
@@ -92,10 +93,10 @@ def unroll(
     *,
     num_depths: int,
 ) -> list[Float[Array, "B R E"]]:
-    """Outputs of every step; entry i has rows 0..T-2-i (those whose token exists).
+    """Return the outputs of every step; entry i has slots 0..T-2-i, those whose token exists.
 
-    step: (ids[B, T], positions[B, T], hidden[B, T, E]) -> out[B, T, E]. All T rows are computed, so
-    that products keep round shapes; the last ones hold token 0 and no valid row sees them.
+    All T slots are computed, so that products keep round shapes; the last ones have token 0, and no
+    valid slot attends to them.
     """
     batch_size, length = token_ids.shape
     padded = jnp.pad(token_ids, ((0, 0), (0, num_depths)))
